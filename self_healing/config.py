@@ -1,0 +1,470 @@
+"""Every setting of the library in one flat dataclass, with its presets and its way from and to TOML."""
+
+import difflib
+import json
+import os
+import reprlib
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+
+SECTIONS = ("nonfinite", "recovery", "journal")
+
+
+class ConfigurationError(ValueError):
+    """A setting cannot be used; the message names it, its value, what is allowed and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """
+    Where a field of [`HealingConfig`] stands in TOML, and which numbers it takes.
+
+    It rides on the field's annotation and not in its metadata, because `HfArgumentParser` hands everything it finds in
+    the metadata to `argparse.add_argument`, which refuses what it does not know.
+    """
+
+    section: str
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+
+    def allows(self, number: float) -> bool:
+        return (
+            (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+        )
+
+    def __str__(self) -> str:
+        bounds = (("at least", self.at_least), ("above", self.above), ("at most", self.at_most))
+        return " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealingConfig:
+    """
+    What [`SelfHealingCallback`] and [`SelfHealingTrainer`] may do, and when they give up.
+
+    The values are checked when the object is made and cannot be changed afterwards: make another one with
+    `dataclasses.replace`. Next to a TRL config, [`~transformers.HfArgumentParser`] and [`~trl.TrlParser`] read the
+    settings from the command line and from YAML; [`HealingConfig.from_toml`] reads them from a file of their own.
+
+    Args:
+        > Section `nonfinite`: a step whose loss or gradient norm is not finite
+
+        on_nonfinite (`str`, *optional*, defaults to `"heal"`):
+            What to do about such a step: `"heal"` finds the cause by experiment and repairs the step, `"skip"` leaves
+            the step out without a diagnosis, `"warn"` only reports it (the step is applied as the plain trainer
+            would), `"raise"` stops with an error before it is applied.
+        nan_patience (`int`, *optional*, defaults to `3`):
+            Consecutive steps that could not be healed, and so were skipped, after which the run stops. At least 1.
+        reexecute_attempts (`int`, *optional*, defaults to `1`):
+            Times the micro-batches of the step are computed again from their saved random states before the fault
+            counts as persistent. From 0 to 10.
+        drop_poison_rows (`bool`, *optional*, defaults to `True`):
+            Whether to drop the rows that make a step non-finite by themselves and renormalise the rest exactly. If
+            `False`, the whole step is skipped instead.
+        max_poison_fraction (`float`, *optional*, defaults to `0.5`):
+            Largest share of a step's rows that may be blamed on the data. Above it the fault counts as numerical,
+            unless a batch that was healthy before still is. Above 0, at most 1.
+        max_skipped_fraction (`float`, *optional*, defaults to `0.1`):
+            Share of the last `skip_window` steps; when more of them were skipped, the run stops. Above 0, at most 1.
+        skip_window (`int`, *optional*, defaults to `100`):
+            Steps over which `max_skipped_fraction` and `max_quarantined_fraction` are measured. At least 1.
+        max_quarantined_fraction (`float`, *optional*, defaults to `0.05`):
+            Share of the rows of the last `skip_window` steps; when more of them were dropped, the run stops. Above 0,
+            at most 1.
+        scaler_patience (`int`, *optional*, defaults to `3`):
+            Consecutive overflowing steps that are left to the `GradScaler`, whose own skipping is normal. Only for
+            fp16. At least 1.
+
+        > Section `recovery`: exceptions that end `train()`; only [`SelfHealingTrainer`] can enter it again
+
+        max_recovery_attempts (`int`, *optional*, defaults to `5`):
+            Re-entries into `train()` without progress before giving up. At least 0.
+        budget_refund_steps (`int`, *optional*, defaults to `50`):
+            Healthy steps beyond the failure that give the attempts back. At least 1.
+        emergency_checkpoint (`bool`, *optional*, defaults to `True`):
+            Whether to write an exactly resumable checkpoint when an exception ends `train()`. If `False`, the run
+            falls back on the newest regular checkpoint.
+        retry_initial_seconds (`float`, *optional*, defaults to `5.0`):
+            First wait, in seconds, before re-entering after a network or service failure. The wait grows exponentially
+            with every further attempt and is jittered. At least 0.
+        retry_max_seconds (`float`, *optional*, defaults to `300.0`):
+            Longest such wait, in seconds. At least `retry_initial_seconds`.
+
+        > Section `journal`: what is written down, and where
+
+        healing_dir (`str`, *optional*):
+            Directory for `healing_events.jsonl`, `quarantine.jsonl` and `postmortem.json`. If `None`, the `output_dir`
+            of the training arguments.
+        save_offending_batch (`bool`, *optional*, defaults to `True`):
+            Whether to keep the batch of a step that computing it again did not heal, so that it can be replayed.
+        trackio_alerts (`bool`, *optional*, defaults to `True`):
+            Whether to send an alert for each incident when the run reports to Trackio.
+        healing_metrics (`bool`, *optional*, defaults to `True`):
+            Whether to add `healing/*` metrics to what the trainer logs, from the first incident on.
+        outcome_steps (`int`, *optional*, defaults to `5`):
+            Healthy steps after an incident before its outcome is judged. At least 1.
+
+    Raises:
+        `ConfigurationError`: if a value has the wrong type or is out of range. All of them are named at once.
+
+    Example:
+
+    ```python
+    >>> HealingConfig.conservative(healing_dir="outputs/healing").nan_patience
+    2
+    ```
+    """
+
+    # The heading of these options in `--help`, read by `HfArgumentParser`.
+    _argument_group_name: ClassVar[str] = "self-healing"
+
+    on_nonfinite: Annotated[Literal["heal", "skip", "warn", "raise"], Setting("nonfinite")] = field(
+        default="heal",
+        metadata={
+            "help": "What to do when the loss or the gradient norm of a step is not finite: `heal` finds the cause by "
+            "experiment and repairs the step, `skip` leaves the step out without a diagnosis, `warn` only reports it, "
+            "`raise` stops with an error before the step is applied."
+        },
+    )
+    nan_patience: Annotated[int, Setting("nonfinite", at_least=1)] = field(
+        default=3,
+        metadata={"help": "Consecutive steps that could not be healed (were skipped) after which the run stops."},
+    )
+    reexecute_attempts: Annotated[int, Setting("nonfinite", at_least=0, at_most=10)] = field(
+        default=1,
+        metadata={
+            "help": "Times the micro-batches of a non-finite step are computed again from their saved random states "
+            "before the fault counts as persistent."
+        },
+    )
+    drop_poison_rows: Annotated[bool, Setting("nonfinite")] = field(
+        default=True,
+        metadata={
+            "help": "Drop the rows that make a step non-finite by themselves and renormalise the rest. If False, the "
+            "whole step is skipped instead."
+        },
+    )
+    max_poison_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = field(
+        default=0.5,
+        metadata={
+            "help": "Largest share of the rows of a step that may be blamed on the data. Above it the fault counts as "
+            "numerical, unless a batch that was healthy before still is."
+        },
+    )
+    max_skipped_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = field(
+        default=0.1,
+        metadata={"help": "The run stops when more than this share of the last `skip_window` steps was skipped."},
+    )
+    skip_window: Annotated[int, Setting("nonfinite", at_least=1)] = field(
+        default=100,
+        metadata={"help": "Steps over which `max_skipped_fraction` and `max_quarantined_fraction` are measured."},
+    )
+    max_quarantined_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = field(
+        default=0.05,
+        metadata={
+            "help": "The run stops when more than this share of the rows of the last `skip_window` steps was dropped."
+        },
+    )
+    scaler_patience: Annotated[int, Setting("nonfinite", at_least=1)] = field(
+        default=3,
+        metadata={
+            "help": "fp16 only: consecutive overflowing steps that are left to the GradScaler, whose own skipping is "
+            "normal."
+        },
+    )
+
+    max_recovery_attempts: Annotated[int, Setting("recovery", at_least=0)] = field(
+        default=5, metadata={"help": "Re-entries into `train()` without progress before giving up."}
+    )
+    budget_refund_steps: Annotated[int, Setting("recovery", at_least=1)] = field(
+        default=50, metadata={"help": "Healthy steps beyond the failure that give the recovery attempts back."}
+    )
+    emergency_checkpoint: Annotated[bool, Setting("recovery")] = field(
+        default=True,
+        metadata={
+            "help": "Write an exactly resumable checkpoint when an exception ends `train()`. If False, the run falls "
+            "back on the newest regular checkpoint."
+        },
+    )
+    retry_initial_seconds: Annotated[float, Setting("recovery", at_least=0)] = field(
+        default=5.0,
+        metadata={
+            "help": "First wait, in seconds, before re-entering after a network or service failure. The wait grows "
+            "exponentially with every further attempt and is jittered."
+        },
+    )
+    retry_max_seconds: Annotated[float, Setting("recovery", at_least=0)] = field(
+        default=300.0,
+        metadata={
+            "help": "Longest wait, in seconds, before re-entering after a network or service failure. At least "
+            "`retry_initial_seconds`."
+        },
+    )
+
+    healing_dir: Annotated[str | None, Setting("journal")] = field(
+        default=None,
+        metadata={
+            "help": "Directory for healing_events.jsonl, quarantine.jsonl and postmortem.json. Left out, the "
+            "`output_dir` of the training arguments."
+        },
+    )
+    save_offending_batch: Annotated[bool, Setting("journal")] = field(
+        default=True,
+        metadata={
+            "help": "Keep the batch of a step that computing it again did not heal, so that it can be replayed."
+        },
+    )
+    trackio_alerts: Annotated[bool, Setting("journal")] = field(
+        default=True, metadata={"help": "Send an alert for each incident when the run reports to Trackio."}
+    )
+    healing_metrics: Annotated[bool, Setting("journal")] = field(
+        default=True,
+        metadata={"help": "Add healing/* metrics to what the trainer logs, from the first incident on."},
+    )
+    outcome_steps: Annotated[int, Setting("journal", at_least=1)] = field(
+        default=5, metadata={"help": "Healthy steps after an incident before its outcome is judged."}
+    )
+
+    def __post_init__(self) -> None:
+        _raise_if_any(_value_problems({name: getattr(self, name) for name in _settings()}))
+        for name, (kind, _) in _settings().items():
+            if kind is float:
+                object.__setattr__(self, name, float(getattr(self, name)))
+
+    @classmethod
+    def aggressive(cls, **overrides: Any) -> Self:
+        """
+        For unattended runs that should reach their end: more attempts, longer waits, more steps and rows given up.
+
+        Args:
+            overrides:
+                Settings that differ from the preset, by name.
+        """
+        preset = {
+            "reexecute_attempts": 2,
+            "nan_patience": 8,
+            "max_skipped_fraction": 0.25,
+            "max_quarantined_fraction": 0.15,
+            "max_recovery_attempts": 20,
+            "retry_max_seconds": 900.0,
+        }
+        return cls.from_dict({**preset, **overrides})
+
+    @classmethod
+    def conservative(cls, **overrides: Any) -> Self:
+        """
+        For runs that had better stop than train on other data than was asked for: no row is dropped, few steps are.
+
+        Args:
+            overrides:
+                Settings that differ from the preset, by name.
+        """
+        preset = {
+            "nan_patience": 2,
+            "drop_poison_rows": False,
+            "max_skipped_fraction": 0.02,
+            "max_recovery_attempts": 2,
+        }
+        return cls.from_dict({**preset, **overrides})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all settings by name, without sections, ready for JSON and for [`HealingConfig.from_dict`]."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Self:
+        """
+        Makes a config of settings given by name, by section, or both.
+
+        Args:
+            config (`Mapping[str, Any]`):
+                For example `{"nan_patience": 2, "recovery": {"max_recovery_attempts": 10}}`. What is left out keeps
+                its default.
+
+        Raises:
+            `ConfigurationError`: if a name is unknown, stands in the wrong section or twice, or a value is not
+            allowed. All problems are named at once.
+        """
+        if not isinstance(config, Mapping):
+            raise ConfigurationError(
+                f"The settings are {reprlib.repr(config)} ({type(config).__name__}), but must be a mapping of names "
+                "to values. Please pass a dict; an empty one gives the defaults."
+            )
+        given: list[tuple[str | None, Any, Any]] = []  # (section, name, value)
+        problems: list[str] = []
+        for key, value in config.items():
+            if key not in SECTIONS:
+                given.append((None, key, value))
+            elif isinstance(value, Mapping):
+                given.extend((key, name, nested) for name, nested in value.items())
+            else:
+                problems.append(
+                    f"`{key}` is a section, but is set to {reprlib.repr(value)}. Please put settings below it, such "
+                    f"as {_with_section(_names_in(key)[0])}."
+                )
+
+        values: dict[str, Any] = {}
+        for section, name, value in given:
+            if name not in _settings():
+                problems.append(_unknown(section, name, value))
+            elif section not in (None, _settings()[name][1].section):
+                problems.append(f"`{name}` stands in [{section}]. Please move it to [{_settings()[name][1].section}].")
+            elif name in values:
+                problems.append(
+                    f"`{name}` is given twice, at the top and in [{_settings()[name][1].section}]. Please keep one."
+                )
+            else:
+                values[name] = value
+
+        _raise_if_any(problems + _value_problems(_defaults() | values))
+        return cls(**values)
+
+    def to_toml(self, path: str | os.PathLike[str] | None = None) -> str:
+        """
+        Returns the settings as TOML that [`HealingConfig.from_toml`] reads back to an equal config.
+
+        Args:
+            path (`str` or `os.PathLike`, *optional*):
+                File to write the text to as well.
+        """
+        sections = []
+        for section in SECTIONS:
+            lines = [f"[{section}]"]
+            for name in _names_in(section):
+                value = getattr(self, name)
+                # TOML has no null; the comment shows that the setting exists.
+                lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml_value(value)}")
+            sections.append("\n".join(lines) + "\n")
+        text = "\n".join(sections)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8", newline="\n")
+        return text
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> Self:
+        """
+        Reads a config from a TOML file with the sections of [`HealingConfig.to_toml`], or with no sections at all.
+
+        Args:
+            path (`str` or `os.PathLike`):
+                The file. What it leaves out keeps its default.
+
+        Raises:
+            `ConfigurationError`: if the file is not TOML, or as [`HealingConfig.from_dict`] does.
+        """
+        content = Path(path).read_bytes()
+        try:
+            # utf-8-sig, because some editors put an invisible mark at the start that TOML refuses. With the line
+            # break, a last line that was cut short is an error at that line and not "at end of document".
+            config = tomllib.loads(content.decode("utf-8-sig") + "\n")
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise ConfigurationError(f"{path} is not UTF-8 text at line {line}. Please save it as UTF-8.") from error
+        except ValueError as error:  # TOMLDecodeError, or an integer with more digits than Python reads
+            raise ConfigurationError(
+                f"{path} is not valid TOML: {error}. Please correct it there: strings need quotes, true and false are "
+                "lower case, and a section or a setting may stand only once."
+            ) from error
+        try:
+            return cls.from_dict(config)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{path}: {error}") from None
+
+
+@cache
+def _settings() -> dict[str, tuple[Any, Setting]]:
+    """The type and the `Setting` of each field, by name, from the annotations: parsers overwrite `Field.type`."""
+    hints = get_type_hints(HealingConfig, include_extras=True)
+    return {f.name: get_args(hints[f.name]) for f in fields(HealingConfig)}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return {f.name: f.default for f in fields(HealingConfig)}
+
+
+def _names_in(section: str) -> list[str]:
+    return [name for name, (_, setting) in _settings().items() if setting.section == section]
+
+
+def _with_section(name: str) -> str:
+    return f"`{name}` in [{_settings()[name][1].section}]"
+
+
+def _raise_if_any(problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise ConfigurationError(problems[0])
+    if problems:
+        raise ConfigurationError("\n- ".join([f"{len(problems)} settings cannot be used:", *problems]))
+
+
+def _unknown(section: str | None, name: Any, value: Any) -> str:
+    if section is None and isinstance(value, Mapping):
+        close = difflib.get_close_matches(str(name), SECTIONS, n=1)
+        advice = f"Did you mean [{close[0]}]?" if close else f"There are: {', '.join(SECTIONS)}."
+        return f"[{name}] is not a section. {advice}"
+    close = difflib.get_close_matches(str(name), _settings(), n=1)
+    names = _names_in(section) if section is not None else list(_settings())
+    advice = f"Did you mean {_with_section(close[0])}?" if close else f"There are: {', '.join(names)}."
+    return f"`{name}`{f' in [{section}]' if section is not None else ''} is not a setting. {advice}"
+
+
+def _value_problems(values: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for name, value in values.items():
+        kind, setting = _settings()[name]
+        allowed = _unmet(kind, setting, value)
+        if allowed is not None:
+            problems.append(
+                f"`{name}` is {reprlib.repr(value)} ({type(value).__name__}), but must be {allowed}. Please change "
+                f"it, or leave it out for the default, {_defaults()[name]!r}."
+            )
+    if not problems and values["retry_max_seconds"] < values["retry_initial_seconds"]:
+        problems.append(
+            f"`retry_max_seconds` is {values['retry_max_seconds']}, but must be at least `retry_initial_seconds`, "
+            f"which is {values['retry_initial_seconds']}. Please raise the first or lower the second."
+        )
+    return problems
+
+
+def _unmet(kind: Any, setting: Setting, value: Any) -> str | None:
+    """What `value` would have to be, if it is not that."""
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        met, allowed = isinstance(value, str) and value in choices, "one of " + ", ".join(map(repr, choices))
+    elif kind is bool:
+        met, allowed = isinstance(value, bool), "true or false"
+    elif kind is int:
+        met = isinstance(value, int) and not isinstance(value, bool) and setting.allows(value)
+        allowed = f"an integer, {setting}"
+    elif kind is float:
+        # The comparison with the largest float rules out NaN and infinity, and integers that are no float.
+        met = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        met, allowed = met and setting.allows(value), f"a finite number, {setting}"
+    else:
+        met = value is None or (isinstance(value, str) and _names_a_path(value))
+        allowed = "a path, as a string that is not empty"
+    return None if met else allowed
+
+
+def _names_a_path(text: str) -> bool:
+    # A lone surrogate (from a file name that is not UTF-8) can be written neither to TOML nor to the journal.
+    return bool(text.strip()) and "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _toml_value(value: bool | int | float | str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # A TOML basic string is a JSON string, except that it may not hold the delete character.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

@@ -1,0 +1,450 @@
+import dataclasses
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import trl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import HfArgumentParser, TrainingArguments
+from trl import SFTConfig, TrlParser
+
+from self_healing import ConfigurationError, HealingConfig
+from self_healing.config import SECTIONS, Setting
+
+
+NAMES = [f.name for f in dataclasses.fields(HealingConfig)]
+RECIPES = Path(__file__).parent.parent / "recipes"
+HOST_CONFIGS = [
+    TrainingArguments,
+    trl.SFTConfig,
+    trl.DPOConfig,
+    trl.GRPOConfig,
+    trl.KTOConfig,
+    trl.RewardConfig,
+    trl.RLOOConfig,
+    trl.ModelConfig,
+    trl.ScriptArguments,
+]
+
+
+def changes(config: HealingConfig) -> dict:
+    """The settings of `config` that differ from the default."""
+    default = HealingConfig().to_dict()
+    return {name: value for name, value in config.to_dict().items() if value != default[name]}
+
+
+def option_strings(parser) -> list[str]:
+    return [option for action in parser._actions for option in action.option_strings]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+class TestParsers:
+    @pytest.fixture(params=[HfArgumentParser, TrlParser])
+    def parse(self, request, tmp_path):
+        """Parses a command line into a `HealingConfig`, next to an `SFTConfig`."""
+
+        def parse(*args: str) -> HealingConfig:
+            sft = ["--output_dir", str(tmp_path), "--report_to", "none", "--bf16", "False"]
+            training_args, config = request.param((SFTConfig, HealingConfig)).parse_args_into_dataclasses(
+                [*sft, *args], look_for_args_file=False
+            )
+            assert training_args.output_dir == str(tmp_path)
+            return config
+
+        return parse
+
+    @pytest.fixture
+    def parse_yaml(self, tmp_path):
+        """Parses a YAML file and a command line with the `TrlParser`, next to an `SFTConfig`."""
+
+        def parse_yaml(yaml: str, *args: str) -> HealingConfig:
+            sft = f"output_dir: {tmp_path}\nreport_to: none\nbf16: false\n"
+            path = write(tmp_path / "config.yaml", sft + yaml)
+            return TrlParser((SFTConfig, HealingConfig)).parse_args_and_config(["--config", str(path), *args])[1]
+
+        return parse_yaml
+
+    def test_an_empty_command_line_gives_the_defaults(self, parse):
+        assert parse() == HealingConfig()
+
+    def test_the_command_line_sets_every_kind_of_value(self, parse):
+        config = parse(
+            *("--on_nonfinite", "skip"),
+            *("--nan_patience", "5"),
+            *("--retry_initial_seconds", "0.5"),
+            *("--healing_dir", "elsewhere"),
+            *("--trackio_alerts", "false"),
+        )
+        assert changes(config) == {
+            "on_nonfinite": "skip",
+            "nan_patience": 5,
+            "retry_initial_seconds": 0.5,
+            "healing_dir": "elsewhere",
+            "trackio_alerts": False,
+        }
+
+    def test_options_are_spelled_with_hyphens_too(self, parse):
+        assert changes(parse("--nan-patience", "5")) == {"nan_patience": 5}
+
+    def test_the_no_twin_switches_a_flag_off(self, parse):
+        assert changes(parse("--no_drop_poison_rows")) == {"drop_poison_rows": False}
+
+    def test_the_command_line_is_validated(self, parse):
+        with pytest.raises(ConfigurationError, match="`nan_patience` is 0"):
+            parse("--nan_patience", "0")
+
+    def test_yaml_sets_values(self, parse_yaml):
+        config = parse_yaml("nan_patience: 5\ndrop_poison_rows: false\nretry_max_seconds: 600\n")
+        assert changes(config) == {"nan_patience": 5, "drop_poison_rows": False, "retry_max_seconds": 600.0}
+
+    def test_the_command_line_overrides_yaml(self, parse_yaml):
+        assert changes(parse_yaml("nan_patience: 5\n", "--nan_patience", "6")) == {"nan_patience": 6}
+
+    def test_yaml_is_validated(self, parse_yaml):
+        # argparse does not hold defaults, which is what the TrlParser makes of YAML, against its choices.
+        with pytest.raises(ConfigurationError, match="`on_nonfinite` is 'heall'"):
+            parse_yaml("on_nonfinite: heall\n")
+
+    def test_a_dict_is_parsed_next_to_the_sft_config(self, tmp_path):
+        arguments = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False, "nan_patience": 5}
+        _, config = HfArgumentParser((SFTConfig, HealingConfig)).parse_dict(arguments)
+        assert changes(config) == {"nan_patience": 5}
+
+    @pytest.mark.parametrize("parser_class", [HfArgumentParser, TrlParser])
+    def test_help_lists_every_option_once(self, parser_class):
+        parser = parser_class((trl.ScriptArguments, SFTConfig, trl.ModelConfig, HealingConfig))
+        assert [option for option, count in Counter(option_strings(parser)).items() if count > 1] == []
+        listed = Counter(re.findall(r"^  (--\w+)", parser.format_help(), flags=re.MULTILINE))
+        assert {name: listed[f"--{name}"] for name in NAMES} == dict.fromkeys(NAMES, 1)
+
+    @pytest.mark.parametrize("host_config", HOST_CONFIGS)
+    def test_no_option_collides_with_the_host(self, host_config):
+        ours = option_strings(HfArgumentParser(HealingConfig, add_help=False))
+        assert set(ours) & set(option_strings(HfArgumentParser(host_config, add_help=False))) == set()
+
+
+class TestFields:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_every_setting_has_a_help_text_that_argparse_can_format(self, name):
+        text = HealingConfig.__dataclass_fields__[name].metadata["help"]
+        assert text.endswith(".")
+        assert "%" not in text
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_the_docstring_tells_every_default(self, name):
+        default = HealingConfig.__dataclass_fields__[name].default
+        shown = f'"{default}"' if isinstance(default, str) else default
+        described = "*optional*)" if default is None else f"*optional*, defaults to `{shown}`)"
+        assert re.search(rf"^ +{name} \(`\w+`, {re.escape(described)}:$", HealingConfig.__doc__, flags=re.MULTILINE)
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_every_setting_belongs_to_a_section(self, name):
+        (setting,) = inspect.get_annotations(HealingConfig, eval_str=True)[name].__metadata__
+        assert isinstance(setting, Setting)
+        assert setting.section in SECTIONS
+
+    def test_no_setting_is_named_like_a_section(self):
+        assert set(NAMES) & set(SECTIONS) == set()
+
+
+class TestValidation:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("on_nonfinite", "warn"),
+            ("nan_patience", 1),
+            ("reexecute_attempts", 0),
+            ("reexecute_attempts", 10),
+            ("max_poison_fraction", 1e-9),
+            ("max_poison_fraction", 1.0),
+            ("max_recovery_attempts", 0),
+            ("retry_initial_seconds", 0.0),
+            ("retry_max_seconds", 5.0),
+            ("healing_dir", None),
+            ("healing_dir", "a b/ü"),
+        ],
+    )
+    def test_a_value_at_the_edge_is_accepted(self, name, value):
+        assert getattr(HealingConfig(**{name: value}), name) == value
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("nan_patience", 0),
+            ("nan_patience", -1),
+            ("reexecute_attempts", -1),
+            ("reexecute_attempts", 11),
+            ("max_poison_fraction", 0),
+            ("max_poison_fraction", 1.01),
+            ("max_skipped_fraction", 0.0),
+            ("max_skipped_fraction", 2),
+            ("skip_window", 0),
+            ("max_quarantined_fraction", -0.1),
+            ("scaler_patience", 0),
+            ("max_recovery_attempts", -1),
+            ("budget_refund_steps", 0),
+            ("retry_initial_seconds", -0.1),
+            ("retry_max_seconds", -1),
+            ("outcome_steps", 0),
+        ],
+    )
+    def test_a_number_out_of_range_is_refused(self, name, value):
+        with pytest.raises(ConfigurationError, match=f"`{name}` is {value} "):
+            HealingConfig(**{name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("on_nonfinite", "heall"),
+            ("on_nonfinite", True),
+            ("on_nonfinite", None),
+            ("on_nonfinite", ["heal"]),
+            ("nan_patience", True),
+            ("nan_patience", 3.0),
+            ("nan_patience", "3"),
+            ("nan_patience", None),
+            ("nan_patience", {}),
+            ("max_poison_fraction", True),
+            ("max_poison_fraction", "0.5"),
+            ("max_poison_fraction", None),
+            ("drop_poison_rows", 1),
+            ("drop_poison_rows", "true"),
+            ("drop_poison_rows", None),
+            ("healing_dir", 3),
+            ("healing_dir", Path("outputs")),
+            ("healing_dir", ""),
+            ("healing_dir", " "),
+            ("healing_dir", "a\0b"),
+            ("healing_dir", "a\udcff"),
+        ],
+    )
+    def test_a_value_of_the_wrong_kind_is_refused(self, name, value):
+        with pytest.raises(ConfigurationError, match=f"`{name}` is "):
+            HealingConfig(**{name: value})
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 10**400])
+    def test_a_number_that_is_not_finite_is_refused(self, value):
+        with pytest.raises(ConfigurationError, match=r"`retry_max_seconds` is .* must be a finite number"):
+            HealingConfig(retry_max_seconds=value)
+
+    def test_an_integer_for_a_float_is_converted(self):
+        assert type(HealingConfig(retry_max_seconds=600).retry_max_seconds) is float
+
+    def test_the_longest_wait_may_not_be_shorter_than_the_first(self):
+        with pytest.raises(ConfigurationError, match=r"`retry_max_seconds` is 0\.5, but must be at least"):
+            HealingConfig(retry_max_seconds=0.5)
+
+    def test_the_message_says_what_is_allowed_and_what_to_do(self):
+        with pytest.raises(ConfigurationError) as error:
+            HealingConfig(reexecute_attempts="2")
+        assert str(error.value) == (
+            "`reexecute_attempts` is '2' (str), but must be an integer, at least 0 and at most 10. Please change it, "
+            "or leave it out for the default, 1."
+        )
+
+    def test_all_problems_are_named_at_once(self):
+        with pytest.raises(ConfigurationError, match=r"2 settings cannot be used:\n- `nan_patience`.*\n- `skip_win"):
+            HealingConfig(nan_patience=0, skip_window=0)
+
+    def test_a_config_cannot_be_changed_past_its_checks(self):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            HealingConfig().nan_patience = 0
+
+    def test_replace_is_validated(self):
+        with pytest.raises(ConfigurationError, match="`nan_patience` is 0"):
+            dataclasses.replace(HealingConfig(), nan_patience=0)
+
+
+class TestPresets:
+    def test_aggressive(self):
+        assert changes(HealingConfig.aggressive()) == {
+            "reexecute_attempts": 2,
+            "nan_patience": 8,
+            "max_skipped_fraction": 0.25,
+            "max_quarantined_fraction": 0.15,
+            "max_recovery_attempts": 20,
+            "retry_max_seconds": 900.0,
+        }
+
+    def test_conservative(self):
+        assert changes(HealingConfig.conservative()) == {
+            "nan_patience": 2,
+            "drop_poison_rows": False,
+            "max_skipped_fraction": 0.02,
+            "max_recovery_attempts": 2,
+        }
+
+    @pytest.mark.parametrize("preset", [HealingConfig.aggressive, HealingConfig.conservative])
+    def test_an_override_wins_over_the_preset(self, preset):
+        assert preset(nan_patience=4) == dataclasses.replace(preset(), nan_patience=4)
+
+    def test_an_override_that_does_not_exist_is_refused(self):
+        with pytest.raises(ConfigurationError, match="Did you mean `nan_patience`"):
+            HealingConfig.aggressive(nan_patiense=4)
+
+
+class TestDict:
+    def test_flat_keys(self):
+        assert changes(HealingConfig.from_dict({"nan_patience": 5})) == {"nan_patience": 5}
+
+    def test_sections_and_flat_keys_together(self):
+        config = HealingConfig.from_dict({"nan_patience": 5, "recovery": {"max_recovery_attempts": 9}})
+        assert changes(config) == {"nan_patience": 5, "max_recovery_attempts": 9}
+
+    def test_an_empty_dict_gives_the_defaults(self):
+        assert HealingConfig.from_dict({}) == HealingConfig()
+
+    def test_to_dict_is_read_back(self):
+        config = HealingConfig.aggressive(healing_dir="x")
+        assert HealingConfig.from_dict(config.to_dict()) == config
+
+    @pytest.mark.parametrize("config", [{"nan_patince": 5}, {"nonfinite": {"nan-patience": 5}}])
+    def test_an_unknown_key_names_the_closest_one(self, config):
+        with pytest.raises(ConfigurationError, match=r"Did you mean `nan_patience` in \[nonfinite\]"):
+            HealingConfig.from_dict(config)
+
+    def test_an_unknown_key_like_no_other_names_those_of_its_section(self):
+        with pytest.raises(ConfigurationError, match=r"`zzz` in \[journal\] is not a setting.*outcome_steps\.$"):
+            HealingConfig.from_dict({"journal": {"zzz": 5}})
+
+    def test_a_key_that_is_no_string_is_unknown(self):
+        with pytest.raises(ConfigurationError, match="`3` is not a setting"):
+            HealingConfig.from_dict({3: 5})
+
+    def test_an_unknown_section_names_the_closest_one(self):
+        with pytest.raises(ConfigurationError, match=r"\[recover\] is not a section. Did you mean \[recovery\]"):
+            HealingConfig.from_dict({"recover": {"max_recovery_attempts": 9}})
+
+    def test_a_section_that_is_no_mapping_is_refused(self):
+        with pytest.raises(ConfigurationError, match="`recovery` is a section, but is set to 9"):
+            HealingConfig.from_dict({"recovery": 9})
+
+    def test_the_wrong_section_names_the_right_one(self):
+        with pytest.raises(ConfigurationError, match=r"`nan_patience` stands in \[journal\].*to \[nonfinite\]"):
+            HealingConfig.from_dict({"journal": {"nan_patience": 5}})
+
+    def test_a_key_given_flat_and_in_its_section_is_refused_even_if_equal(self):
+        with pytest.raises(ConfigurationError, match="`nan_patience` is given twice"):
+            HealingConfig.from_dict({"nan_patience": 5, "nonfinite": {"nan_patience": 5}})
+
+    def test_unknown_keys_and_bad_values_are_named_together(self):
+        with pytest.raises(ConfigurationError, match=r"2 settings cannot be used:\n- `zzz`.*\n- `nan_patience`"):
+            HealingConfig.from_dict({"nan_patience": 0, "zzz": 5})
+
+    @pytest.mark.parametrize("config", [None, [], "nan_patience"])
+    def test_what_is_no_mapping_is_refused(self, config):
+        with pytest.raises(ConfigurationError, match="must be a mapping"):
+            HealingConfig.from_dict(config)
+
+
+def values_of(name: str) -> st.SearchStrategy:
+    default = HealingConfig.__dataclass_fields__[name].default
+    if name == "on_nonfinite":
+        return st.sampled_from(["heal", "skip", "warn", "raise"])
+    if isinstance(default, bool):
+        return st.booleans()
+    if isinstance(default, int):
+        return st.integers(1, 10) | st.just(10**6 if name != "reexecute_attempts" else 10)
+    if name == "retry_initial_seconds":
+        return st.floats(0, 1e3)
+    if name == "retry_max_seconds":
+        return st.floats(1e3, allow_infinity=False)
+    if isinstance(default, float):
+        return st.floats(0, 1, exclude_min=True)
+    return st.none() | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")).filter(str.strip)
+
+
+configs = st.builds(HealingConfig, **{name: values_of(name) for name in NAMES})
+
+
+class TestToml:
+    @settings(deadline=None)  # it writes files, and the machine may be busy
+    @given(config=configs)
+    def test_the_round_trip_is_exact(self, config, tmp_path_factory):
+        path = tmp_path_factory.getbasetemp() / "round_trip.toml"
+        text = config.to_toml(path)
+        assert HealingConfig.from_toml(path) == config
+        assert path.read_text(encoding="utf-8") == text
+
+    def test_no_file_is_written_without_a_path(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        HealingConfig().to_toml()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_every_setting_is_listed(self):
+        listed = re.findall(r"^(?:# )?(\w+) (?:=|is not set)", HealingConfig().to_toml(), flags=re.MULTILINE)
+        assert sorted(listed) == sorted(NAMES)
+
+    def test_a_flat_file_is_read(self, tmp_path):
+        path = write(tmp_path / "flat.toml", "nan_patience = 5\n")
+        assert changes(HealingConfig.from_toml(path)) == {"nan_patience": 5}
+
+    def test_a_byte_order_mark_is_ignored(self, tmp_path):
+        path = write(tmp_path / "bom.toml", "\ufeffnan_patience = 5\n")
+        assert changes(HealingConfig.from_toml(path)) == {"nan_patience": 5}
+
+    @pytest.mark.parametrize(
+        "line", ["nan_patience =", "nan_patience = ", "drop_poison_rows = True", 'healing_dir = "x', "[nonfinite]"]
+    )
+    def test_a_broken_file_is_named_with_its_line(self, line, tmp_path):
+        path = write(tmp_path / "broken.toml", f"[nonfinite]\nskip_window = 5\n{line}")
+        with pytest.raises(ConfigurationError, match=r"broken\.toml is not valid TOML: .*line 3,.* Please correct"):
+            HealingConfig.from_toml(path)
+
+    def test_a_file_that_is_not_utf8_is_named_with_its_line(self, tmp_path):
+        path = tmp_path / "latin.toml"
+        path.write_bytes('nan_patience = 5\nhealing_dir = "é"\n'.encode("latin-1"))
+        with pytest.raises(ConfigurationError, match=r"latin\.toml is not UTF-8 text at line 2\. Please"):
+            HealingConfig.from_toml(path)
+
+    def test_a_bad_value_is_named_with_its_file(self, tmp_path):
+        path = write(tmp_path / "bad.toml", "nan_patience = 0\n")
+        with pytest.raises(ConfigurationError, match=r"bad\.toml: `nan_patience` is 0"):
+            HealingConfig.from_toml(path)
+
+    def test_a_missing_file_is_an_error(self, tmp_path):
+        with pytest.raises(FileNotFoundError):
+            HealingConfig.from_toml(tmp_path / "missing.toml")
+
+
+class TestRecipes:
+    @pytest.mark.parametrize(
+        ("name", "config"),
+        [
+            ("default", HealingConfig()),
+            ("sft", HealingConfig()),
+            ("aggressive", HealingConfig.aggressive()),
+            ("conservative", HealingConfig.conservative()),
+            ("dpo", HealingConfig(nan_patience=2)),
+            (
+                "grpo",
+                HealingConfig(
+                    reexecute_attempts=2,
+                    max_recovery_attempts=10,
+                    retry_initial_seconds=5.0,
+                    retry_max_seconds=900.0,
+                ),
+            ),
+        ],
+    )
+    def test_a_recipe_holds_what_it_promises(self, name, config):
+        assert HealingConfig.from_toml(RECIPES / f"{name}.toml") == config
+
+    @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+    def test_a_recipe_lists_every_setting(self, path):
+        listed = re.findall(r"^(?:# )?(\w+) (?:=|is not set)", path.read_text(), flags=re.MULTILINE)
+        assert sorted(listed) == sorted(NAMES)
+
+    @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+    def test_a_recipe_says_why_a_setting_differs_from_the_default(self, path):
+        lines = path.read_text().splitlines()
+        for name in changes(HealingConfig.from_toml(path)):
+            (number,) = [number for number, line in enumerate(lines) if line.startswith(f"{name} = ")]
+            assert lines[number - 1].startswith("# "), name
