@@ -1,0 +1,246 @@
+"""`HealingActions`: carries out what the policy decided, on model, optimizer, data and the run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tenacity
+import torch
+from transformers import TrainingArguments
+
+from .checkpoints import save_emergency_checkpoint
+from .config import HealingConfig
+from .diagnosis import Diagnosis
+from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
+from .instrument import Instrument, Window
+from .journal import Incident
+from .session import Session, quarantined_rows
+
+
+if TYPE_CHECKING:
+    from .callback import SelfHealingCallback
+
+logger = logging.getLogger("self_healing")
+
+
+@dataclass(slots=True)
+class HealingContext:
+    """
+    What an action needs to know.
+
+    Args:
+        incident ([`Incident`]):
+            The incident it belongs to.
+        instrument ([`Instrument`]):
+            Of the trainer.
+        window ([`Window`], *optional*):
+            The step, for what is healed inside it.
+        diagnosis ([`Diagnosis`], *optional*):
+            Its diagnosis.
+        error (`BaseException`, *optional*):
+            The exception, for what left `train()`.
+        verdict (`str`, *optional*):
+            Why the run ends, for `STOP`.
+    """
+
+    incident: Incident
+    instrument: Instrument
+    window: Window | None = None
+    diagnosis: Diagnosis | None = None
+    error: BaseException | None = None
+    verdict: str = ""
+
+
+class HealingActions:
+    """
+    Carries out actions.
+
+    Args:
+        config ([`HealingConfig`]):
+            Waits and what to keep.
+        callback ([`SelfHealingCallback`]):
+            Whose session is written to.
+        sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
+            How waiting is done, in seconds.
+    """
+
+    def __init__(
+        self,
+        config: HealingConfig,
+        callback: SelfHealingCallback,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.config = config
+        self._callback = callback
+        self._sleep = sleep
+        self._backoff = tenacity.wait_random_exponential(
+            multiplier=config.retry_initial_seconds, max=config.retry_max_seconds
+        )
+        self._carry_out: dict[Action, Callable[[HealingContext, TrainingArguments], dict[str, Any]]] = {
+            Action.USE_REEXECUTED_STEP: self._use_reexecuted_step,
+            Action.QUARANTINE_ROWS: self._quarantine_rows,
+            Action.DROP_ROWS: self._drop_rows,
+            Action.SKIP_STEP: self._skip_step,
+            Action.EMERGENCY_CHECKPOINT: self._emergency_checkpoint,
+            Action.WAIT_AND_RESUME: self._wait,
+            Action.STOP: self._stop,
+        }
+
+    @property
+    def session(self) -> Session:
+        session = self._callback.session
+        if session is None:
+            raise RuntimeError("the callback is not attached to a running trainer")
+        return session
+
+    def apply(
+        self,
+        actions: Iterable[Action | str],
+        context: HealingContext,
+        training_args: TrainingArguments,
+    ) -> dict[str, Any]:
+        """
+        Carries out actions in order and journals each.
+
+        Args:
+            actions (`Iterable[Action | str]`):
+                What to do.
+            context ([`HealingContext`]):
+                Where to do it.
+            training_args (`TrainingArguments`):
+                The arguments of the run.
+
+        Returns:
+            `dict`: what the actions gave, merged.
+
+        Raises:
+            UnrecoverableTrainingError: For `STOP`.
+            ValueError: For an action that is not known.
+        """
+        results: dict[str, Any] = {}
+        for action in [_known(action) for action in actions]:
+            result = self._carry_out[action](context, training_args)
+            self.session.journal.acted(context.incident, action.value, **result)
+            results.update(result)
+        return results
+
+    # ---- inside the step ----
+
+    def _use_reexecuted_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        _window(context).accept()
+        return {}
+
+    def _quarantine_rows(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        window, diagnosis, trainer = _window(context), context.diagnosis, context.instrument.trainer
+        if diagnosis is None:
+            raise ValueError("quarantine_rows needs the diagnosis that names the rows")
+        rows = quarantined_rows(window, diagnosis.poison, trainer.processing_class)
+        self.session.quarantine.add(rows, window.step, window.epoch, context.incident.id)
+        context.incident.evidence["rows"] = [
+            {"dataset_index": row.dataset_index, "content_hash": row.content_hash, "prompt": row.prompt}
+            for row in rows
+        ]
+        return {"rows": context.incident.evidence["rows"], "file": str(self.session.quarantine.path)}
+
+    def _drop_rows(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
+        window, diagnosis = _window(context), context.diagnosis
+        if diagnosis is None:
+            raise ValueError("drop_rows needs the diagnosis that names the rows")
+        keep: dict[int, list[int]] = {}
+        for index, bad in diagnosis.poison.items():
+            layout = window.layout(index)
+            if layout is not None:
+                keep[index] = [row for row in range(layout.rows) if row not in set(bad)]
+        remaining = diagnosis.rows - diagnosis.poison_count
+        device = context.instrument.trainer.accelerator.device
+        if not context.instrument.may_empty_micro_batches(keep, device) or remaining == 0:
+            return self._skip_step(context, args) | {"dropped": diagnosis.poison_count, "kept": remaining}
+        window.reexecute(keep)
+        if not window.signals().finite:
+            # The rows were not the whole story: one rung up.
+            return self._skip_step(context, args) | {"dropped": diagnosis.poison_count, "kept": remaining}
+        window.accept()
+        return {"dropped": diagnosis.poison_count, "kept": remaining}
+
+    def _skip_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        _window(context).skip(self.session.detector.last_loss)
+        context.incident.steps_lost += 1
+        return {"skipped": True}
+
+    # ---- outside of train() ----
+
+    def _emergency_checkpoint(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        if not self.config.emergency_checkpoint:
+            return {"checkpoint": None, "why": "emergency_checkpoint=False"}
+        try:
+            point = save_emergency_checkpoint(context.instrument)
+        except Exception as error:
+            logger.warning(
+                "The emergency checkpoint could not be written (%s: %s); falling back on the newest regular one.",
+                type(error).__name__,
+                error,
+                exc_info=True,
+            )
+            return {"checkpoint": None, "why": f"{type(error).__name__}: {error}"}
+        if point is None:
+            return {"checkpoint": None, "why": f"no trustworthy state ({context.instrument.phase.value})"}
+        self.session.resume_point = point
+        self.session.emergency_checkpoints.add(point.path)
+        return {"checkpoint": point.path}
+
+    def _wait(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
+        state = tenacity.RetryCallState(retry_object=tenacity.Retrying(), fn=None, args=(), kwargs={})
+        state.attempt_number = max(self.session.budget.used, 1)
+        seconds = float(self._backoff(state))
+        self._sleep(seconds)
+        return {"waited_seconds": round(seconds, 3)}
+
+    def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        incident, trainer = context.incident, context.instrument.trainer
+        failure = incident.failure or FailureType.USER_CODE
+        session = self.session
+        incident.outcome = "fatal"
+        step = int(trainer.state.global_step)
+        point = session.resume_point
+        checkpoint = point.path if point is not None and point.step == step else None
+        path = session.journal.write_postmortem(
+            context.verdict, failure, step, context.error, trainer.state.log_history, checkpoint
+        )
+        advice = FAILURE_RECIPES[failure].advice
+        raise UnrecoverableTrainingError(
+            f"Training stopped at step {step}: {context.verdict}. What to do: {advice} "
+            f"Postmortem: {path or 'could not be written, see the log'}.",
+            failure=failure,
+            postmortem=path,
+        )
+
+
+def save_offending_batch(window: Window, directory: Path, incident: Incident) -> str | None:
+    """Keeps the micro-batches and random states of a step, so that it can be replayed; `None` if that failed."""
+    path = directory / "incidents" / f"{incident.id}.pt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(window.record(), path)
+    except Exception:
+        logger.warning("The batch of incident %s could not be kept.", incident.id, exc_info=True)
+        return None
+    return str(path)
+
+
+def _known(action: Action | str) -> Action:
+    try:
+        return Action(action)
+    except ValueError:
+        known = ", ".join(member.value for member in Action)
+        raise ValueError(f"unknown action {action!r}; the actions are: {known}") from None
+
+
+def _window(context: HealingContext) -> Window:
+    if context.window is None:
+        raise ValueError("this action heals inside a step and needs `context.window`")
+    return context.window

@@ -1,0 +1,317 @@
+"""`SelfHealingCallback`: heals in place, inside one `train()` call."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from .actions import HealingActions, HealingContext, save_offending_batch
+from .checkpoints import read_marker, write_marker
+from .config import HealingConfig
+from .diagnosis import Diagnosis, diagnose
+from .failures import Action, FailureType
+from .instrument import Instrument, TrainingFault, Window, find_resume_path, find_trainer
+from .journal import Incident
+from .policy import Decision
+from .session import Session
+
+
+logger = logging.getLogger("self_healing")
+
+_SESSION_ATTRIBUTE = "_self_healing_session"
+
+
+class SelfHealingCallback(TrainerCallback, ExportableState):
+    """
+    Judges every optimizer step before it is applied, and heals it inside the step.
+
+    A step whose loss or gradient norm is not finite is computed again; if that does not cure it, weights and
+    optimizer state are scanned and the batch is bisected to the rows at fault, which are dropped and written to
+    `quarantine.jsonl`; a step nothing explains is skipped. On a run in which nothing goes wrong the weights are
+    bitwise those of the plain trainer.
+
+    Args:
+        config ([`HealingConfig`] or `dict`, *optional*):
+            What to do about what. Defaults to `HealingConfig()`.
+        trainer ([`~transformers.Trainer`], *optional*):
+            The trainer, for code that calls callbacks by other ways than `train()`; found by itself otherwise.
+
+    Example:
+
+    ```python
+    trainer = SFTTrainer(..., callbacks=[SelfHealingCallback()])
+    trainer.train()
+    ```
+    """
+
+    def __init__(
+        self, config: HealingConfig | Mapping[str, Any] | None = None, trainer: Trainer | None = None
+    ) -> None:
+        if config is None:
+            config = HealingConfig()
+        elif not isinstance(config, HealingConfig):
+            config = HealingConfig.from_dict(dict(config))
+        self.config = config
+        self.session: Session | None = None
+        self.actions = HealingActions(config, self)
+        self._trainer = trainer
+        self._saved_state: dict[str, Any] | None = None
+
+    # ---- state in checkpoints: transformers rebuilds the callback as `type(callback)(**args)` plus attributes ----
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"config": self.config.to_dict()}, "attributes": {"healing_state": self.healing_state}}
+
+    @property
+    def healing_state(self) -> dict[str, Any] | None:
+        """What detectors, policy and quarantine remember, as JSON."""
+        return self._saved_state if self.session is None else self.session.state_dict()
+
+    @healing_state.setter
+    def healing_state(self, state: dict[str, Any] | None) -> None:
+        self._saved_state = state
+
+    # ---- a run begins and ends ----
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = self._trainer or find_trainer(self)
+        if trainer is None:
+            logger.warning(
+                "SelfHealingCallback found no trainer in the call stack and does nothing. Please pass it: "
+                "SelfHealingCallback(config, trainer=trainer)."
+            )
+            return
+        resumed_from = find_resume_path()
+        fault: TrainingFault | None = None
+        try:
+            self._attach(trainer, state, resumed_from)
+        except TrainingFault as caught:
+            fault = caught
+        except Exception as error:
+            logger.error("self_healing could not attach; training goes on without it.", exc_info=error)
+            if self.session is not None and self.session.instrument is not None:
+                self.session.instrument.detach()
+            self._give_up_quietly()
+        if fault is not None:
+            raise fault.error
+
+    def _attach(self, trainer: Any, state: Any, resumed_from: str | None) -> None:
+        args = trainer.args
+        adopted: Session | None = getattr(trainer, _SESSION_ATTRIBUTE, None)
+        if self.session is not None and self.session.instrument is not None:
+            self.session.instrument.detach()
+        self.session = session = adopted or Session(
+            self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
+        )
+        session.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
+        instrument = Instrument(
+            trainer,
+            judge=self._judge,
+            extra_logs=session.journal.metrics,
+            broken=lambda _: self._give_up_quietly(),
+            heals_exceptions=self.config.on_nonfinite in ("heal", "skip"),
+        )
+        instrument.started_at = session.started_at
+        session.instrument = instrument
+        # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
+        # does not know (Trainer._save_checkpoint, 5.23).
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if session.entries == 0:
+            session.journal.set_aside_postmortem()
+            self._restore_state(session, state)
+        session.entries += 1
+        session.journal.attempt = session.entries
+        instrument.attach()
+        point = session.resume_point
+        if point is not None and point.path == resumed_from:
+            instrument.continue_from(point)
+        elif resumed_from is not None:
+            marker = read_marker(Path(resumed_from))
+            if marker is not None and marker.get("step") == state.global_step:
+                instrument.import_bookkeeping(marker["bookkeeping"])
+        session.journal.event(
+            "run_started", int(state.global_step), objective=instrument.objective.name, resumed_from=resumed_from
+        )
+        if not instrument.can_reexecute:
+            logger.warning(
+                "self_healing: %s runs the backward pass itself; steps are watched, but not healed.",
+                trainer.accelerator.distributed_type,
+            )
+        if adopted is None and args.auto_find_batch_size:
+            logger.warning(
+                "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error; "
+                "SelfHealingTrainer switches it off."
+            )
+
+    def _restore_state(self, session: Session, state: Any) -> None:
+        saved = self._saved_state
+        if saved is None and state.global_step > 0:
+            # Without restore_callback_states_from_checkpoint the state is in the checkpoint all the same.
+            entry = state.stateful_callbacks.get(type(self).__name__)
+            saved = entry.get("attributes", {}).get("healing_state") if isinstance(entry, dict) else None
+        if saved is not None and state.global_step > 0:
+            session.load_state_dict(saved)
+        self._saved_state = None
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        session = self.session
+        if session is None or session.instrument is None:
+            return
+        session.close_outcomes()
+        session.journal.event("run_ended", int(state.global_step), incidents=len(session.journal.incidents))
+        session.instrument.detach()
+        session.healthy_inputs = None
+
+    def _give_up_quietly(self) -> None:
+        if self.session is not None:
+            self.session.broken = True
+
+    # ---- one optimizer step ----
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._tell_instrument("epoch_begins")
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.session is not None and self.session.instrument is not None and not self.session.broken:
+            self.session.instrument.before_optimizer_step()
+        self._tell_instrument("note_schedule")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._tell_instrument("step_ends")
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._tell_instrument("epoch_ends")
+
+    def _tell_instrument(self, event: str) -> None:
+        if self.session is not None and self.session.instrument is not None and not self.session.broken:
+            self.session.instrument.told(event)
+
+    def _judge(self, window: Window) -> None:
+        """One step, with gradients computed and nothing applied: is it fit to be applied, and if not, why not?"""
+        session, instrument = self._require_session()
+        signals = window.signals()
+        symptom = session.detector.observe(signals, window.scaler_active)
+        if symptom is None:
+            if signals.finite:
+                session.healthy_step(window, signals)
+            return
+        began = time.perf_counter()
+        incident = session.journal.open(symptom.step, symptom.name, symptom.evidence)
+        diagnosis = self._diagnose(window, instrument, session)
+        session.journal.diagnosed(incident, diagnosis.failure, diagnosis.cause, diagnosis.evidence)
+        self._heal(window, instrument, session, incident, diagnosis, began)
+
+    def _diagnose(self, window: Window, instrument: Instrument, session: Session) -> Diagnosis:
+        if self.config.on_nonfinite != "heal" or not instrument.can_reexecute:
+            return Diagnosis(
+                FailureType.NONFINITE_NUMERICAL, "not looked for", {"on_nonfinite": self.config.on_nonfinite}
+            )
+        return diagnose(window, instrument, self.config, session.healthy_inputs)
+
+    def _heal(
+        self,
+        window: Window,
+        instrument: Instrument,
+        session: Session,
+        incident: Incident,
+        diagnosis: Diagnosis,
+        began: float,
+    ) -> None:
+        args = instrument.trainer.args
+        context = HealingContext(incident, instrument, window, diagnosis)
+        decision = self._decide(session, instrument, diagnosis)
+        if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT and self.config.save_offending_batch:
+            incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
+        context.verdict = decision.verdict
+        self.actions.apply(decision.actions, context, args)
+        incident.seconds_lost = time.perf_counter() - began
+        session.journal.dealt_with(incident)
+        poison = diagnosis.failure is FailureType.NONFINITE_POISON_ROWS
+        if not window.skipped and decision.actions:
+            healed = window.signals()
+            session.detector.observe(healed)
+            session.judge_outcomes(healed.loss)
+        session.await_outcome(incident)
+        stop = session.policy.note(
+            window.skipped, explained=poison, rows=diagnosis.rows, dropped=diagnosis.poison_count
+        )
+        if stop is not None:
+            context.verdict = stop
+            self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, args)
+
+    def _decide(self, session: Session, instrument: Instrument, diagnosis: Diagnosis) -> Decision:
+        if self.config.on_nonfinite == "warn" or not instrument.can_reexecute:
+            return Decision(())
+        if self.config.on_nonfinite == "raise":
+            return Decision(
+                (Action.EMERGENCY_CHECKPOINT, Action.STOP),
+                "loss or gradient norm is not finite (on_nonfinite='raise')",
+            )
+        if self.config.on_nonfinite == "skip":
+            return Decision((Action.SKIP_STEP,))
+        return session.policy.decide(diagnosis)
+
+    # ---- checkpoints and callbacks ----
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        session = self.session
+        if session is None or session.instrument is None or session.broken or not args.should_save:
+            return
+        checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+        session.emergency_checkpoints.discard(str(checkpoint))
+        try:
+            if checkpoint.is_dir():
+                write_marker(checkpoint, state.global_step, session.instrument.export_bookkeeping(), emergency=False)
+        except Exception:
+            logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
+
+    def reconfigure(self, config: HealingConfig) -> None:
+        """Takes another configuration; between runs, not during one."""
+        self.config = config
+        self.actions = HealingActions(config, self)
+
+    def sleep_with(self, sleep: Callable[[float], None]) -> None:
+        """How the actions wait between attempts, in seconds."""
+        self.actions = HealingActions(self.config, self, sleep)
+
+    def _tell_callbacks(self, trainer: Trainer, incident: Incident) -> None:
+        """`on_instability(args, state, control, incident, **kwargs)` of every callback that has it."""
+        for callback in trainer.callback_handler.callbacks:
+            handler = getattr(callback, "on_instability", None)
+            if handler is None or callback is self:
+                continue
+            try:
+                handler(trainer.args, trainer.state, trainer.control, incident, model=trainer.model)
+            except Exception:
+                logger.warning("on_instability of %s raised.", type(callback).__name__, exc_info=True)
+
+    def _require_session(self) -> tuple[Session, Instrument]:
+        if self.session is None or self.session.instrument is None:
+            raise RuntimeError("the callback is not attached to a running trainer")
+        return self.session, self.session.instrument
+
+
+def adopt_session(trainer: Trainer, session: Session | None) -> None:
+    """Hands a session to whatever callback attaches to the trainer next; `None` takes it away again."""
+    if session is None:
+        vars(trainer).pop(_SESSION_ATTRIBUTE, None)
+    else:
+        setattr(trainer, _SESSION_ATTRIBUTE, session)

@@ -1,0 +1,105 @@
+"""Emergency checkpoints, and the marker (`healing.json`) of a checkpoint that is complete."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from . import consensus
+from .instrument import Instrument, ResumePoint
+
+
+logger = logging.getLogger(__name__)
+
+MARKER_FILE = "healing.json"
+MARKER_SCHEMA = 1
+
+
+def write_marker(checkpoint: Path, step: int, bookkeeping: dict[str, Any], emergency: bool) -> None:
+    """
+    Marks a checkpoint as complete, after everything else in it was written; the marker appears whole or not at all.
+
+    Args:
+        checkpoint (`Path`):
+            The checkpoint directory.
+        step (`int`):
+            Optimizer steps finished.
+        bookkeeping (`dict`):
+            Running loss, metrics and token counts as of that step.
+        emergency (`bool`):
+            Whether it was written because of an exception.
+    """
+    content = {
+        "schema": MARKER_SCHEMA,
+        "time": time.time(),
+        "step": step,
+        "emergency": emergency,
+        "files": {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files(checkpoint)},
+        "bookkeeping": bookkeeping,
+    }
+    temporary = checkpoint / f"{MARKER_FILE}.tmp"
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(temporary, checkpoint / MARKER_FILE)
+
+
+def read_marker(checkpoint: Path) -> dict[str, Any] | None:
+    """The marker of a checkpoint, or `None` if there is none that can be read and holds for what is there."""
+    try:
+        content = json.loads((checkpoint / MARKER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict) or content.get("schema") != MARKER_SCHEMA:
+        return None
+    return content
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    return sorted(file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(MARKER_FILE))
+
+
+def save_emergency_checkpoint(instrument: Instrument) -> ResumePoint | None:
+    """
+    After an exception left `train()`: writes the state as of the last finished step, so that a resume, ours or the
+    plain Trainer's, continues bit for bit.
+
+    Returns:
+        Where to resume, or `None` where no such state exists: the exception came out of `optimizer.step()` itself,
+        the weights are not finite, or several processes train together (the others may not be able to save).
+    """
+    if consensus.world_size() > 1:
+        return None
+    settled = instrument.settle()
+    if settled is None or instrument.nonfinite_tensors():
+        return None
+    bookkeeping, pending = settled
+    step = int(instrument.trainer.state.global_step)
+    exported = instrument.export_bookkeeping()
+    path = instrument.checkpoint_path()
+    try:
+        instrument.save_checkpoint()
+        write_marker(Path(path), step, exported, emergency=True)
+    except Exception:
+        # Half a checkpoint is worse than none: `resume_from_checkpoint=True` would take it.
+        remove_checkpoint(path)
+        raise
+    return ResumePoint(step, path, bookkeeping, pending)
+
+
+def newest_marked_checkpoint(output_dir: str) -> str | None:
+    """The newest checkpoint that was completely written under this library's eyes."""
+    marked = [
+        (marker["step"], str(folder))
+        for folder in Path(output_dir).glob("checkpoint-*")
+        if (marker := read_marker(folder)) is not None
+    ]
+    return max(marked)[1] if marked else None
+
+
+def remove_checkpoint(path: str) -> None:
+    """Removes a checkpoint that is torn, or an emergency checkpoint that has served its purpose."""
+    shutil.rmtree(path, ignore_errors=True)

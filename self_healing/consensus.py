@@ -1,0 +1,27 @@
+"""One small all-reduce, so that all ranks see the same step and decide the same."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def world_size() -> int:
+    """Number of processes that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on any rank. Collective: every rank must call it, in the same order."""
+    if world_size() == 1:
+        return flag
+    vote = torch.tensor(float(flag), device=device)
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+    return bool(vote.item())
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sum of a small tensor over all ranks; a NaN or Inf of any rank stays one. Collective."""
+    if world_size() > 1:
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values

@@ -1,0 +1,6 @@
+"""Streaming detectors: step signals in, symptoms out. No torch, no transformers: they work in any training loop."""
+
+from .nonfinite import NonFiniteDetector, Symptom
+
+
+__all__ = ["NonFiniteDetector", "Symptom"]

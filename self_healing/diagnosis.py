@@ -1,0 +1,129 @@
+"""What made a step non-finite, found out by experiment: compute it again, scan the state, bisect the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import consensus
+from .config import HealingConfig
+from .failures import FailureType
+from .instrument import Instrument, Window
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """
+    The cause of a failure and the experiments that showed it.
+
+    Args:
+        failure (`FailureType`):
+            What it is.
+        cause (`str`):
+            In a few words.
+        evidence (`dict`):
+            What the experiments gave.
+        poison (`dict[int, list[int]]`):
+            Rows (pairs, segments) of each micro-batch that are non-finite by themselves.
+        rows (`int`):
+            Rows in the step, on this rank.
+    """
+
+    failure: FailureType
+    cause: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+    poison: dict[int, list[int]] = field(default_factory=dict)
+    rows: int = 0
+
+    @property
+    def poison_count(self) -> int:
+        return sum(len(rows) for rows in self.poison.values())
+
+
+def diagnose(window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any) -> Diagnosis:
+    """
+    Finds out why a step is not finite. On return a transient fault has already been replaced by the re-executed step.
+
+    Args:
+        window ([`Window`]):
+            The step.
+        instrument ([`Instrument`]):
+            Of the trainer.
+        config ([`HealingConfig`]):
+            How far to go.
+        healthy_inputs (`Any`):
+            A micro-batch that was finite in an earlier step, as a control, or `None`.
+    """
+    for attempt in range(1, config.reexecute_attempts + 1):
+        window.reexecute()
+        if window.signals().finite:
+            return Diagnosis(FailureType.NONFINITE_TRANSIENT, "transient", {"reexecutions": attempt})
+    device = instrument.trainer.accelerator.device
+    corrupted = instrument.nonfinite_tensors()
+    if consensus.any_rank(bool(corrupted), device):
+        return Diagnosis(
+            FailureType.CORRUPTED_STATE,
+            "corrupted state",
+            {"tensors": corrupted[:20], "tensors_total": len(corrupted)},
+        )
+    if config.reexecute_attempts == 0:
+        window.reexecute()
+    layouts = [window.layout(index) for index in range(window.size)]
+    if consensus.any_rank(any(layout is None for layout in layouts), device):
+        return _numerical("the rows of this batch cannot be told apart")
+    total = sum(layout.rows for layout in layouts if layout is not None)
+    poison = find_poison_rows(window, [layout.rows for layout in layouts if layout is not None], device)
+    count = sum(len(rows) for rows in poison.values())
+    if not consensus.any_rank(count > 0, device):
+        return _numerical("no row is non-finite by itself")
+    if consensus.any_rank(count > config.max_poison_fraction * total, device):
+        # Many bad rows look the same as a model that overflows on most of them. A batch that was fine before tells.
+        control_is_finite = healthy_inputs is not None and window.probe_batch(healthy_inputs)
+        if consensus.any_rank(not control_is_finite, device):
+            return _numerical(f"{count} of {total} rows are non-finite, and no earlier batch is finite any more")
+    return Diagnosis(
+        FailureType.NONFINITE_POISON_ROWS,
+        "poison rows",
+        {"poison_rows": count, "rows_in_step": total},
+        poison=poison,
+        rows=total,
+    )
+
+
+def _numerical(why: str) -> Diagnosis:
+    return Diagnosis(FailureType.NONFINITE_NUMERICAL, "numerical", {"why": why})
+
+
+def find_poison_rows(window: Window, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
+    """
+    Rows of each micro-batch that are non-finite by themselves, in forward or backward.
+
+    One process bisects. Several probe row by row in lockstep, because a loss may contain collectives.
+    """
+    if consensus.world_size() > 1:
+        return _probe_in_lockstep(window, sizes, device)
+    suspects = window.nonfinite_micro_batches() or range(window.size)
+    found = {index: _bisect(window, index, list(range(sizes[index]))) for index in suspects}
+    return {index: rows for index, rows in found.items() if rows}
+
+
+def _bisect(window: Window, index: int, rows: list[int]) -> list[int]:
+    if window.probe(index, rows):
+        return []
+    if len(rows) == 1:
+        return rows
+    middle = len(rows) // 2
+    return _bisect(window, index, rows[:middle]) + _bisect(window, index, rows[middle:])
+
+
+def _probe_in_lockstep(window: Window, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for index in range(window.size):
+        row = 0
+        while consensus.any_rank(row < sizes[index], device):
+            finite = window.probe(index, [min(row, sizes[index] - 1)])
+            if not finite and row < sizes[index]:
+                found.setdefault(index, []).append(row)
+            row += 1
+    return found

@@ -1,0 +1,116 @@
+"""Real training steps that leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from .instrument import preserved
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunReport:
+    """
+    What the steps of a dry run looked like.
+
+    Args:
+        steps (`int`):
+            Optimizer steps run.
+        losses (`list[float]`):
+            Loss of each.
+        grad_norms (`list[float]`):
+            Gradient norm of each, before clipping.
+        seconds_per_step (`float`):
+            Mean time of a step after the first, or of the first if there is only one.
+        peak_memory_bytes (`int` or `None`):
+            Most device memory allocated; `None` on the CPU.
+    """
+
+    steps: int
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    seconds_per_step: float = 0.0
+    peak_memory_bytes: int | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether every loss and gradient norm was a finite number."""
+        values = torch.tensor([*self.losses, *self.grad_norms])
+        return bool(torch.isfinite(values).all())
+
+
+class _Clock(TrainerCallback):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.times.append(time.perf_counter())
+
+
+def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
+    """
+    Runs real training steps of a trainer and leaves model, optimizer, schedule, random states, counters and files as
+    they were. Callbacks, evaluation, trackers and the Hub are left out.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        num_steps (`int`, *optional*, defaults to 2):
+            Optimizer steps to run.
+
+    Raises:
+        ValueError: For less than one step.
+        Exception: Whatever the training code raises; the state is put back first.
+    """
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps!r}; please give the number of optimizer steps to run, at least 1.")
+    clock = _Clock()
+    device = trainer.accelerator.device
+    on_device = torch.get_device_module(device) if device.type != "cpu" else None
+    with tempfile.TemporaryDirectory() as scratch, preserved(trainer):
+        trainer.args = _quiet_arguments(trainer.args, num_steps, scratch)
+        trainer.callback_handler.callbacks = [DefaultFlowCallback(), clock]
+        if on_device is not None:
+            on_device.reset_peak_memory_stats()
+        began = time.perf_counter()
+        trainer.train()
+        peak = None if on_device is None else int(on_device.max_memory_allocated())
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    marks = [began, *clock.times]
+    spans = [after - before for before, after in itertools.pairwise(marks)]
+    steady = spans[1:] or spans
+    return DryRunReport(
+        steps=len(clock.times),
+        losses=[float(entry["loss"]) for entry in history],
+        grad_norms=[float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
+        seconds_per_step=sum(steady) / len(steady) if steady else 0.0,
+        peak_memory_bytes=peak,
+    )
+
+
+def _quiet_arguments(args: TrainingArguments, num_steps: int, scratch: str) -> TrainingArguments:
+    quiet = copy.copy(args)
+    quiet.max_steps = num_steps
+    quiet.output_dir = scratch
+    quiet.logging_strategy = IntervalStrategy.STEPS
+    quiet.logging_steps = 1
+    # Otherwise a NaN would be shown as the average of the steps before.
+    quiet.logging_nan_inf_filter = False
+    quiet.save_strategy = SaveStrategy.NO
+    quiet.eval_strategy = IntervalStrategy.NO
+    quiet.eval_on_start = False
+    quiet.load_best_model_at_end = False
+    quiet.push_to_hub = False
+    quiet.report_to = []
+    quiet.auto_find_batch_size = False
+    return quiet

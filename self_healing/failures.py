@@ -1,0 +1,280 @@
+"""What can go wrong, what is known about it, and how an exception is told apart from another: by type first."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+
+class FailureType(StrEnum):
+    """A kind of failure, the key of [`FAILURE_RECIPES`]."""
+
+    NONFINITE_TRANSIENT = "nonfinite_transient"
+    NONFINITE_POISON_ROWS = "nonfinite_poison_rows"
+    NONFINITE_NUMERICAL = "nonfinite_numerical"
+    CORRUPTED_STATE = "corrupted_state"
+    OUT_OF_MEMORY = "out_of_memory"
+    NETWORK = "network"
+    DISK = "disk"
+    DEVICE = "device"
+    INTERRUPTED = "interrupted"
+    USER_CODE = "user_code"
+
+
+class Action(StrEnum):
+    """A remedy, carried out by [`HealingActions`]."""
+
+    USE_REEXECUTED_STEP = "use_reexecuted_step"
+    QUARANTINE_ROWS = "quarantine_rows"
+    DROP_ROWS = "drop_rows"
+    SKIP_STEP = "skip_step"
+    EMERGENCY_CHECKPOINT = "emergency_checkpoint"
+    WAIT_AND_RESUME = "wait_and_resume"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """
+    What is known about one kind of failure.
+
+    Args:
+        diagnosis (`str`):
+            What it means, for a person.
+        ladder (`tuple[Action, ...]`):
+            Remedies in the order they are tried.
+        advice (`str`):
+            What to do when the ladder is spent.
+        severity (`str`):
+            `"info"` (undone without loss), `"warning"` (something was left out) or `"error"` (the run stops).
+        references (`tuple[str, ...]`, *optional*):
+            Where to read more.
+    """
+
+    diagnosis: str
+    ladder: tuple[Action, ...]
+    advice: str
+    severity: str
+    references: tuple[str, ...] = ()
+
+
+FAILURE_RECIPES: dict[FailureType, Recipe] = {
+    FailureType.NONFINITE_TRANSIENT: Recipe(
+        diagnosis="The same micro-batches gave finite numbers when they were computed again from the same random "
+        "states: a passing fault of hardware, driver or a race, not of the data or the model.",
+        ladder=(Action.USE_REEXECUTED_STEP,),
+        advice="If it comes back, test the device (dcgmi diag, memory test) and look for races in custom kernels.",
+        severity="info",
+        references=("https://arxiv.org/abs/2407.21783",),
+    ),
+    FailureType.NONFINITE_POISON_ROWS: Recipe(
+        diagnosis="These rows make the loss or the gradient non-finite by themselves, every time; the others do not.",
+        ladder=(Action.QUARANTINE_ROWS, Action.DROP_ROWS, Action.SKIP_STEP, Action.STOP),
+        advice="Look at the rows in quarantine.jsonl: masked labels, broken characters, extreme lengths or values.",
+        severity="warning",
+    ),
+    FailureType.NONFINITE_NUMERICAL: Recipe(
+        diagnosis="Computing the step again gives the same result, weights and optimizer state are finite, and no row "
+        "explains it: the computation overflows.",
+        ladder=(Action.SKIP_STEP, Action.STOP),
+        advice="Lower the learning rate, train in bf16 or fp32 instead of fp16, check custom losses for log(0) or "
+        "division by zero.",
+        severity="warning",
+    ),
+    FailureType.CORRUPTED_STATE: Recipe(
+        diagnosis="Weights, buffers or optimizer state hold NaN or Inf: every further step is lost.",
+        ladder=(Action.STOP,),
+        advice="Resume from the newest checkpoint whose weights are finite; checkpoints written after the corruption "
+        "are no use.",
+        severity="error",
+    ),
+    FailureType.OUT_OF_MEMORY: Recipe(
+        diagnosis="The device (or the host) had no memory left for the step.",
+        ladder=(Action.EMERGENCY_CHECKPOINT, Action.STOP),
+        advice="Halve per_device_train_batch_size and double gradient_accumulation_steps, switch on "
+        "gradient_checkpointing, or shorten max_length; then resume from the emergency checkpoint.",
+        severity="error",
+    ),
+    FailureType.NETWORK: Recipe(
+        diagnosis="A service or the network did not answer, or refused for the moment.",
+        ladder=(Action.EMERGENCY_CHECKPOINT, Action.WAIT_AND_RESUME, Action.STOP),
+        advice="Check the service and the credentials, then resume from the emergency checkpoint.",
+        severity="warning",
+    ),
+    FailureType.DISK: Recipe(
+        diagnosis="A file could not be written: the disk is full, a quota is spent, or the device failed.",
+        ladder=(Action.STOP,),
+        advice="Free space or set another output_dir; then resume from the newest complete checkpoint.",
+        severity="error",
+    ),
+    FailureType.DEVICE: Recipe(
+        diagnosis="The accelerator's context is broken; nothing more can be computed in this process.",
+        ladder=(Action.STOP,),
+        advice="Start the process again (torchrun --max-restarts does it) and resume from the newest checkpoint.",
+        severity="error",
+    ),
+    FailureType.INTERRUPTED: Recipe(
+        diagnosis="The run was interrupted from outside (Ctrl-C or sys.exit).",
+        ladder=(Action.STOP,),
+        advice="Resume from the newest checkpoint.",
+        severity="info",
+    ),
+    FailureType.USER_CODE: Recipe(
+        diagnosis="An exception this library cannot heal, most often from the model, the data or a callback.",
+        ladder=(Action.EMERGENCY_CHECKPOINT, Action.STOP),
+        advice="Fix the cause named in the traceback, then resume from the emergency checkpoint: no step is lost.",
+        severity="error",
+    ),
+}
+
+
+class UnrecoverableTrainingError(RuntimeError):
+    """
+    The run cannot be brought to its end; the message names the postmortem.
+
+    Args:
+        message (`str`):
+            What happened, at which step, what was tried, what to do.
+        failure (`FailureType`, *optional*):
+            The kind of failure that ended the run.
+        postmortem (`str`, *optional*):
+            Path of `postmortem.json`.
+    """
+
+    def __init__(self, message: str, failure: FailureType | None = None, postmortem: str | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.postmortem = postmortem
+
+
+# Named, not imported: none of these libraries is a dependency, and an exception of theirs can only arrive
+# where the library is installed.
+_NETWORK_TYPES = frozenset(
+    {
+        "requests.exceptions.ConnectionError",
+        "requests.exceptions.Timeout",
+        "requests.exceptions.ChunkedEncodingError",
+        "urllib3.exceptions.HTTPError",
+        "urllib.error.URLError",
+        "http.client.HTTPException",
+        "httpx.TransportError",
+        "httpcore.NetworkError",
+        "httpcore.TimeoutException",
+        "aiohttp.client_exceptions.ClientConnectionError",
+        "aiohttp.client_exceptions.ServerTimeoutError",
+        "aiohttp.client_exceptions.ClientPayloadError",
+        "botocore.exceptions.ConnectionError",
+        "botocore.exceptions.HTTPClientError",
+        "google.api_core.exceptions.RetryError",
+        "grpc.RpcError",
+        "openai.APIConnectionError",
+    }
+)
+# Connection errors by inheritance that waiting does not cure.
+_PERMANENT_TYPES = frozenset({"huggingface_hub.errors.OfflineModeIsEnabled"})
+_NETWORK_ERRNOS = frozenset(
+    {
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ETIMEDOUT,
+        errno.EPIPE,
+    }
+)
+_DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG})
+# RFC 9110 and RFC 6585: request timeout, too early, too many requests; every 5xx but "not implemented" may pass.
+_RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_OOM_TEXTS = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
+_BROKEN_DEVICE_TEXTS = (
+    "device-side assert",
+    "illegal memory access",
+    "unspecified launch failure",
+    "uncorrectable ECC",
+    "NCCL communicator was aborted",
+    "misaligned address",
+)
+_NONFINITE_TEXTS = (
+    # torch.multinomial on NaN logits: how a NaN in a policy surfaces while it generates.
+    "probability tensor contains either `inf`, `nan` or element < 0",
+    # torch.autograd.set_detect_anomaly(True)
+    "returned nan values in its",
+)
+
+
+def is_nonfinite_exception(error: BaseException) -> bool:
+    """Whether an exception only says that a number was NaN or infinite."""
+    if isinstance(error, FloatingPointError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NONFINITE_TEXTS)
+
+
+def classify_exception(error: BaseException) -> FailureType:
+    """
+    Tells what kind of failure an exception is: by its type, then by its error number or HTTP status, and by its text
+    only where a library raises nothing more specific than a `RuntimeError`.
+
+    An exception raised `from` another one that is understood counts as that one.
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        failure = _classify_one(current)
+        if failure is not None:
+            return failure
+        current = current.__cause__
+    return FailureType.USER_CODE
+
+
+def _classify_one(error: BaseException) -> FailureType | None:
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return FailureType.INTERRUPTED
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return FailureType.OUT_OF_MEMORY
+    status = _http_status(error)
+    if status is not None:
+        return FailureType.NETWORK if status in _RETRYABLE_STATUS else None
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
+    if names & _PERMANENT_TYPES:
+        return None
+    if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)) or names & _NETWORK_TYPES:
+        return FailureType.NETWORK
+    if isinstance(error, OSError):
+        if error.errno in _NETWORK_ERRNOS:
+            return FailureType.NETWORK
+        if error.errno in _DISK_ERRNOS:
+            return FailureType.DISK
+        return None
+    if isinstance(error, RuntimeError):
+        text = str(error)
+        # First: a broken context reports "CUDA error" for everything that follows, allocations included.
+        if any(marker in text for marker in _BROKEN_DEVICE_TEXTS):
+            return FailureType.DEVICE
+        if any(marker in text for marker in _OOM_TEXTS):
+            return FailureType.OUT_OF_MEMORY
+    return None
+
+
+def _http_status(error: BaseException) -> int | None:
+    """Status of the response an HTTP exception carries (requests, httpx, huggingface_hub, urllib, aiohttp, openai)."""
+    response: Any = getattr(error, "response", None)
+    for holder, names in ((response, ("status_code", "status")), (error, ("status_code", "status", "code"))):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and 100 <= value < 600:
+                return value
+    return None

@@ -1,0 +1,326 @@
+"""
+What happened, written down: incidents as JSON lines, log messages, trackio alerts, metrics, and a postmortem when a
+run ends badly.
+
+A sink that fails is reported once and never stops the training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+
+from .config import HealingConfig
+from .failures import FAILURE_RECIPES, FailureType
+
+
+logger = logging.getLogger("self_healing")
+
+SCHEMA_VERSION = 1
+EVENTS_FILE = "healing_events.jsonl"
+POSTMORTEM_FILE = "postmortem.json"
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+@dataclass(slots=True)
+class Incident:
+    """
+    One failure from its detection to its outcome.
+
+    Args:
+        id (`str`):
+            Unique within the run directory.
+        step (`int`):
+            Optimizer steps finished when it was seen.
+        symptom (`str`):
+            What was seen: a detector's name, or the type of an exception.
+        failure (`FailureType`, *optional*):
+            What it turned out to be.
+        cause (`str`):
+            The diagnosis in a few words.
+        evidence (`dict`):
+            The values and experiments behind the diagnosis.
+        actions (`list[str]`):
+            What was done.
+        steps_lost (`int`):
+            Optimizer steps that did not move the weights, or have to be done again.
+        seconds_lost (`float`):
+            Time diagnosis and remedy took.
+        outcome (`str`):
+            `"open"`, `"resolved"` (loss back within 2 scales of its trend), `"unresolved"` or `"fatal"`.
+    """
+
+    id: str
+    step: int
+    symptom: str
+    failure: FailureType | None = None
+    cause: str = "unknown"
+    evidence: dict[str, Any] = field(default_factory=dict)
+    actions: list[str] = field(default_factory=list)
+    steps_lost: int = 0
+    seconds_lost: float = 0.0
+    outcome: str = "open"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "incident": self.id,
+            "step": self.step,
+            "symptom": self.symptom,
+            "failure": None if self.failure is None else self.failure.value,
+            "cause": self.cause,
+            "evidence": self.evidence,
+            "actions": list(self.actions),
+            "steps_lost": self.steps_lost,
+            "seconds_lost": round(self.seconds_lost, 3),
+            "outcome": self.outcome,
+        }
+
+
+def jsonable(value: Any) -> Any:
+    """The value as strict JSON holds it: a number that is not finite becomes its name, anything unknown its repr."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [jsonable(inner) for inner in value]
+    return repr(value)
+
+
+class Journal:
+    """
+    Writes events to `healing_events.jsonl` and tells log, trackio and callbacks.
+
+    Args:
+        directory (`Path`):
+            The run directory. Nothing is created before there is something to write.
+        config ([`HealingConfig`]):
+            Which sinks are wanted.
+        run_id (`str`):
+            Names the run in every event.
+        rank (`int`, *optional*, defaults to 0):
+            This process; ranks other than 0 write to a file of their own.
+        notify (`Callable[[Incident], None]`, *optional*):
+            Called when an incident has been dealt with (`on_instability` of the trainer's callbacks).
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: HealingConfig,
+        run_id: str,
+        rank: int = 0,
+        notify: Callable[[Incident], None] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self.run_id = run_id
+        self.rank = rank
+        self.attempt = 0
+        self.incidents: list[Incident] = []
+        self.notify = notify
+        self._broken_sinks: set[str] = set()
+
+    @property
+    def path(self) -> Path:
+        name = EVENTS_FILE if self.rank == 0 else f"healing_events.rank{self.rank}.jsonl"
+        return self.directory / name
+
+    # ---- incidents ----
+
+    def open(self, step: int, symptom: str, evidence: Mapping[str, Any]) -> Incident:
+        """Records that something was detected."""
+        number = len(self.incidents) + 1
+        incident = Incident(f"{self.run_id}-{number:03d}", step, symptom, evidence=dict(evidence))
+        self.incidents.append(incident)
+        self.event("detected", step, incident=incident.id, symptom=symptom, evidence=incident.evidence)
+        return incident
+
+    def diagnosed(self, incident: Incident, failure: FailureType, cause: str, evidence: Mapping[str, Any]) -> None:
+        """Records what the experiments showed."""
+        incident.failure, incident.cause = failure, cause
+        incident.evidence.update(evidence)
+        self.event(
+            "diagnosed", incident.step, incident=incident.id, failure=failure.value, cause=cause, evidence=evidence
+        )
+
+    def acted(self, incident: Incident, action: str, **result: Any) -> None:
+        """Records one action and what came of it."""
+        incident.actions.append(action)
+        self.event("action", incident.step, incident=incident.id, action=action, **result)
+
+    def dealt_with(self, incident: Incident) -> None:
+        """Tells everybody about an incident once its actions are done; the outcome is measured later."""
+        recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
+        severity = "warning" if recipe is None else recipe.severity
+        text = describe(incident)
+        logger.log(_LEVELS[severity], "%s", text)
+        self.alert(f"self_healing: {incident.cause}", text, severity)
+        if self.notify is not None:
+            self._contained("on_instability", lambda: self.notify(incident) if self.notify else None)
+
+    def closed(self, incident: Incident, outcome: str, **evidence: Any) -> None:
+        """Records the measured outcome."""
+        incident.outcome = outcome
+        self.event(
+            "outcome",
+            incident.step,
+            incident=incident.id,
+            failure=None if incident.failure is None else incident.failure.value,
+            outcome=outcome,
+            steps_lost=incident.steps_lost,
+            seconds_lost=round(incident.seconds_lost, 3),
+            **evidence,
+        )
+
+    # ---- sinks ----
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Appends one line to the journal."""
+        line = {
+            "schema": SCHEMA_VERSION,
+            "time": time.time(),
+            "run": self.run_id,
+            "rank": self.rank,
+            "attempt": self.attempt,
+            "step": step,
+            "kind": kind,
+            **fields,
+        }
+
+        def write() -> None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(jsonable(line)) + "\n")
+
+        self._contained(str(self.path), write)
+
+    def alert(self, title: str, text: str, severity: str) -> None:
+        """Raises a trackio alert if a trackio run is active."""
+        trackio = sys.modules.get("trackio")
+        if trackio is None or not self.config.trackio_alerts or self.rank != 0:
+            return
+        if trackio.context_vars.current_run.get() is None:
+            return
+        level = {"info": "INFO", "warning": "WARN", "error": "ERROR"}[severity]
+        self._contained("trackio", lambda: trackio.alert(title, text, level=trackio.AlertLevel[level]))
+
+    def metrics(self) -> dict[str, float]:
+        """`healing/*` metrics for the trackers; empty while nothing has happened."""
+        if not self.incidents or not self.config.healing_metrics:
+            return {}
+        return {
+            "healing/incidents": len(self.incidents),
+            "healing/resolved": sum(incident.outcome == "resolved" for incident in self.incidents),
+            "healing/skipped_steps": sum("skip_step" in incident.actions for incident in self.incidents),
+            "healing/quarantined_rows": sum(len(incident.evidence.get("rows", ())) for incident in self.incidents),
+            "healing/steps_lost": sum(incident.steps_lost for incident in self.incidents),
+            "healing/seconds_lost": round(sum(incident.seconds_lost for incident in self.incidents), 3),
+        }
+
+    def _contained(self, sink: str, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception:
+            # Once per sink: a full disk must not fill the log as well.
+            if sink not in self._broken_sinks:
+                self._broken_sinks.add(sink)
+                logger.warning("The sink %s failed; training goes on without it.", sink, exc_info=True)
+
+    # ---- the end of a run that did not finish ----
+
+    def set_aside_postmortem(self) -> None:
+        """Renames the postmortem of an earlier run, so that one that is there always speaks of the last run."""
+        stale = self.directory / POSTMORTEM_FILE
+
+        def rename() -> None:
+            if stale.exists() and self.rank == 0:
+                stale.rename(self.directory / f"postmortem.before-{self.run_id}.json")
+
+        self._contained("postmortem", rename)
+
+    def write_postmortem(
+        self,
+        verdict: str,
+        failure: FailureType,
+        step: int,
+        error: BaseException | None,
+        log_history: Sequence[Mapping[str, Any]],
+        checkpoint: str | None,
+    ) -> str | None:
+        """
+        Writes `postmortem.json`: what started it, what followed, what was tried, what to do next.
+
+        Returns:
+            The path, or `None` if it could not be written.
+        """
+        path = self.directory / POSTMORTEM_FILE
+        recipe = FAILURE_RECIPES[failure]
+        content = {
+            "schema": SCHEMA_VERSION,
+            "time": time.time(),
+            "run": self.run_id,
+            "verdict": verdict,
+            "failure": failure.value,
+            "diagnosis": recipe.diagnosis,
+            "what_to_do": recipe.advice,
+            "step": step,
+            "error": None
+            if error is None
+            else {
+                "type": f"{type(error).__module__}.{type(error).__qualname__}",
+                "message": str(error),
+                "traceback": traceback.format_exception(error),
+            },
+            "emergency_checkpoint": checkpoint,
+            "resume_with": None if checkpoint is None else f"trainer.train(resume_from_checkpoint={checkpoint!r})",
+            "chain": [incident.to_dict() for incident in self.incidents],
+            "initiating_incident": self.incidents[0].id if self.incidents else None,
+            "metric_tail": list(log_history)[-20:],
+            "journal": str(self.path),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "accelerate": accelerate.__version__,
+            },
+            "pid": os.getpid(),
+        }
+
+        def write() -> None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(jsonable(content), indent=2) + "\n", encoding="utf-8")
+            temporary.replace(path)
+
+        self._contained(str(path), write)
+        self.event("postmortem", step, verdict=verdict, failure=failure.value, path=str(path))
+        self.alert("self_healing: run ended", verdict, "error")
+        return str(path) if str(path) not in self._broken_sinks else None
+
+
+def describe(incident: Incident) -> str:
+    """One incident in a sentence, for a person at 3 a.m."""
+    lost = "no step lost" if incident.steps_lost == 0 else f"{incident.steps_lost} step(s) lost"
+    done = ", ".join(action.replace("_", " ") for action in incident.actions) or "nothing"
+    failure = "" if incident.failure is None else f" {FAILURE_RECIPES[incident.failure].diagnosis}"
+    return (
+        f"Step {incident.step}: {incident.symptom.replace('_', ' ')}; cause: {incident.cause}.{failure} "
+        f"Done: {done}; {lost}, {incident.seconds_lost:.1f} s. Incident {incident.id}."
+    )

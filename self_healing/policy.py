@@ -1,0 +1,125 @@
+"""Which remedy next: ladders, patience and budgets. Given a diagnosis and the history, the actions to take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import HealingConfig
+from .diagnosis import Diagnosis
+from .failures import FAILURE_RECIPES, Action, FailureType
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """
+    What to do about a failure.
+
+    Args:
+        actions (`tuple[Action, ...]`):
+            In order.
+        verdict (`str`, *optional*):
+            If the last action is `STOP`: why the run ends.
+    """
+
+    actions: tuple[Action, ...]
+    verdict: str = ""
+
+
+class StepPolicy:
+    """
+    Decides about one step at a time and remembers how many were left out.
+
+    Args:
+        config ([`HealingConfig`]):
+            Patience and fractions.
+    """
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.config = config
+        self.unhealed_in_a_row = 0
+        self.recent: deque[tuple[bool, int, int]] = deque(maxlen=config.skip_window)
+
+    def decide(self, diagnosis: Diagnosis) -> Decision:
+        """The actions for a diagnosed step."""
+        if diagnosis.failure is FailureType.NONFINITE_TRANSIENT:
+            return Decision((Action.USE_REEXECUTED_STEP,))
+        if diagnosis.failure is FailureType.NONFINITE_POISON_ROWS:
+            if self.config.drop_poison_rows:
+                return Decision((Action.QUARANTINE_ROWS, Action.DROP_ROWS))
+            return Decision((Action.QUARANTINE_ROWS, Action.SKIP_STEP))
+        if diagnosis.failure is FailureType.CORRUPTED_STATE:
+            return Decision((Action.STOP,), FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis)
+        return Decision((Action.SKIP_STEP,))
+
+    def note(self, skipped: bool, explained: bool, rows: int = 0, dropped: int = 0) -> str | None:
+        """
+        Takes in how a step ended.
+
+        Args:
+            skipped (`bool`):
+                Whether it was left out.
+            explained (`bool`):
+                Whether a cause was found that lies outside the model (poison rows).
+            rows (`int`), dropped (`int`):
+                Rows the step had, and how many of them were dropped; 0 and 0 for a step nothing was wrong with.
+
+        Returns:
+            Why the run has to stop now, or `None`.
+        """
+        config = self.config
+        self.recent.append((skipped, rows, dropped))
+        self.unhealed_in_a_row = self.unhealed_in_a_row + 1 if skipped and not explained else 0
+        if self.unhealed_in_a_row >= config.nan_patience:
+            return (
+                f"{self.unhealed_in_a_row} steps in a row were not finite and could not be healed "
+                f"(nan_patience={config.nan_patience})"
+            )
+        skips = sum(was_skipped for was_skipped, _, _ in self.recent)
+        if skips > config.max_skipped_fraction * config.skip_window:
+            return (
+                f"{skips} of the last {config.skip_window} steps were skipped "
+                f"(max_skipped_fraction={config.max_skipped_fraction})"
+            )
+        gone = sum(count for _, _, count in self.recent)
+        per_step = max((count for _, count, _ in self.recent), default=0)
+        if gone > max(config.max_quarantined_fraction * per_step * config.skip_window, per_step):
+            return (
+                f"{gone} rows of the last {config.skip_window} steps were dropped "
+                f"(max_quarantined_fraction={config.max_quarantined_fraction})"
+            )
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"unhealed_in_a_row": self.unhealed_in_a_row, "recent": [list(entry) for entry in self.recent]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.unhealed_in_a_row = state["unhealed_in_a_row"]
+        self.recent = deque((tuple(entry) for entry in state["recent"]), maxlen=self.config.skip_window)
+
+
+class RecoveryBudget:
+    """
+    How often `train()` may be entered again, tied to progress.
+
+    Args:
+        config ([`HealingConfig`]):
+            `max_recovery_attempts` and `budget_refund_steps`.
+    """
+
+    def __init__(self, config: HealingConfig) -> None:
+        self.config = config
+        self.used = 0
+        self.failed_at = -1
+
+    def spend(self, step: int) -> bool:
+        """Takes one attempt for a failure at a step; `False` if none is left."""
+        if self.failed_at >= 0 and step >= self.failed_at + self.config.budget_refund_steps:
+            self.used = 0
+        self.failed_at = max(step, self.failed_at)
+        if self.used >= self.config.max_recovery_attempts:
+            return False
+        self.used += 1
+        return True

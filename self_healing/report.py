@@ -1,0 +1,113 @@
+"""The picture of a run: its incidents as a table, from memory or from the journal on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .journal import EVENTS_FILE, Incident
+
+
+@dataclass(frozen=True, slots=True)
+class HealingReport:
+    """
+    What happened in a run.
+
+    Args:
+        incidents (`list[dict]`):
+            One entry per incident: incident, step, symptom, failure, cause, evidence, actions, steps_lost,
+            seconds_lost, outcome.
+        journal (`str` or `None`):
+            Where the events lie.
+    """
+
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    journal: str | None = None
+
+    @property
+    def steps_lost(self) -> int:
+        """Optimizer steps that did not move the weights or had to be done again."""
+        return sum(incident["steps_lost"] for incident in self.incidents)
+
+    @property
+    def seconds_lost(self) -> float:
+        """Time diagnosis and remedies took."""
+        return float(sum(incident["seconds_lost"] for incident in self.incidents))
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing had to be healed."""
+        return not self.incidents
+
+    @classmethod
+    def from_incidents(cls, incidents: Sequence[Incident], journal: str | None = None) -> HealingReport:
+        return cls([incident.to_dict() for incident in incidents], journal)
+
+    @classmethod
+    def from_run_dir(cls, directory: str | Path) -> HealingReport:
+        """
+        Reads the journal of a run, or of several that wrote to the same directory.
+
+        Raises:
+            FileNotFoundError: If there is no journal.
+        """
+        path = Path(directory)
+        if path.is_dir():
+            path = path / EVENTS_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"There is no {EVENTS_FILE} in {directory}. Please name the output_dir (or healing_dir) of a run that "
+                "had a SelfHealingCallback."
+            )
+        incidents: dict[str, dict[str, Any]] = {}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                # A line torn by a killed process; the ones around it are whole.
+                continue
+            name = event.get("incident")
+            if name is None:
+                continue
+            incident = incidents.setdefault(name, Incident(name, event["step"], event.get("symptom", "?")).to_dict())
+            if event["kind"] == "action":
+                incident["actions"].append(event["action"])
+            incident.update(
+                {
+                    key: event[key]
+                    for key in ("failure", "cause", "outcome", "steps_lost", "seconds_lost")
+                    if key in event
+                }
+            )
+            incident["evidence"].update(event.get("evidence") or {})
+        return cls(list(incidents.values()), str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "incidents": self.incidents,
+            "steps_lost": self.steps_lost,
+            "seconds_lost": round(self.seconds_lost, 3),
+            "journal": self.journal,
+        }
+
+    def table(self) -> Table:
+        """The incidents as a table for the terminal."""
+        table = Table(title="What happened", header_style="bold")
+        for column in ("step", "fault", "cause found", "remedy", "steps lost", "seconds lost", "outcome"):
+            table.add_column(column, justify="right" if "lost" in column or column == "step" else "left")
+        for incident in self.incidents:
+            table.add_row(
+                str(incident["step"]),
+                incident["symptom"].replace("_", " "),
+                incident["cause"],
+                ", ".join(action.replace("_", " ") for action in incident["actions"]) or "-",
+                str(incident["steps_lost"]),
+                f"{incident['seconds_lost']:.2f}",
+                incident["outcome"],
+            )
+        return table

@@ -1,0 +1,140 @@
+"""What one run remembers, however often `train()` is entered: journal, trend, policy, budget, where to resume."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .config import HealingConfig
+from .data import Quarantine, QuarantinedRow
+from .detectors import NonFiniteDetector
+from .instrument import Instrument, ResumePoint, RowSource, Window
+from .journal import Incident, Journal
+from .objectives import content_hash, row_text
+from .policy import RecoveryBudget, StepPolicy
+from .signals import StepSignals
+
+
+class Session:
+    """
+    The memory of one run.
+
+    Args:
+        config ([`HealingConfig`]):
+            The configuration in force.
+        directory (`Path`):
+            Where journal, quarantine and postmortem go.
+        rank (`int`, *optional*, defaults to 0):
+            This process.
+    """
+
+    def __init__(self, config: HealingConfig, directory: Path, rank: int = 0) -> None:
+        self.config = config
+        self.directory = directory
+        self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        self.journal = Journal(directory, config, self.run_id, rank)
+        self.quarantine = Quarantine(directory)
+        self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
+        self.policy = StepPolicy(config)
+        self.budget = RecoveryBudget(config)
+        self.started_at = time.time()
+        self.resume_point: ResumePoint | None = None
+        self.instrument: Instrument | None = None
+        self.healthy_inputs: Any = None
+        self.broken = False
+        self.entries = 0
+        self.postmortem_path: str | None = None
+        self.emergency_checkpoints: set[str] = set()
+        self._judging: list[tuple[Incident, tuple[float, float] | None, list[float]]] = []
+
+    # ---- outcomes ----
+
+    def await_outcome(self, incident: Incident) -> None:
+        """Judges an incident by the healthy steps that follow it."""
+        self._judging.append((incident, self.detector.trend(), []))
+
+    def healthy_step(self, window: Window, signals: StepSignals) -> str | None:
+        """Takes in a step with nothing wrong; returns why the run has to stop, if it has to."""
+        if window.objective.online is False:
+            self.healthy_inputs = window.inputs(0)
+        self.judge_outcomes(signals.loss)
+        return self.policy.note(skipped=False, explained=True)
+
+    def judge_outcomes(self, loss: float) -> None:
+        """Closes incidents after `outcome_steps` healthy steps: resolved if the loss is back on its trend."""
+        for entry in list(self._judging):
+            incident, trend, after = entry
+            after.append(loss)
+            if len(after) >= self.config.outcome_steps:
+                self._judging.remove(entry)
+                self._close(incident, trend, after)
+
+    def close_outcomes(self) -> None:
+        """At the end of the run: judges what is still open by the steps there were."""
+        for incident, trend, after in self._judging:
+            self._close(incident, trend, after)
+        self._judging.clear()
+
+    def _close(self, incident: Incident, trend: tuple[float, float] | None, after: list[float]) -> None:
+        typical = sorted(after)[len(after) // 2] if after else None
+        if typical is None:
+            # Nothing followed: the run ended with this step, or on a step that was skipped.
+            outcome = "resolved" if incident.steps_lost == 0 else "unresolved"
+        elif trend is None:
+            outcome = "resolved"
+        else:
+            centre, scale = trend
+            # A floor of 5 % of the loss: after few or very even steps the scale says little.
+            outcome = "resolved" if typical <= centre + 2 * max(scale, 0.05 * abs(centre), 1e-3) else "unresolved"
+        self.journal.closed(
+            incident,
+            outcome,
+            loss_after=typical,
+            trend=None if trend is None else {"median": trend[0], "scale": trend[1]},
+        )
+
+    # ---- state that outlives the process ----
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run_id,
+            "incidents": len(self.journal.incidents),
+            "detector": self.detector.state_dict(),
+            "policy": self.policy.state_dict(),
+            "quarantine": self.quarantine.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.detector.load_state_dict(state["detector"])
+        self.policy.load_state_dict(state["policy"])
+        self.quarantine.load_state_dict(state["quarantine"])
+
+
+def quarantined_rows(window: Window, poison: Mapping[int, list[int]], tokenizer: Any) -> list[QuarantinedRow]:
+    """Everything that is known about the rows to be dropped."""
+    rows = []
+    for index, bad in poison.items():
+        layout, batch = window.layout(index), window.prepared[index]
+        sources = window.sources(index)
+        if layout is None:
+            continue
+        for row in bad:
+            source = sources[row] if row < len(sources) else RowSource()
+            prompt_keys = ("prompt_ids", "prompt_input_ids") if window.objective.online else ()
+            text = row_text(batch, layout, row, tokenizer, ("input_ids", "completion_ids", "prompt_ids"))
+            rows.append(
+                QuarantinedRow(
+                    dataset_index=source.dataset_index,
+                    segment=source.segment,
+                    stream_ordinal=source.stream_ordinal,
+                    content_hash=content_hash(batch, layout, row),
+                    prompt=row_text(batch, layout, row, tokenizer, prompt_keys) if prompt_keys else None,
+                    preview=None if text is None else text[:200],
+                    micro_batch=index,
+                    row=row,
+                )
+            )
+    return rows

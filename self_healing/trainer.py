@@ -1,0 +1,255 @@
+"""`SelfHealingTrainer`: whatever needs `train()` to be entered again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+from . import consensus
+from .actions import HealingContext
+from .callback import SelfHealingCallback, adopt_session
+from .checkpoints import newest_marked_checkpoint, remove_checkpoint
+from .config import HealingConfig
+from .dry_run import DryRunReport, dry_run
+from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError, classify_exception
+from .instrument import RandomState
+from .report import HealingReport
+from .session import Session
+
+
+logger = logging.getLogger("self_healing")
+
+
+class SelfHealingTrainer:
+    """
+    Wraps any Hugging Face or TRL trainer and brings its run to the end.
+
+    Everything [`SelfHealingCallback`] does, and beyond it: an exception that leaves `train()` is classified, an
+    emergency checkpoint that resumes exactly is written, the remedy applied, and `train()` entered again with no step
+    lost. What cannot be healed is raised unchanged, after emergency checkpoint and postmortem.
+
+    All other attributes are the wrapped trainer's.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer to run. Only this object is touched, and only while [`train`] runs.
+        config ([`HealingConfig`] or `dict`, *optional*):
+            What to do about what. Defaults to that of a `SelfHealingCallback` the trainer already has, else to
+            `HealingConfig()`.
+        callbacks (`Sequence[TrainerCallback]`, *optional*):
+            Callbacks to add to the trainer.
+        sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
+            How waiting between attempts is done, in seconds.
+
+    Example:
+
+    ```python
+    trainer = SFTTrainer(model=model, args=args, train_dataset=dataset)
+    SelfHealingTrainer(trainer, HealingConfig.aggressive()).train()
+    ```
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: HealingConfig | Mapping[str, Any] | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"SelfHealingTrainer wraps a trainer that exists, got {trainer!r}. Please build it first: "
+                "SelfHealingTrainer(SFTTrainer(model=..., args=...), config)."
+            )
+        self.trainer: Any = trainer
+        for callback in callbacks or ():
+            trainer.add_callback(callback)
+        existing = self._find_callback()
+        if config is None:
+            config = existing.config if existing is not None else HealingConfig()
+        elif not isinstance(config, HealingConfig):
+            config = HealingConfig.from_dict(dict(config))
+        self.config = config
+        if existing is None:
+            trainer.add_callback(SelfHealingCallback(config))
+        else:
+            existing.reconfigure(config)
+        self._sleep = sleep
+        self._session: Session | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "trainer":
+            raise AttributeError(name)
+        return getattr(self.trainer, name)
+
+    # ---- training ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """
+        Trains to the end, however often `train()` of the wrapped trainer has to be entered.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                As for the wrapped trainer.
+            **kwargs:
+                Handed to the wrapped trainer's `train()`.
+
+        Returns:
+            [`~transformers.trainer_utils.TrainOutput`]: Of the whole run.
+
+        Raises:
+            UnrecoverableTrainingError: When the remedies are spent; its message names the postmortem.
+            Exception: What cannot be healed, unchanged.
+        """
+        self._switch_off_auto_find_batch_size()
+        args = self.trainer.args
+        directory = Path(self.config.healing_dir or args.output_dir)
+        self._session = session = Session(self.config, directory, rank=args.process_index)
+        entry_rng = RandomState.capture(self.trainer.accelerator.device)
+        adopt_session(self.trainer, session)
+        evaluate_first = args.eval_on_start
+        resume = resume_from_checkpoint
+        try:
+            while True:
+                try:
+                    output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume, **kwargs)
+                    break
+                except (KeyboardInterrupt, SystemExit) as error:
+                    self._write_postmortem(session, FailureType.INTERRUPTED, error, "the run was interrupted")
+                    raise
+                except UnrecoverableTrainingError:
+                    raise
+                except Exception as error:
+                    resume, healed = self._recover(session, error, resume)
+                    if not healed:
+                        raise
+                # Outside the handler: the exception and with it the failed step's activations are gone.
+                self._prepare_reentry(session, resume, entry_rng)
+        finally:
+            args.eval_on_start = evaluate_first
+            if session.instrument is not None:
+                session.instrument.detach()
+            adopt_session(self.trainer, None)
+        for path in session.emergency_checkpoints:
+            remove_checkpoint(path)
+        return output
+
+    def _recover(self, session: Session, error: Exception, resume: Any) -> tuple[Any, bool]:
+        """Deals with an exception that left `train()`: where to resume, and whether to."""
+        began = time.perf_counter()
+        failure = classify_exception(error)
+        step = int(self.trainer.state.global_step)
+        incident = session.journal.open(step, type(error).__name__, {"message": str(error)[:500]})
+        session.journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
+        instrument = session.instrument
+        callback = self._find_callback()
+        ladder = FAILURE_RECIPES[failure].ladder
+        if instrument is None or callback is None or callback.session is not session:
+            # Before the first on_train_begin: nothing has moved, the same call can be made again.
+            point: Any = resume
+        else:
+            context = HealingContext(incident, instrument, error=error)
+            unmoved = resume is not None and not instrument.moved_since_entry
+            if Action.EMERGENCY_CHECKPOINT in ladder and not unmoved:
+                result = callback.actions.apply((Action.EMERGENCY_CHECKPOINT,), context, self.trainer.args)
+                point = result["checkpoint"] or newest_marked_checkpoint(self.trainer.args.output_dir)
+            else:
+                point = resume
+            instrument.detach()
+            instrument.release()
+        if Action.WAIT_AND_RESUME not in ladder or consensus.world_size() > 1:
+            self._end(session, incident, failure, error, point)
+            return None, False
+        can_resume = point is not None or instrument is None
+        if not can_resume or not session.budget.spend(step):
+            why = (
+                f"the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
+                if can_resume
+                else "there is no state to resume from"
+            )
+            self._end(session, incident, failure, error, point)
+            path = session.postmortem_path
+            raise UnrecoverableTrainingError(
+                f"Training stopped at step {step}: {type(error).__name__}: {error}; {why}. "
+                f"What to do: {FAILURE_RECIPES[failure].advice} Postmortem: {path or 'could not be written'}.",
+                failure=failure,
+                postmortem=path,
+            ) from error
+        if callback is not None and instrument is not None:
+            waiter = HealingContext(incident, instrument, error=None)
+            callback.sleep_with(self._sleep)
+            callback.actions.apply((Action.WAIT_AND_RESUME,), waiter, self.trainer.args)
+        resumed_step = session.resume_point.step if session.resume_point is not None else step
+        incident.steps_lost = max(step - resumed_step, 0) if point is not resume else 0
+        incident.seconds_lost = time.perf_counter() - began
+        session.journal.dealt_with(incident)
+        session.await_outcome(incident)
+        return point, True
+
+    def _prepare_reentry(self, session: Session, resume: Any, entry_rng: RandomState) -> None:
+        if resume is None:
+            entry_rng.restore()
+        elif session.resume_point is not None:
+            # It was done, or is still owed by the resume point.
+            self.trainer.args.eval_on_start = False
+
+    def _end(self, session: Session, incident: Any, failure: FailureType, error: BaseException, point: Any) -> None:
+        incident.outcome = "fatal"
+        verdict = f"{type(error).__name__}: {error}"
+        self._write_postmortem(session, failure, error, verdict, point if isinstance(point, str) else None)
+        session.journal.dealt_with(incident)
+
+    def _write_postmortem(
+        self,
+        session: Session,
+        failure: FailureType,
+        error: BaseException,
+        verdict: str,
+        checkpoint: str | None = None,
+    ) -> None:
+        state = self.trainer.state
+        session.postmortem_path = session.journal.write_postmortem(
+            verdict, failure, int(state.global_step), error, state.log_history, checkpoint
+        )
+        if failure is FailureType.INTERRUPTED and session.instrument is not None:
+            session.instrument.detach()
+            session.instrument.release()
+
+    def _switch_off_auto_find_batch_size(self) -> None:
+        if self.trainer.args.auto_find_batch_size:
+            logger.warning(
+                "auto_find_batch_size=True is switched off: after an out-of-memory error it starts over at step 0 "
+                "with weights that are already trained, and shrinks the effective batch."
+            )
+            self.trainer.args.auto_find_batch_size = False
+
+    def _find_callback(self) -> SelfHealingCallback | None:
+        # Looked up anew each time: restore_callback_states_from_checkpoint=True puts a new object in its place.
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, SelfHealingCallback):
+                return callback
+        return None
+
+    # ---- looking ----
+
+    def dry_run(self, num_steps: int = 2) -> DryRunReport:
+        """
+        Runs real training steps and leaves no trace: model, optimizer, schedule, random states, counters, files.
+
+        Args:
+            num_steps (`int`, *optional*, defaults to 2):
+                Optimizer steps to run.
+        """
+        return dry_run(self.trainer, num_steps)
+
+    def get_report(self) -> HealingReport:
+        """What happened in the last run."""
+        if self._session is None:
+            return HealingReport()
+        return HealingReport.from_incidents(self._session.journal.incidents, str(self._session.journal.path))

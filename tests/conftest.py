@@ -1,0 +1,412 @@
+"""Builders shared by all tests: tiny models from configs, a tokenizer trained on the spot, real trainers, faults."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+
+torch.set_num_threads(1)
+
+SENTENCE = "the model reads a row of text and learns to say what comes next in every line it has seen before"
+WORDS = SENTENCE.split()
+TEXTS = [" ".join(WORDS[(i * 7 + j * (1 + i % 5)) % len(WORDS)] for j in range(6 + i % 9)) for i in range(64)]
+POISON_WORD = "xylophone"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE(unk_token=None))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<pad>", "<eos>", POISON_WORD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+def tiny_config(tokenizer: Any, dropout: float = 0.1, **overrides: Any) -> LlamaConfig:
+    return LlamaConfig(
+        **{
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "attention_dropout": dropout,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": None,
+            **overrides,
+        }
+    )
+
+
+def tiny_model(tokenizer: Any, dropout: float = 0.1, seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+    set_seed(seed)
+    return LlamaForCausalLM(tiny_config(tokenizer, dropout, **overrides))
+
+
+def common_arguments(output_dir: Path, **overrides: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 7,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        **overrides,
+    }
+
+
+def sft_trainer(
+    output_dir: Path,
+    tokenizer: Any,
+    *,
+    dropout: float = 0.1,
+    texts: list[str] | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+    model: Any = None,
+    dataset: Any = None,
+    trainer_class: type[SFTTrainer] = SFTTrainer,
+    trainer_kwargs: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> SFTTrainer:
+    return trainer_class(
+        model=model if model is not None else tiny_model(tokenizer, dropout),
+        args=SFTConfig(**common_arguments(output_dir, **{"max_length": 64, **arguments})),
+        train_dataset=dataset if dataset is not None else Dataset.from_dict({"text": texts or TEXTS}),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+        **(trainer_kwargs or {}),
+    )
+
+
+def plain_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> Trainer:
+    def encode(text: str) -> dict[str, list[int]]:
+        ids = (tokenizer(text)["input_ids"] + [tokenizer.pad_token_id] * 24)[:24]
+        return {
+            "input_ids": ids,
+            "attention_mask": [int(token != tokenizer.pad_token_id) for token in ids],
+            "labels": [token if token != tokenizer.pad_token_id else -100 for token in ids],
+        }
+
+    return Trainer(
+        model=tiny_model(tokenizer),
+        args=TrainingArguments(**common_arguments(output_dir, **arguments)),
+        train_dataset=Dataset.from_list([encode(text) for text in TEXTS]),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+
+
+def _preferences(poisoned: Collection[int] = ()) -> Dataset:
+    def ending(index: int) -> str:
+        return f" {POISON_WORD}" if index in poisoned else ""
+
+    return Dataset.from_dict(
+        {
+            "prompt": [" ".join(text.split()[:3]) for text in TEXTS],
+            "chosen": [" " + " ".join(text.split()[3:7]) + ending(index) for index, text in enumerate(TEXTS)],
+            "rejected": [" " + " ".join(reversed(text.split()[3:6])) for text in TEXTS],
+        }
+    )
+
+
+def dpo_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> DPOTrainer:
+    dropout = arguments.pop("dropout", 0.1)
+    pairs = _preferences(arguments.pop("poisoned", ()))
+    return DPOTrainer(
+        model=tiny_model(tokenizer, dropout),
+        ref_model=tiny_model(tokenizer, dropout),
+        args=DPOConfig(**common_arguments(output_dir, **{"max_length": 64, **arguments})),
+        train_dataset=pairs,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+
+
+def kto_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> KTOTrainer:
+    pairs = _preferences(arguments.pop("poisoned", ()))
+    dropout = arguments.pop("dropout", 0.1)
+    return KTOTrainer(
+        model=tiny_model(tokenizer, dropout),
+        ref_model=tiny_model(tokenizer, dropout),
+        args=KTOConfig(**common_arguments(output_dir, **{"max_length": 64, **arguments})),
+        train_dataset=Dataset.from_dict(
+            {
+                "prompt": pairs["prompt"],
+                "completion": [
+                    c if i % 2 or POISON_WORD in c else r
+                    for i, (c, r) in enumerate(zip(pairs["chosen"], pairs["rejected"], strict=True))
+                ],
+                "label": [bool(i % 2) for i in range(len(pairs))],
+            }
+        ),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+
+
+def reward_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> RewardTrainer:
+    set_seed(0)
+    model = LlamaForSequenceClassification(tiny_config(tokenizer, arguments.pop("dropout", 0.1), num_labels=1))
+    pairs = _preferences(arguments.pop("poisoned", ()))
+    return RewardTrainer(
+        model=model,
+        args=RewardConfig(**common_arguments(output_dir, **{"max_length": 64, **arguments})),
+        train_dataset=Dataset.from_dict(
+            {
+                "chosen": [p + c for p, c in zip(pairs["prompt"], pairs["chosen"], strict=True)],
+                "rejected": [p + r for p, r in zip(pairs["prompt"], pairs["rejected"], strict=True)],
+            }
+        ),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+
+
+def count_of_the(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs between completions."""
+    return [float(len(set(text))) + 0.1 * len(text) for text in completions]
+
+
+def _prompts() -> Dataset:
+    return Dataset.from_dict({"prompt": [" ".join(text.split()[:3]) for text in TEXTS]})
+
+
+def grpo_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> GRPOTrainer:
+    return GRPOTrainer(
+        model=tiny_model(tokenizer, arguments.pop("dropout", 0.1)),
+        reward_funcs=arguments.pop("reward_funcs", count_of_the),
+        args=GRPOConfig(
+            **common_arguments(
+                output_dir, **{"max_completion_length": 8, "num_generations": 4, "max_steps": 4, **arguments}
+            )
+        ),
+        train_dataset=_prompts(),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+
+
+def rloo_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> RLOOTrainer:
+    model = tiny_model(tokenizer, arguments.pop("dropout", 0.1))
+    # RLOO's reference model is loaded from where the model came from.
+    model.save_pretrained(output_dir.parent / "rloo-model")
+    model.config._name_or_path = str(output_dir.parent / "rloo-model")
+    return RLOOTrainer(
+        model=model,
+        reward_funcs=count_of_the,
+        args=RLOOConfig(
+            **common_arguments(
+                output_dir, **{"max_completion_length": 8, "num_generations": 4, "max_steps": 4, **arguments}
+            )
+        ),
+        train_dataset=_prompts(),
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+
+
+TRAINERS: dict[str, Callable[..., Trainer]] = {
+    "Trainer": plain_trainer,
+    "SFTTrainer": sft_trainer,
+    "DPOTrainer": dpo_trainer,
+    "GRPOTrainer": grpo_trainer,
+    "KTOTrainer": kto_trainer,
+    "RewardTrainer": reward_trainer,
+    "RLOOTrainer": rloo_trainer,
+}
+
+
+# ---- faults, injected inside the network ----
+
+
+class OutputFault:
+    """
+    Changes the output of a model's final norm in training forwards (gradients on), counted from 1.
+
+    Args:
+        model: The model; its `model.norm` gets the hook.
+        strike: From the number of the forward to whether the fault strikes.
+        change: What it does to the hidden states (B, T, D).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        strike: Callable[[int], bool],
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden * float("nan"),
+    ) -> None:
+        self.forwards = 0
+        self.fired = 0
+        self._strike, self._change = strike, change
+        self.handle = model.model.norm.register_forward_hook(self._hook)
+
+    def _hook(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if not torch.is_grad_enabled() or not module.training:
+            return None
+        self.forwards += 1
+        if not self._strike(self.forwards):
+            return None
+        self.fired += 1
+        return self._change(output)
+
+
+class GradientFault:
+    """Puts an Inf into one entry of one gradient, at the nth backward through it."""
+
+    def __init__(self, model: Any, strike: Callable[[int], bool], value: float = float("inf")) -> None:
+        self.backwards = 0
+        self.fired = 0
+        self._strike, self._value = strike, value
+        self.handle = model.model.layers[0].mlp.down_proj.weight.register_hook(self._hook)
+
+    def _hook(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        self.backwards += 1
+        if not self._strike(self.backwards):
+            return None
+        self.fired += 1
+        changed = gradient.clone()
+        changed.view(-1)[3] = self._value
+        return changed
+
+
+class PoisonToken:
+    """The model's output is NaN for every row that holds a certain token, always."""
+
+    def __init__(self, model: Any, token: int) -> None:
+        self.fired = 0
+        self._token, self._bad = token, None
+        self._handles = [
+            model.model.embed_tokens.register_forward_pre_hook(self._see),
+            model.model.norm.register_forward_hook(self._spoil),
+        ]
+
+    def _see(self, module: Any, inputs: tuple[torch.Tensor]) -> None:
+        self._bad = inputs[0] == self._token  # (B, T)
+
+    def _spoil(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if self._bad is None or not bool(self._bad.any()) or not torch.is_grad_enabled():
+            return None
+        self.fired += 1
+        return output.masked_fill(self._bad.any(dim=1)[:, None, None], float("nan"))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class RaisingForward:
+    """Raises in training forwards for which `strike` says so."""
+
+    def __init__(self, model: Any, strike: Callable[[int], bool], error: Callable[[], Exception]) -> None:
+        self.forwards = 0
+        self.fired = 0
+        self._strike, self._error = strike, error
+        self.handle = model.model.norm.register_forward_pre_hook(self._hook)
+
+    def _hook(self, module: Any, inputs: Any) -> None:
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        self.forwards += 1
+        if self._strike(self.forwards):
+            self.fired += 1
+            raise self._error()
+
+
+# ---- comparisons ----
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not different, f"not bitwise equal: {different[:5]}"
+
+
+TIMES = ("runtime", "per_second", "step_time", "healing/")
+
+
+def logged(trainer: Trainer) -> list[dict[str, Any]]:
+    """The log history without run times and speeds."""
+    return [
+        {key: value for key, value in entry.items() if not any(part in key for part in TIMES)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def journal(output_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    path = Path(output_dir) / "healing_events.jsonl"
+    if not path.exists():
+        return []
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return [event for event in events if kind is None or event["kind"] == kind]
+
+
+def quarantined(output_dir: Path) -> list[dict[str, Any]]:
+    path = Path(output_dir) / "quarantine.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> None:
+    set_seed(1234)

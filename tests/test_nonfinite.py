@@ -1,0 +1,320 @@
+"""Numbers that are not finite, healed inside the step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    TRAINERS,
+    GradientFault,
+    OutputFault,
+    assert_same_weights,
+    journal,
+    logged,
+    losses,
+    sft_trainer,
+    weights,
+)
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+
+
+def incidents(output_dir: Path) -> list[dict[str, Any]]:
+    return journal(output_dir, "outcome")
+
+
+# ---- transient ----
+
+
+@pytest.mark.parametrize("nan_filter", [True, False], ids=["filter", "no_filter"])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_a_transient_nan_leaves_no_trace_in_weights_and_logs(
+    tmp_path: Path, tokenizer: Any, micro_batch: int, nan_filter: bool
+) -> None:
+    clean = sft_trainer(tmp_path / "clean", tokenizer, logging_nan_inf_filter=nan_filter)
+    clean.train()
+    trainer = sft_trainer(
+        tmp_path / "faulty", tokenizer, logging_nan_inf_filter=nan_filter, callbacks=[SelfHealingCallback()]
+    )
+    fault = OutputFault(trainer.model, strike=lambda forward: forward == 5 + micro_batch)
+    output = trainer.train()
+
+    assert fault.fired == 1
+    assert_same_weights(weights(trainer), weights(clean))
+    assert losses(trainer) == pytest.approx(losses(clean), abs=1e-6)
+    assert logged(trainer) == logged(clean)
+    assert output.training_loss == pytest.approx(clean.state.log_history[-1]["train_loss"], abs=1e-6)
+    (incident,) = incidents(tmp_path / "faulty")
+    assert incident["failure"] == "nonfinite_transient"
+    assert incident["steps_lost"] == 0
+    assert incident["outcome"] == "resolved"
+    (diagnosed,) = journal(tmp_path / "faulty", "diagnosed")
+    assert diagnosed["cause"] == "transient"
+
+
+@pytest.mark.parametrize("nan_filter", [True, False], ids=["filter", "no_filter"])
+def test_a_nan_never_enters_the_running_loss_at_default_logging_steps(
+    tmp_path: Path, tokenizer: Any, nan_filter: bool
+) -> None:
+    arguments = {"logging_steps": 500, "logging_nan_inf_filter": nan_filter}
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
+    expected = clean.train()
+    trainer = sft_trainer(tmp_path / "faulty", tokenizer, callbacks=[SelfHealingCallback()], **arguments)
+    fault = OutputFault(trainer.model, strike=lambda forward: forward == 6)
+    output = trainer.train()
+    assert fault.fired == 1
+    assert output.training_loss == pytest.approx(expected.training_loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("nan_filter", [True, False], ids=["filter", "no_filter"])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_a_transient_inf_in_one_gradient_entry_leaves_no_trace(
+    tmp_path: Path, tokenizer: Any, micro_batch: int, nan_filter: bool
+) -> None:
+    clean = sft_trainer(tmp_path / "clean", tokenizer, logging_nan_inf_filter=nan_filter)
+    clean.train()
+    trainer = sft_trainer(
+        tmp_path / "faulty", tokenizer, logging_nan_inf_filter=nan_filter, callbacks=[SelfHealingCallback()]
+    )
+    fault = GradientFault(trainer.model, strike=lambda backward: backward == 5 + micro_batch)
+    trainer.train()
+
+    assert fault.fired == 1
+    assert_same_weights(weights(trainer), weights(clean))
+    assert logged(trainer) == logged(clean)
+    (incident,) = incidents(tmp_path / "faulty")
+    assert (incident["failure"], incident["steps_lost"]) == ("nonfinite_transient", 0)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_transient_nan_in_any_trainer_is_undone_exactly(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    clean = TRAINERS[name](tmp_path / "clean", tokenizer, max_steps=4)
+    clean.train()
+    trainer = TRAINERS[name](tmp_path / "faulty", tokenizer, max_steps=4, callbacks=[SelfHealingCallback()])
+    fault = OutputFault(trainer.model, strike=lambda forward: forward == 4)
+    trainer.train()
+
+    assert fault.fired == 1
+    assert_same_weights(weights(trainer), weights(clean))
+    assert logged(trainer) == logged(clean)
+    assert [incident["failure"] for incident in incidents(tmp_path / "faulty")] == ["nonfinite_transient"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_accumulation_steps": 1},
+        {"gradient_accumulation_steps": 3, "num_train_epochs": 2, "max_steps": -1},
+        {"packing": True, "max_length": 32},
+        {"padding_free": True, "max_length": None},
+        {"dataloader_num_workers": 2},
+        {"max_grad_norm": 0.0},
+        {"include_num_input_tokens_seen": "all"},
+        {"label_smoothing_factor": 0.1},
+        {"neftune_noise_alpha": 5.0},
+        {"gradient_checkpointing": True},
+    ],
+    ids=lambda arguments: ",".join(f"{key}={value}" for key, value in arguments.items()),
+)
+def test_reexecution_is_exact_under_settings_a_user_may_choose(
+    tmp_path: Path, tokenizer: Any, arguments: dict[str, Any]
+) -> None:
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
+    clean.train()
+    trainer = sft_trainer(tmp_path / "faulty", tokenizer, callbacks=[SelfHealingCallback()], **arguments)
+    fault = OutputFault(trainer.model, strike=lambda forward: forward == 3)
+    trainer.train()
+    assert fault.fired == 1
+    assert_same_weights(weights(trainer), weights(clean))
+    assert logged(trainer) == logged(clean)
+
+
+def test_nan_while_a_policy_generates_is_healed_though_it_arrives_as_an_exception(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    clean = TRAINERS["GRPOTrainer"](tmp_path / "clean", tokenizer)
+    clean.train()
+    trainer = TRAINERS["GRPOTrainer"](tmp_path / "faulty", tokenizer, callbacks=[SelfHealingCallback()])
+    generated = {"forwards": 0, "fired": 0}
+
+    def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if torch.is_grad_enabled():
+            return None
+        generated["forwards"] += 1
+        if generated["forwards"] != 12:
+            return None
+        generated["fired"] += 1
+        return output * float("nan")
+
+    trainer.model.model.norm.register_forward_hook(spoil)
+    trainer.train()
+    assert generated["fired"] == 1
+    assert_same_weights(weights(trainer), weights(clean))
+    assert logged(trainer) == logged(clean)
+
+
+# ---- numerical: neither re-execution nor any row explains it ----
+
+
+def test_an_unexplained_nan_skips_the_step_and_leaves_weights_and_moments_untouched(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    trainer = sft_trainer(
+        tmp_path, tokenizer, max_steps=6, callbacks=[SelfHealingCallback(HealingConfig(max_skipped_fraction=1.0))]
+    )
+    states: dict[int, Any] = {}
+
+    def remember(optimizer: Any) -> dict[str, torch.Tensor]:
+        moments = {
+            f"{group}.{key}": value.clone()
+            for group, state in enumerate(optimizer.state.values())
+            for key, value in state.items()
+        }
+        return {**weights(trainer), **moments}
+
+    fault = OutputFault(trainer.model, strike=lambda _: trainer.state.global_step == 2)
+    original = trainer.callback_handler.on_step_end
+
+    def on_step_end(*args: Any, **kwargs: Any) -> Any:
+        states[trainer.state.global_step] = remember(trainer.optimizer.optimizer)
+        return original(*args, **kwargs)
+
+    trainer.callback_handler.on_step_end = on_step_end
+    trainer.train()
+
+    assert fault.fired > 2
+    assert_same_weights(states[3], states[2])
+    assert any(not torch.equal(states[4][name], states[3][name]) for name in states[3])
+    (incident,) = incidents(tmp_path)
+    assert (incident["failure"], incident["steps_lost"]) == ("nonfinite_numerical", 1)
+    assert all(torch.isfinite(torch.tensor(losses(trainer))))
+    assert trainer.state.log_history[-1]["healing/skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
+def test_after_nan_patience_skips_in_a_row_the_run_stops_with_a_postmortem(
+    tmp_path: Path, tokenizer: Any, wrapped: bool
+) -> None:
+    config = HealingConfig(nan_patience=3)
+    trainer = sft_trainer(
+        tmp_path, tokenizer, max_steps=20, callbacks=None if wrapped else [SelfHealingCallback(config)]
+    )
+    good: dict[str, torch.Tensor] = {}
+
+    def strike(_: int) -> bool:
+        if trainer.state.global_step == 2 and not good:
+            good.update(weights(trainer))
+        return trainer.state.global_step >= 2
+
+    fault = OutputFault(trainer.model, strike=strike)
+    with pytest.raises(UnrecoverableTrainingError, match="3 steps in a row") as caught:
+        (SelfHealingTrainer(trainer, config) if wrapped else trainer).train()
+
+    assert fault.fired
+    assert str(tmp_path / "postmortem.json") in str(caught.value)
+    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
+    assert [incident["failure"] for incident in postmortem["chain"]] == ["nonfinite_numerical"] * 3
+    assert postmortem["emergency_checkpoint"] == str(tmp_path / "checkpoint-4")
+    assert_same_weights(weights(trainer), good)
+
+
+def test_skipping_cannot_hide_a_dead_model(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(nan_patience=3, max_skipped_fraction=0.3, skip_window=10)
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=40, callbacks=[SelfHealingCallback(config)])
+    fault = OutputFault(trainer.model, strike=lambda _: trainer.state.global_step % 2 == 1)
+    with pytest.raises(UnrecoverableTrainingError, match="4 of the last 10 steps were skipped"):
+        trainer.train()
+    assert fault.fired
+    assert trainer.state.global_step <= 8
+
+
+def test_corrupted_weights_stop_the_run_and_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    corrupted = []
+
+    def corrupt(module: Any, inputs: Any) -> None:
+        if trainer.state.global_step == 3 and not corrupted:
+            corrupted.append(True)
+            trainer.model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+
+    trainer.model.model.norm.register_forward_pre_hook(corrupt)
+    with pytest.raises(UnrecoverableTrainingError, match="hold NaN or Inf"):
+        trainer.train()
+    assert corrupted
+    (diagnosed,) = journal(tmp_path, "diagnosed")
+    assert diagnosed["failure"] == "corrupted_state"
+    assert diagnosed["evidence"]["tensors"][0] == "model.layers.1.mlp.up_proj.weight"
+
+
+# ---- other wishes than healing ----
+
+
+def test_on_nonfinite_raise_stops_before_the_step(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite="raise"))])
+    fault = OutputFault(trainer.model, strike=lambda forward: forward == 5)
+    with pytest.raises(UnrecoverableTrainingError, match="on_nonfinite='raise'"):
+        trainer.train()
+    assert fault.fired == 1
+    assert trainer.state.global_step == 2
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+
+def test_on_nonfinite_skip_skips_without_diagnosis(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite="skip"))])
+    fault = OutputFault(trainer.model, strike=lambda forward: forward == 5)
+    trainer.train()
+    assert (fault.fired, fault.forwards) == (1, 12)
+    assert [incident["steps_lost"] for incident in incidents(tmp_path)] == [1]
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+
+def test_on_nonfinite_warn_changes_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer)
+    OutputFault(plain.model, strike=lambda forward: forward == 5)
+    plain.train()
+    trainer = sft_trainer(
+        tmp_path / "warned", tokenizer, callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite="warn"))]
+    )
+    fault = OutputFault(trainer.model, strike=lambda forward: forward == 5)
+    trainer.train()
+    assert fault.fired == 1
+    assert all(
+        torch.equal(mine, theirs) or (mine.isnan() == theirs.isnan()).all()
+        for mine, theirs in zip(weights(trainer).values(), weights(plain).values(), strict=True)
+    )
+    assert len(journal(tmp_path / "warned", "detected")) >= 1
+
+
+def test_buffers_that_a_forward_moves_are_moved_once(tmp_path: Path, tokenizer: Any) -> None:
+    def build(name: str, **more: Any) -> tuple[Any, Any]:
+        trainer = sft_trainer(tmp_path / name, tokenizer, **more)
+        trainer.model.model.norm.register_buffer("seen", torch.zeros(()))
+        trainer.model.model.norm.register_forward_hook(lambda module, *_: module.seen.add_(1.0) and None)
+        return trainer, trainer.model.model.norm
+
+    clean, counted = build("clean")
+    clean.train()
+    trainer, norm = build("faulty", callbacks=[SelfHealingCallback()])
+    fault = OutputFault(trainer.model, strike=lambda forward: forward in (1, 7))
+    trainer.train()
+    assert fault.fired == 2
+    assert float(norm.seen) == float(counted.seen)
+
+
+def test_a_scaler_that_looks_for_its_scale_is_left_alone(tmp_path: Path, tokenizer: Any) -> None:
+    def build(name: str, **more: Any) -> Any:
+        trainer = sft_trainer(tmp_path / name, tokenizer, **more)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+        return trainer
+
+    plain = build("plain")
+    plain.train()
+    trainer = build("healed", callbacks=[SelfHealingCallback()])
+    trainer.train()
+    assert plain.accelerator.scaler.get_scale() < 2.0**127
+    assert trainer.accelerator.scaler.get_scale() == plain.accelerator.scaler.get_scale()
+    assert_same_weights(weights(trainer), weights(plain))

@@ -1,0 +1,363 @@
+"""Rows that are non-finite by themselves: found by bisection, named, dropped, and the rest renormalised exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    POISON_WORD,
+    TEXTS,
+    PoisonToken,
+    dpo_trainer,
+    grpo_trainer,
+    journal,
+    kto_trainer,
+    losses,
+    quarantined,
+    reward_trainer,
+    sft_trainer,
+    weights,
+)
+from datasets import Dataset, IterableDataset
+from transformers import TrainerCallback
+
+from self_healing import HealingConfig, SelfHealingCallback
+
+
+POISONED = (5, 17, 40)
+
+
+def poisoned_texts() -> list[str]:
+    return [f"{text} {POISON_WORD}" if index in POISONED else text for index, text in enumerate(TEXTS)]
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients handed to the optimizer, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = kwargs["model"]
+        self.steps.append(
+            {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+        )
+
+
+def test_exactly_the_poison_rows_are_named_and_the_run_goes_on(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, texts=poisoned_texts(), max_steps=8, callbacks=[SelfHealingCallback()])
+    fault = PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    trainer.train()
+
+    assert fault.fired
+    assert trainer.state.global_step == 8
+    rows = quarantined(tmp_path)
+    assert {row["dataset_index"] for row in rows} == set(POISONED)
+    assert all(POISON_WORD in row["preview"] for row in rows)
+    assert all(len(row["content_hash"]) == 64 for row in rows)
+    assert all(row["segment"] is None and row["stream_ordinal"] is None and row["prompt"] is None for row in rows)
+    assert all(event["steps_lost"] == 0 for event in journal(tmp_path, "outcome"))
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+    assert all(torch.isfinite(torch.tensor(losses(trainer))))
+
+
+def test_the_position_is_that_after_trl_dropped_rows(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"prompt": "the model", "completion": f" {text}"} for text in poisoned_texts()]
+    rows[2]["completion"] = ""  # nothing to train on: TRL drops it, everything behind it moves up
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        dataset=Dataset.from_list(rows),
+        max_steps=8,
+        completion_only_loss=True,
+        callbacks=[SelfHealingCallback()],
+    )
+    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
+    fault = PoisonToken(trainer.model, token)
+    trainer.train()
+    assert fault.fired
+    found = {row["dataset_index"] for row in quarantined(tmp_path)}
+    assert found == {index for index, row in enumerate(trainer.train_dataset) if token in row["input_ids"]}
+
+
+def test_a_row_has_the_same_hash_in_whatever_batch_it_is_seen(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        texts=poisoned_texts(),
+        max_steps=-1,
+        num_train_epochs=3,
+        callbacks=[SelfHealingCallback()],
+    )
+    PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    trainer.train()
+    assert len(quarantined(tmp_path)) == len(POISONED)
+    assert len(journal(tmp_path, "outcome")) >= 2 * len(POISONED)
+
+
+def _without(batch: dict[str, Any], keep: list[int]) -> dict[str, Any]:
+    return {key: value[keep] for key, value in batch.items()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_the_gradient_is_that_of_the_batch_without_the_poison_rows(
+    tmp_path: Path, tokenizer: Any, accumulation: int
+) -> None:
+    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
+    arguments = {
+        "texts": poisoned_texts(),
+        "dropout": 0.0,
+        "max_steps": 3,
+        "gradient_accumulation_steps": accumulation,
+    }
+
+    reference_gradients = Gradients()
+    reference = sft_trainer(tmp_path / "reference", tokenizer, callbacks=[reference_gradients], **arguments)
+    collate, dropped = reference.data_collator, []
+
+    def collate_without(examples: list[Any]) -> dict[str, Any]:
+        batch = collate(examples)
+        keep = [row for row in range(len(examples)) if token not in batch["input_ids"][row]]
+        dropped.extend(set(range(len(examples))) - set(keep))
+        return _without(batch, keep)
+
+    reference.data_collator = collate_without
+    reference.train()
+
+    gradients = Gradients()
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback(), gradients], **arguments)
+    fault = PoisonToken(trainer.model, token)
+    trainer.train()
+
+    assert fault.fired
+    assert dropped
+    assert len(gradients.steps) == len(reference_gradients.steps) == 3
+    for actual, expected in zip(gradients.steps, reference_gradients.steps, strict=True):
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-7, msg=name)
+    assert losses(trainer) == pytest.approx(losses(reference), rel=1e-5)
+
+
+def test_held_out_loss_is_that_of_a_run_without_the_samples(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"max_steps": 60, "learning_rate": 3e-3, "logging_steps": 20}
+    held_out = Dataset.from_dict({"text": TEXTS[1::3]})
+    clean = sft_trainer(
+        tmp_path / "clean",
+        tokenizer,
+        texts=[text for index, text in enumerate(TEXTS) if index not in POISONED],
+        trainer_kwargs={"eval_dataset": held_out},
+        **arguments,
+    )
+    clean.train()
+    trainer = sft_trainer(
+        tmp_path / "healed",
+        tokenizer,
+        texts=poisoned_texts(),
+        trainer_kwargs={"eval_dataset": held_out},
+        callbacks=[SelfHealingCallback()],
+        **arguments,
+    )
+    fault = PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    trainer.train()
+    assert fault.fired
+    assert trainer.state.global_step == clean.state.global_step == 60
+    fault.remove()
+    expected, actual = clean.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]
+    assert expected < 4.0
+    assert actual == pytest.approx(expected, rel=0.02)
+
+
+def test_packed_sequences_are_named_by_position_and_segment(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        texts=poisoned_texts(),
+        packing=True,
+        max_length=48,
+        max_steps=3,
+        gradient_accumulation_steps=1,
+        callbacks=[SelfHealingCallback()],
+    )
+    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
+    _spoil_segments(trainer, token)
+    trainer.train()
+    rows = quarantined(tmp_path)
+    assert rows
+    for row in rows:
+        example = trainer.train_dataset[row["dataset_index"]]
+        start = sum(example["seq_lengths"][: row["segment"]])
+        segment = example["input_ids"][start : start + example["seq_lengths"][row["segment"]]]
+        assert token in segment
+
+
+def _spoil_segments(trainer: Any, token: int) -> None:
+    """Hidden states become NaN for the sequence that holds the token, as a real poison sequence would be."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def see(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen["ids"], seen["positions"] = kwargs["input_ids"], kwargs["position_ids"]
+
+    def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if not torch.is_grad_enabled() or "ids" not in seen:
+            return None
+        segment = (seen["positions"] == 0).cumsum(dim=1)  # (1, T)
+        bad = segment[seen["ids"] == token]
+        spoiled = torch.isin(segment, bad)
+        return output.masked_fill(spoiled[..., None], float("nan")) if bool(spoiled.any()) else None
+
+    trainer.model.model.register_forward_pre_hook(see, with_kwargs=True)
+    trainer.model.model.norm.register_forward_hook(spoil)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_dataset_positions_are_right_with_workers_and_in_the_second_epoch(
+    tmp_path: Path, tokenizer: Any, workers: int
+) -> None:
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        texts=poisoned_texts(),
+        max_steps=12,
+        dataloader_num_workers=workers,
+        callbacks=[SelfHealingCallback()],
+    )
+    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
+    armed = {"on": False}
+    fault = PoisonToken(trainer.model, token)
+    see = fault._see
+
+    def see_in_second_epoch(module: Any, inputs: Any) -> None:
+        armed["on"] = trainer.state.global_step >= 8
+        see(module, inputs)
+        fault._bad = fault._bad if armed["on"] else None
+
+    fault.remove()
+    trainer.model.model.embed_tokens.register_forward_pre_hook(see_in_second_epoch)
+    trainer.model.model.norm.register_forward_hook(fault._spoil)
+    trainer.train()
+    assert fault.fired
+    rows = quarantined(tmp_path)
+    assert rows
+    assert {row["dataset_index"] for row in rows} <= set(POISONED)
+
+
+def test_a_stream_names_the_ordinal(tmp_path: Path, tokenizer: Any) -> None:
+    texts = poisoned_texts()
+
+    def stream() -> Iterator[dict[str, str]]:
+        yield from ({"text": text} for text in texts)
+
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        dataset=IterableDataset.from_generator(stream),
+        max_steps=6,
+        callbacks=[SelfHealingCallback()],
+    )
+    fault = PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    trainer.train()
+    assert fault.fired
+    rows = quarantined(tmp_path)
+    assert [row["stream_ordinal"] for row in rows] == list(POISONED)
+    assert all(row["dataset_index"] is None for row in rows)
+
+
+@pytest.mark.parametrize("build", [dpo_trainer, kto_trainer, reward_trainer])
+def test_preference_rows_are_named_by_position(tmp_path: Path, tokenizer: Any, build: Any) -> None:
+    trainer = build(tmp_path, tokenizer, max_steps=8, poisoned=POISONED, callbacks=[SelfHealingCallback()])
+    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
+    expected = {
+        index
+        for index, row in enumerate(trainer.train_dataset)
+        if any(token in value for key, value in row.items() if key.endswith("_ids") and not key.startswith("KL"))
+    }
+    assert expected == set(POISONED)
+    fault = PoisonToken(trainer.model, token)
+    trainer.train()
+    assert fault.fired
+    assert {row["dataset_index"] for row in quarantined(tmp_path)} == expected
+    assert trainer.state.global_step == 8
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+
+def test_grpo_names_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(max_quarantined_fraction=1.0)
+    trainer = grpo_trainer(tmp_path, tokenizer, max_steps=3, callbacks=[SelfHealingCallback(config)])
+    spoiled: list[str] = []
+
+    def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        bad = torch.zeros(output.shape[:2], dtype=torch.bool)
+        bad[poison.rows[: output.size(0)]] = True
+        spoiled.append("x")
+        return output.masked_fill(bad[..., None], float("nan")) if bool(bad.any()) else None
+
+    class Rows:
+        """Rows whose completion begins with the token that begins the first completion of the run."""
+
+        token: int | None = None
+        rows = torch.zeros(0, dtype=torch.bool)
+
+        def see(self, module: Any, inputs: Any) -> None:
+            if not torch.is_grad_enabled() or inputs[0].size(1) <= 8:
+                return
+            first = inputs[0][:, -8]
+            self.token = int(first[0]) if self.token is None else self.token
+            self.rows = first == self.token
+
+    poison = Rows()
+    trainer.model.model.embed_tokens.register_forward_pre_hook(poison.see)
+    trainer.model.model.norm.register_forward_hook(spoil)
+    trainer.train()
+    assert spoiled
+    rows = quarantined(tmp_path)
+    assert rows
+    prompts = {" ".join(text.split()[:3]) for text in TEXTS}
+    assert all(row["prompt"] in prompts for row in rows)
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+
+def test_a_batch_of_one_bad_row_is_told_from_a_broken_model_by_an_earlier_batch(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        texts=poisoned_texts(),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        max_steps=64,
+        callbacks=[SelfHealingCallback()],
+    )
+    fault = PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    trainer.train()
+    assert fault.fired
+    assert {row["dataset_index"] for row in quarantined(tmp_path)} == set(POISONED)
+    assert [event["steps_lost"] for event in journal(tmp_path, "outcome")] == [1, 1, 1]
+
+
+def test_without_leave_to_drop_rows_the_step_is_skipped_and_the_rows_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(drop_poison_rows=False)
+    trainer = sft_trainer(
+        tmp_path, tokenizer, texts=poisoned_texts(), max_steps=8, callbacks=[SelfHealingCallback(config)]
+    )
+    PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    trainer.train()
+    assert {row["dataset_index"] for row in quarantined(tmp_path)} == set(POISONED)
+    assert all(event["steps_lost"] == 1 for event in journal(tmp_path, "outcome"))
+
+
+def test_the_offending_batch_is_kept_for_replay(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, texts=poisoned_texts(), max_steps=8, callbacks=[SelfHealingCallback()])
+    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
+    PoisonToken(trainer.model, token)
+    trainer.train()
+    saved = sorted((tmp_path / "incidents").glob("*.pt"))
+    assert saved
+    record = torch.load(saved[0], weights_only=False)
+    assert any(bool((batch["input_ids"] == token).any()) for batch in record["micro_batches"].values())
