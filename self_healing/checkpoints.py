@@ -100,6 +100,12 @@ def newest_marked_checkpoint(output_dir: str) -> str | None:
     return max(marked)[1] if marked else None
 
 
+def step_of(checkpoint: str, default: int) -> int:
+    """The step a checkpoint was written at, from its marker."""
+    marker = read_marker(Path(checkpoint))
+    return default if marker is None else int(marker["step"])
+
+
 def remove_checkpoint(path: str) -> None:
     """Removes a checkpoint that is torn, or an emergency checkpoint that has served its purpose."""
     shutil.rmtree(path, ignore_errors=True)

@@ -122,6 +122,7 @@ class Bookkeeping:
 class Pending:
     """What the Trainer still had to do for a finished step when it was interrupted."""
 
+    step_end: bool = False
     log: bool = False
     evaluate: bool = False
     save: bool = False
@@ -130,7 +131,7 @@ class Pending:
     learning_rate: float | None = None
 
     def __bool__(self) -> bool:
-        return self.log or self.evaluate or self.save or self.epoch_end
+        return self.step_end or self.log or self.evaluate or self.save or self.epoch_end
 
 
 @dataclass(slots=True)
@@ -919,10 +920,12 @@ class Instrument:
         if self.phase is Phase.STEPPED:
             if int(trainer.state.global_step) == self._finished_step:
                 self._count_the_step()
+            told = self.window is None or self.window.counted
             if self.window is not None:
                 self._advance_data_position(self.window)
             control = trainer.control
             pending = Pending(
+                step_end=not told,
                 log=control.should_log and trainer.state.global_step > trainer._globalstep_last_logged,
                 evaluate=control.should_evaluate,
                 save=control.should_save,
@@ -938,9 +941,13 @@ class Instrument:
                     for mode, metrics in getattr(trainer, name, {}).items():
                         if mode == "train":
                             metrics.clear()
+            if pending.evaluate:
+                self._forget_half_an_evaluation()
             bookkeeping = self._capture()
-            earlier = self._epoch_rng if self._epoch_began else self._step_end_rng
-            bookkeeping.rng = earlier or bookkeeping.rng
+            if self._epoch_began and self._epoch_rng is not None:
+                bookkeeping.rng = self._epoch_rng
+            elif pending.evaluate and self._step_end_rng is not None:
+                bookkeeping.rng = self._step_end_rng
         else:
             pending = Pending()
             bookkeeping = self._finished
@@ -954,6 +961,14 @@ class Instrument:
         for flag in ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop"):
             setattr(trainer.control, flag, False)
         return bookkeeping, pending
+
+    def _forget_half_an_evaluation(self) -> None:
+        trainer = self.trainer
+        history = trainer.state.log_history
+        while history and history[-1]["step"] == trainer.state.global_step and "eval_runtime" in history[-1]:
+            history.pop()
+        for name in ("_metrics", "_stored_metrics"):
+            getattr(trainer, name, {}).get("eval", {}).clear()
 
     def _resume_rng(self) -> RandomState:
         """
@@ -1046,6 +1061,9 @@ class Instrument:
         trainer.control.should_evaluate = pending.evaluate
         trainer.control.should_save = pending.save
         try:
+            if pending.step_end:
+                # Delivered again to every callback: which of them have had it cannot be known.
+                trainer.control = trainer.callback_handler.on_step_end(trainer.args, trainer.state, trainer.control)
             log_evaluate_save()
             if pending.epoch_end:
                 trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
@@ -1066,6 +1084,8 @@ class Instrument:
             if loader is not None:
                 trainer.accelerator.gradient_state._remove_dataloader(loader)
         trainer.is_in_train = False
+        # Counted in the checkpoint that is resumed from, or of a step that was not finished.
+        trainer.current_flos = 0
         gc.collect()
         if trainer.accelerator.device.type != "cpu":
             torch.get_device_module(trainer.accelerator.device).empty_cache()

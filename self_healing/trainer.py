@@ -14,7 +14,7 @@ from transformers.trainer_utils import TrainOutput
 from . import consensus
 from .actions import HealingContext
 from .callback import SelfHealingCallback, adopt_session
-from .checkpoints import newest_marked_checkpoint, remove_checkpoint
+from .checkpoints import newest_marked_checkpoint, remove_checkpoint, step_of
 from .config import HealingConfig
 from .dry_run import DryRunReport, dry_run
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError, classify_exception
@@ -150,23 +150,27 @@ class SelfHealingTrainer:
         instrument = session.instrument
         callback = self._find_callback()
         ladder = FAILURE_RECIPES[failure].ladder
+        unmoved = True
         if instrument is None or callback is None or callback.session is not session:
             # Before the first on_train_begin: nothing has moved, the same call can be made again.
             point: Any = resume
         else:
             context = HealingContext(incident, instrument, error=error)
-            unmoved = resume is not None and not instrument.moved_since_entry
-            if Action.EMERGENCY_CHECKPOINT in ladder and not unmoved:
+            unmoved = not instrument.moved_since_entry
+            if Action.EMERGENCY_CHECKPOINT in ladder and not (unmoved and resume is not None):
                 result = callback.actions.apply((Action.EMERGENCY_CHECKPOINT,), context, self.trainer.args)
-                point = result["checkpoint"] or newest_marked_checkpoint(self.trainer.args.output_dir)
+                point = result["checkpoint"]
+                if point is None and not unmoved:
+                    point = newest_marked_checkpoint(self.trainer.args.output_dir)
             else:
+                instrument.settle()
                 point = resume
             instrument.detach()
             instrument.release()
         if Action.WAIT_AND_RESUME not in ladder or consensus.world_size() > 1:
             self._end(session, incident, failure, error, point)
             return None, False
-        can_resume = point is not None or instrument is None
+        can_resume = point is not None or unmoved
         if not can_resume or not session.budget.spend(step):
             why = (
                 f"the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
@@ -185,8 +189,7 @@ class SelfHealingTrainer:
             waiter = HealingContext(incident, instrument, error=None)
             callback.sleep_with(self._sleep)
             callback.actions.apply((Action.WAIT_AND_RESUME,), waiter, self.trainer.args)
-        resumed_step = session.resume_point.step if session.resume_point is not None else step
-        incident.steps_lost = max(step - resumed_step, 0) if point is not resume else 0
+        incident.steps_lost = 0 if unmoved else step - step_of(point, default=step)
         incident.seconds_lost = time.perf_counter() - began
         session.journal.dealt_with(incident)
         session.await_outcome(incident)

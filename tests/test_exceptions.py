@@ -1,0 +1,433 @@
+"""Exceptions that leave `train()`: it is entered again as if it had never been left, or ends with a postmortem."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    TRAINERS,
+    RaisingForward,
+    assert_same_weights,
+    grpo_trainer,
+    journal,
+    logged,
+    rloo_trainer,
+    sft_trainer,
+    weights,
+)
+from transformers import TrainerCallback
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+
+
+# 64 rows, 4 a micro-batch, 2 micro-batches a step: 8 steps an epoch.
+TWO_EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "logging_steps": 3}
+
+
+class RaisingCollator:
+    """Raises at certain calls, counted from 1."""
+
+    def __init__(self, collate: Callable[..., Any], calls: tuple[int, ...], error: Callable[[], Exception]) -> None:
+        self.collate, self.calls, self.error = collate, calls, error
+        self.count = 0
+        self.fired = 0
+
+    def __call__(self, examples: Any) -> Any:
+        self.count += 1
+        if self.count in self.calls:
+            self.fired += 1
+            raise self.error()
+        return self.collate(examples)
+
+
+def lost_connection() -> Exception:
+    return ConnectionError("the storage went away")
+
+
+def heal(trainer: Any, config: HealingConfig | None = None) -> Any:
+    waits: list[float] = []
+    output = SelfHealingTrainer(trainer, config, sleep=waits.append).train()
+    assert waits, "nothing was waited for: no fault was healed"
+    return output
+
+
+def assert_same_run(trainer: Any, output: Any, clean: Any, expected: Any) -> None:
+    assert_same_weights(weights(trainer), weights(clean))
+    assert logged(trainer) == logged(clean)
+    assert output.global_step == expected.global_step
+    assert output.training_loss == expected.training_loss
+    assert output.metrics["train_loss"] == expected.metrics["train_loss"]
+
+
+@pytest.mark.parametrize(
+    "forwards",
+    [(1,), (2,), (3,), (8,), (17,), (18,), (23,), (7, 8), (7, 9), (17, 18, 19)],
+    ids=lambda forwards: "forward " + ",".join(map(str, forwards)),
+)
+def test_a_lost_connection_in_the_model_costs_no_step(
+    tmp_path: Path, tokenizer: Any, forwards: tuple[int, ...]
+) -> None:
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **TWO_EPOCHS)
+    expected = clean.train()
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, **TWO_EPOCHS)
+    fault = RaisingForward(trainer.model, lambda forward: forward in forwards, lost_connection)
+    output = heal(trainer)
+    assert fault.fired == len(forwards)
+    assert_same_run(trainer, output, clean, expected)
+    assert all(event["steps_lost"] == 0 for event in journal(tmp_path / "healed", "outcome"))
+    assert not list((tmp_path / "healed").glob("checkpoint-*")), "emergency checkpoints that served are removed"
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [(1,), (2,), (4,), (9,), (17,), (18,), (21,), (9, 10)],
+    ids=lambda calls: "batch " + ",".join(map(str, calls)),
+)
+def test_a_lost_connection_in_the_collator_costs_no_step(
+    tmp_path: Path, tokenizer: Any, calls: tuple[int, ...]
+) -> None:
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **TWO_EPOCHS)
+    expected = clean.train()
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, **TWO_EPOCHS)
+    trainer.data_collator = RaisingCollator(trainer.data_collator, calls, lost_connection)
+    output = heal(trainer)
+    assert trainer.data_collator.fired == len(calls)
+    assert_same_run(trainer, output, clean, expected)
+
+
+def test_a_lost_connection_in_a_data_worker_costs_no_step(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {**TWO_EPOCHS, "dataloader_num_workers": 2}
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
+    expected = clean.train()
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, **arguments)
+    collate, raised = trainer.data_collator, tmp_path / "raised"
+    row = trainer.train_dataset[30]["input_ids"]
+
+    def collate_or_raise(examples: list[dict[str, Any]]) -> Any:
+        if not raised.exists() and any(example["input_ids"] == row for example in examples):
+            raised.touch()
+            raise lost_connection()
+        return collate(examples)
+
+    trainer.data_collator = collate_or_raise
+    output = heal(trainer)
+    assert raised.exists()
+    assert_same_run(trainer, output, clean, expected)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_trainer_is_entered_again_without_losing_a_step(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    clean = TRAINERS[name](tmp_path / "clean", tokenizer, max_steps=4)
+    expected = clean.train()
+    trainer = TRAINERS[name](tmp_path / "healed", tokenizer, max_steps=4)
+    fault = RaisingForward(trainer.model, lambda forward: forward == 6, lost_connection)
+    output = heal(trainer)
+    assert fault.fired == 1
+    assert_same_run(trainer, output, clean, expected)
+
+
+@pytest.mark.parametrize("build", [grpo_trainer, rloo_trainer])
+@pytest.mark.parametrize("forwards", [(1,), (2,), (5,), (6, 7)], ids=str)
+def test_generation_is_taken_up_again_exactly(
+    tmp_path: Path, tokenizer: Any, build: Any, forwards: tuple[int, ...]
+) -> None:
+    arguments = {"logging_steps": 2, "max_steps": 5}
+    clean = build(tmp_path / "clean", tokenizer, **arguments)
+    expected = clean.train()
+    trainer = build(tmp_path / "healed", tokenizer, **arguments)
+    fault = RaisingForward(trainer.model, lambda forward: forward in forwards, lost_connection)
+    output = heal(trainer)
+    assert fault.fired == len(forwards)
+    assert_same_run(trainer, output, clean, expected)
+
+
+def test_a_generation_cycle_longer_than_a_step_is_taken_up_in_the_middle(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"max_steps": 6, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
+    clean = grpo_trainer(tmp_path / "clean", tokenizer, **arguments)
+    expected = clean.train()
+    trainer = grpo_trainer(tmp_path / "healed", tokenizer, **arguments)
+    fault = RaisingForward(
+        trainer.model, lambda forward: trainer.state.global_step == 3 and not raised, lost_connection
+    )
+    raised: list[bool] = []
+    fault._error = lambda: raised.append(True) or lost_connection()
+    output = heal(trainer)
+    assert fault.fired == 1
+    assert_same_run(trainer, output, clean, expected)
+
+
+def test_a_reward_service_that_fails_costs_no_step(tmp_path: Path, tokenizer: Any) -> None:
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    calls = {"count": 0}
+
+    def flaky(completions: list[str], **_: Any) -> list[float]:
+        calls["count"] += 1
+        if calls["count"] == 3:
+            raise TimeoutError("reward service")
+        return reward(completions)
+
+    flaky.__name__ = "reward"
+    clean = grpo_trainer(tmp_path / "clean", tokenizer, reward_funcs=reward)
+    expected = clean.train()
+    trainer = grpo_trainer(tmp_path / "healed", tokenizer, reward_funcs=flaky)
+    output = heal(trainer)
+    assert_same_run(trainer, output, clean, expected)
+
+
+class RaisingAt(TrainerCallback):
+    """Raises once in one event at one step."""
+
+    def __init__(self, event: str, step: int) -> None:
+        self.fired = 0
+
+        def handler(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step and not self.fired:
+                self.fired += 1
+                raise lost_connection()
+
+        setattr(self, event, handler)
+
+
+@pytest.mark.parametrize("position", ["first", "last"])
+@pytest.mark.parametrize(
+    ("event", "step"),
+    [
+        ("on_train_begin", 0),
+        ("on_epoch_begin", 0),
+        ("on_epoch_begin", 8),
+        ("on_step_begin", 4),
+        ("on_substep_end", 4),
+        ("on_pre_optimizer_step", 4),
+        ("on_optimizer_step", 4),
+        ("on_step_end", 5),
+        ("on_step_end", 6),
+        ("on_step_end", 8),
+        ("on_step_end", 16),
+        ("on_log", 6),
+        ("on_log", 16),
+        ("on_evaluate", 4),
+        ("on_evaluate", 8),
+        ("on_save", 5),
+        ("on_epoch_end", 8),
+        ("on_epoch_end", 16),
+        ("on_train_end", 16),
+    ],
+)
+def test_a_callback_that_raises_anywhere_costs_no_step(
+    tmp_path: Path, tokenizer: Any, event: str, step: int, position: str
+) -> None:
+    from datasets import Dataset
+
+    arguments = {
+        **TWO_EPOCHS,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "trainer_kwargs": {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a row of text"] * 4})},
+    }
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
+    expected = clean.train()
+    raising = RaisingAt(event, step)
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, **arguments)
+    if position == "first":
+        trainer.callback_handler.callbacks.insert(0, raising)
+    wrapper = SelfHealingTrainer(trainer, callbacks=None, sleep=lambda _: None)
+    if position == "last":
+        trainer.add_callback(raising)
+    output = wrapper.train()
+    assert raising.fired == 1
+    assert_same_weights(weights(trainer), weights(clean))
+    assert output.global_step == expected.global_step
+    assert output.training_loss == expected.training_loss
+    assert logged(trainer) == logged(clean)
+
+
+def test_a_checkpoint_that_could_not_be_written_is_written_again(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {**TWO_EPOCHS, "save_strategy": "steps", "save_steps": 5}
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
+    expected = clean.train()
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, **arguments)
+    save, failed = trainer._save_optimizer_and_scheduler, []
+
+    def fail_once(output_dir: str) -> None:
+        if not failed:
+            failed.append(output_dir)
+            raise ConnectionError("network file system")
+        save(output_dir)
+
+    trainer._save_optimizer_and_scheduler = fail_once
+    output = heal(trainer)
+    assert failed
+    assert_same_run(trainer, output, clean, expected)
+    names = {path.name for path in (tmp_path / "healed").glob("checkpoint-*")}
+    assert names == {path.name for path in (tmp_path / "clean").glob("checkpoint-*")}
+
+
+# ---- what cannot be healed ----
+
+
+def raise_value_error() -> Exception:
+    return ValueError("a bug in the user's code")
+
+
+@pytest.mark.parametrize("forward", [1, 6, 17])
+def test_a_users_exception_surfaces_unchanged_with_an_exact_checkpoint(
+    tmp_path: Path, tokenizer: Any, forward: int
+) -> None:
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **TWO_EPOCHS)
+    clean.train()
+
+    raised: list[Exception] = []
+
+    def bug() -> Exception:
+        raised.append(raise_value_error())
+        return raised[0]
+
+    broken = sft_trainer(tmp_path / "broken", tokenizer, **TWO_EPOCHS)
+    fault = RaisingForward(broken.model, lambda count: count == forward, bug)
+    with pytest.raises(ValueError, match="a bug in the user's code") as caught:
+        SelfHealingTrainer(broken).train()
+    assert fault.fired == 1
+    assert caught.value is raised[0]
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+    assert traceback.extract_tb(caught.tb)[-1].name == "_hook"
+
+    postmortem = json.loads((tmp_path / "broken" / "postmortem.json").read_text())
+    assert postmortem["failure"] == "user_code"
+    assert "a bug in the user's code" in postmortem["error"]["traceback"][-1]
+    checkpoint = postmortem["emergency_checkpoint"]
+    resumed = sft_trainer(tmp_path / "broken", tokenizer, **TWO_EPOCHS)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert_same_weights(weights(resumed), weights(clean))
+
+
+def test_an_exception_raised_while_the_step_is_reexecuted_is_the_users_own(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    state = {"forwards": 0}
+    cause = KeyError("inner")
+
+    def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        state["forwards"] += 1
+        if state["forwards"] == 5:
+            return output * float("nan")
+        if state["forwards"] == 7:
+            raise ValueError("while computing again") from cause
+        return None
+
+    trainer.model.model.norm.register_forward_hook(hook)
+    with pytest.raises(ValueError, match="while computing again") as caught:
+        trainer.train()
+    assert state["forwards"] == 7
+    assert caught.value.__cause__ is cause
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()], ids=repr
+)
+def test_out_of_memory_ends_with_a_checkpoint_and_a_clear_postmortem(
+    tmp_path: Path, tokenizer: Any, error: Exception
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer)
+    fault = RaisingForward(trainer.model, lambda forward: forward == 6, lambda: error)
+    with pytest.raises(type(error)) as caught:
+        SelfHealingTrainer(trainer).train()
+    assert fault.fired == 1
+    assert caught.value is error
+    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
+    assert postmortem["failure"] == "out_of_memory"
+    assert "per_device_train_batch_size" in postmortem["what_to_do"]
+    assert (Path(postmortem["emergency_checkpoint"]) / "trainer_state.json").is_file()
+
+
+def test_a_service_that_never_comes_back_ends_within_the_budget(tmp_path: Path, tokenizer: Any) -> None:
+    waits: list[float] = []
+    trainer = sft_trainer(tmp_path, tokenizer)
+    fault = RaisingForward(trainer.model, lambda forward: forward >= 5, lost_connection)
+    with pytest.raises(UnrecoverableTrainingError, match="3 attempts without progress") as caught:
+        SelfHealingTrainer(trainer, HealingConfig(max_recovery_attempts=3), sleep=waits.append).train()
+    assert fault.fired == 4
+    assert len(waits) == 3
+    assert all(0 <= wait <= 300 for wait in waits)
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert caught.value.postmortem == str(tmp_path / "postmortem.json")
+    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
+    assert len(postmortem["chain"]) == 4
+    assert postmortem["emergency_checkpoint"] == str(tmp_path / "checkpoint-2")
+    assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
+
+
+def test_progress_gives_the_attempts_back(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=12)
+    fault = RaisingForward(trainer.model, lambda forward: forward in (3, 9, 15, 21), lost_connection)
+    SelfHealingTrainer(
+        trainer, HealingConfig(max_recovery_attempts=1, budget_refund_steps=2), sleep=lambda _: None
+    ).train()
+    assert fault.fired == 4
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_passes_through_after_a_postmortem(
+    tmp_path: Path, tokenizer: Any, interruption: type[BaseException]
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer)
+    fault = RaisingForward(trainer.model, lambda forward: forward == 5, interruption)
+    with pytest.raises(interruption):
+        SelfHealingTrainer(trainer).train()
+    assert fault.fired == 1
+    assert json.loads((tmp_path / "postmortem.json").read_text())["failure"] == "interrupted"
+    assert "training_step" not in vars(trainer)
+
+
+def test_an_exception_out_of_the_optimizer_falls_back_on_the_newest_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
+    expected = clean.train()
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, **arguments)
+    fired: list[int] = []
+
+    class Half(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            optimizer = kwargs["optimizer"].optimizer
+            step = type(optimizer).step
+
+            def half_a_step(*inner: Any, **more: Any) -> Any:
+                if trainer.state.global_step == 5 and not fired:
+                    fired.append(5)
+                    trainer.model.model.embed_tokens.weight.data.mul_(1.5)
+                    raise ConnectionError("a sharded optimizer lost its peer")
+                return step(optimizer)
+
+            optimizer.register_step_pre_hook(lambda *_: None)
+            optimizer.step = torch.optim.Optimizer.profile_hook_step(half_a_step).__get__(optimizer)
+
+    trainer.add_callback(Half())
+    output = heal(trainer)
+    assert fired
+    assert_same_weights(weights(trainer), weights(clean))
+    assert output.training_loss == expected.training_loss
+    (event,) = [event for event in journal(tmp_path / "healed", "outcome") if event["failure"] == "network"]
+    assert event["steps_lost"] == 2
+
+
+def test_auto_find_batch_size_is_switched_off_with_a_notice(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=1, auto_find_batch_size=True)
+    SelfHealingTrainer(trainer).train()
+    assert trainer.args.auto_find_batch_size is False
+    assert "auto_find_batch_size=True is switched off" in caplog.text
+
+
+def test_what_is_not_a_trainer_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match="Please build it first"):
+        SelfHealingTrainer("model")  # type: ignore[arg-type]
