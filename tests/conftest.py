@@ -53,6 +53,10 @@ POISON_WORD = "xylophone"
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(unk_token=None))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

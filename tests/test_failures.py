@@ -1,0 +1,96 @@
+"""Exceptions are told apart by type first."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import urllib.error
+from email.message import Message
+
+import httpx
+import pytest
+import torch
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+from self_healing import FAILURE_RECIPES, Action, FailureType, classify_exception
+from self_healing.failures import is_nonfinite_exception
+
+
+def http_error(status: int) -> HfHubHTTPError:
+    request = httpx.Request("GET", "http://127.0.0.1/model")
+    return HfHubHTTPError("hub", response=httpx.Response(status, request=request))
+
+
+def caused_by(outer: Exception, inner: Exception) -> Exception:
+    outer.__cause__ = inner
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), FailureType.OUT_OF_MEMORY),
+        (MemoryError(), FailureType.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: out of memory"), FailureType.OUT_OF_MEMORY),
+        (RuntimeError("CUDA driver error: out of memory"), FailureType.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), FailureType.OUT_OF_MEMORY),
+        (RuntimeError("NCCL Error 1: Cuda failure 2 'out of memory'"), FailureType.OUT_OF_MEMORY),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), FailureType.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: device-side assert triggered"), FailureType.DEVICE),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), FailureType.DEVICE),
+        (ConnectionError("x"), FailureType.NETWORK),
+        (ConnectionResetError(errno.ECONNRESET, "x"), FailureType.NETWORK),
+        (BrokenPipeError(errno.EPIPE, "x"), FailureType.NETWORK),
+        (TimeoutError("x"), FailureType.NETWORK),
+        (socket.gaierror(socket.EAI_AGAIN, "x"), FailureType.NETWORK),
+        (OSError(errno.ENETUNREACH, "x"), FailureType.NETWORK),
+        (urllib.error.URLError("x"), FailureType.NETWORK),
+        (httpx.ConnectTimeout("x"), FailureType.NETWORK),
+        (httpx.RemoteProtocolError("x"), FailureType.NETWORK),
+        (http_error(503), FailureType.NETWORK),
+        (http_error(429), FailureType.NETWORK),
+        (http_error(404), FailureType.USER_CODE),
+        (http_error(401), FailureType.USER_CODE),
+        (urllib.error.HTTPError("u", 502, "m", Message(), None), FailureType.NETWORK),
+        (urllib.error.HTTPError("u", 403, "m", Message(), None), FailureType.USER_CODE),
+        (OfflineModeIsEnabled("x"), FailureType.USER_CODE),
+        (OSError(errno.ENOSPC, "x"), FailureType.DISK),
+        (OSError(errno.EIO, "x"), FailureType.DISK),
+        (FileNotFoundError(errno.ENOENT, "x"), FailureType.USER_CODE),
+        (ValueError("connection error: out of memory"), FailureType.USER_CODE),
+        (RuntimeError("shape mismatch"), FailureType.USER_CODE),
+        (caused_by(RuntimeError("dataset failed"), ConnectionError("x")), FailureType.NETWORK),
+        (KeyboardInterrupt(), FailureType.INTERRUPTED),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_an_exception_is_classified(error: BaseException, failure: FailureType) -> None:
+    assert classify_exception(error) is failure
+
+
+def test_causes_that_form_a_circle_are_followed_once() -> None:
+    first, second = RuntimeError("a"), RuntimeError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert classify_exception(first) is FailureType.USER_CODE
+
+
+def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
+    assert set(FAILURE_RECIPES) == set(FailureType)
+    for recipe in FAILURE_RECIPES.values():
+        assert recipe.ladder[-1] in (Action.STOP, Action.USE_REEXECUTED_STEP)
+        assert recipe.diagnosis
+        assert recipe.advice
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"), True),
+        (RuntimeError("Function 'MulBackward0' returned nan values in its 0th output."), True),
+        (FloatingPointError("overflow"), True),
+        (ValueError("probability tensor contains either `inf`, `nan` or element < 0"), False),
+        (RuntimeError("nan"), False),
+    ],
+)
+def test_an_exception_that_only_says_nan_is_known(error: Exception, expected: bool) -> None:
+    assert is_nonfinite_exception(error) is expected

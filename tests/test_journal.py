@@ -1,0 +1,245 @@
+"""What is written down, and what happens when it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import (
+    POISON_WORD,
+    TEXTS,
+    OutputFault,
+    PoisonToken,
+    assert_same_weights,
+    journal,
+    logged,
+    sft_trainer,
+    weights,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerCallback
+
+from self_healing import HealingConfig, HealingReport, Incident, SelfHealingCallback, SelfHealingTrainer
+
+
+def struck(output_dir: Path, tokenizer: Any, config: HealingConfig | None = None, **arguments: Any) -> Any:
+    trainer = sft_trainer(
+        output_dir, tokenizer, callbacks=[SelfHealingCallback(config), *arguments.pop("more", [])], **arguments
+    )
+    trainer.fault = OutputFault(trainer.model, strike=lambda forward: forward == 5)
+    return trainer
+
+
+def test_every_line_has_the_schema(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = struck(tmp_path, tokenizer)
+    trainer.train()
+    events = journal(tmp_path)
+    assert [event["kind"] for event in events] == [
+        "run_started",
+        "detected",
+        "diagnosed",
+        "action",
+        "outcome",
+        "run_ended",
+    ]
+    for event in events:
+        assert {"schema", "time", "run", "rank", "attempt", "step", "kind"} <= event.keys()
+        assert event["schema"] == 1
+    assert len({event["incident"] for event in events if "incident" in event}) == 1
+
+
+def test_tensorboard_shows_the_metrics(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
+    struck(tmp_path, tokenizer, report_to=["tensorboard"]).train()
+    (events,) = {file.parent for file in tmp_path.rglob("events.out.tfevents.*")}
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    incidents = accumulator.Scalars("train/healing/incidents")
+    assert [(point.step, point.value) for point in incidents][:2] == [(3, 1.0), (4, 1.0)]
+    assert accumulator.Scalars("train/healing/steps_lost")[-1].value == 0
+
+
+TRACKIO_RUN = """
+import json, sys
+from pathlib import Path
+from conftest import OutputFault, build_tokenizer, sft_trainer
+from self_healing import SelfHealingCallback
+from trackio.sqlite_storage import SQLiteStorage
+
+trainer = sft_trainer(
+    Path(sys.argv[1]), build_tokenizer(), callbacks=[SelfHealingCallback()],
+    report_to=["trackio"], project="healing-test", run_name="run",
+)
+OutputFault(trainer.model, strike=lambda forward: forward == 5)
+trainer.train()
+logs = SQLiteStorage.get_logs("healing-test", "run")
+alerts = SQLiteStorage.get_alerts("healing-test")
+Path(sys.argv[1], "read_back.json").write_text(json.dumps({"logs": logs, "alerts": alerts}, default=str))
+"""
+
+
+def test_trackio_shows_the_metrics_and_the_alert(tmp_path: Path) -> None:
+    # In a process of its own: trackio takes its directory from the environment when it is imported.
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", TRACKIO_RUN, str(tmp_path)], env=environment, check=True, timeout=120)
+    read_back = json.loads((tmp_path / "read_back.json").read_text())
+    assert any(entry.get("train/healing/incidents") == 1 for entry in read_back["logs"])
+    (alert,) = read_back["alerts"]
+    assert alert["title"] == "self_healing: transient"
+    assert "no step lost" in alert["text"]
+
+
+def test_callbacks_that_listen_are_told(tmp_path: Path, tokenizer: Any) -> None:
+    told: list[tuple[Incident, int]] = []
+
+    class Listener(TrainerCallback):
+        def on_instability(self, args: Any, state: Any, control: Any, incident: Incident, **kwargs: Any) -> None:
+            told.append((incident, state.global_step))
+
+    struck(tmp_path, tokenizer, more=[Listener()]).train()
+    ((incident, step),) = told
+    assert (incident.failure, incident.cause, incident.actions, step) == (
+        "nonfinite_transient",
+        "transient",
+        ["use_reexecuted_step"],
+        2,
+    )
+
+
+@pytest.mark.parametrize("sink", ["journal", "quarantine", "listener", "batch"])
+def test_a_failing_sink_never_fails_the_training(
+    tmp_path: Path, tokenizer: Any, sink: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [f"{text} {POISON_WORD}" if index in (5, 17) else text for index, text in enumerate(TEXTS)]
+    more: list[TrainerCallback] = []
+    tmp_path.joinpath("run").mkdir()
+    if sink == "journal":
+        (tmp_path / "run" / "healing_events.jsonl").mkdir()
+    elif sink == "quarantine":
+        (tmp_path / "run" / "quarantine.jsonl").mkdir()
+    elif sink == "batch":
+        (tmp_path / "run" / "incidents").write_text("a file where a directory should be")
+    else:
+
+        class Listener(TrainerCallback):
+            def on_instability(self, *_: Any, **__: Any) -> None:
+                raise RuntimeError("pager is down")
+
+        more = [Listener()]
+    trainer = sft_trainer(
+        tmp_path / "run", tokenizer, texts=texts, max_steps=8, callbacks=[SelfHealingCallback(), *more]
+    )
+    fault = PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    trainer.train()
+    assert fault.fired
+    assert trainer.state.global_step == 8
+    assert "Traceback" in caplog.text
+
+
+def test_the_metrics_can_be_switched_off(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = struck(tmp_path, tokenizer, HealingConfig(healing_metrics=False))
+    trainer.train()
+    assert trainer.fault.fired
+    assert not [key for entry in trainer.state.log_history for key in entry if key.startswith("healing/")]
+
+
+def test_healing_dir_takes_everything(tmp_path: Path, tokenizer: Any) -> None:
+    struck(tmp_path / "run", tokenizer, HealingConfig(healing_dir=str(tmp_path / "elsewhere"))).train()
+    assert journal(tmp_path / "elsewhere", "outcome")
+    assert not (tmp_path / "run" / "healing_events.jsonl").exists()
+
+
+def test_the_report_from_disk_is_the_report_from_memory(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = struck(tmp_path, tokenizer)
+    wrapper = SelfHealingTrainer(trainer)
+    wrapper.train()
+    memory, disk = wrapper.get_report(), HealingReport.from_run_dir(tmp_path)
+    assert memory.incidents[0].items() >= {"cause": "transient", "steps_lost": 0, "outcome": "resolved"}.items()
+    assert [incident["actions"] for incident in disk.incidents] == [i["actions"] for i in memory.incidents]
+    assert [incident["outcome"] for incident in disk.incidents] == [i["outcome"] for i in memory.incidents]
+    assert disk.table().row_count == 1
+
+
+def test_a_postmortem_of_an_earlier_run_is_set_aside(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "postmortem.json").write_text("{}")
+    sft_trainer(tmp_path, tokenizer, max_steps=1, callbacks=[SelfHealingCallback()]).train()
+    assert not (tmp_path / "postmortem.json").exists()
+    assert len(list(tmp_path.glob("postmortem.before-*.json"))) == 1
+
+
+def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = struck(tmp_path, tokenizer, HealingConfig(on_nonfinite="raise"))
+    with pytest.raises(RuntimeError):
+        trainer.train()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    json.loads((tmp_path / "postmortem.json").read_text(), parse_constant=refuse)
+    for line in (tmp_path / "healing_events.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+
+
+# ---- a failure of our own ----
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "self_healing.detectors.nonfinite.NonFiniteDetector.observe",
+        "self_healing.session.Session.healthy_step",
+        "self_healing.instrument.Instrument._capture",
+        "self_healing.instrument.Instrument.step_ends",
+        "self_healing.journal.Journal.metrics",
+        "self_healing.instrument.Instrument.attach",
+        "self_healing.instrument.Window.signals",
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
+def test_a_failure_of_ours_leaves_the_plain_trainer(
+    tmp_path: Path,
+    tokenizer: Any,
+    broken: str,
+    wrapped: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    calls = {"count": 0}
+
+    def fail(*_: Any, **__: Any) -> None:
+        calls["count"] += 1
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr(broken, fail)
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=None if wrapped else [SelfHealingCallback()])
+    (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+    assert calls["count"] == 1
+    assert_same_weights(weights(trainer), weights(plain))
+    assert logged(trainer) == logged(plain)
+    assert "a bug of ours" in caplog.text
+    assert not {"training_step", "get_batch_samples", "log"} & set(vars(trainer))
+
+
+def test_a_failure_of_ours_while_healing_leaves_the_step_out(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr("self_healing.instrument.Instrument.nonfinite_tensors", fail)
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    fault = OutputFault(trainer.model, strike=lambda forward: forward in (5, 7))
+    trainer.train()
+    assert fault.fired == 2
+    assert trainer.state.global_step == 6
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+    assert "switched itself off" in caplog.text
