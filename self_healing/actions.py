@@ -156,16 +156,16 @@ class HealingActions:
             layout = window.layout(index)
             if layout is not None:
                 keep[index] = [row for row in range(layout.rows) if row not in set(bad)]
-        remaining = diagnosis.rows - diagnosis.poison_count
+        remaining = diagnosis.rows - diagnosis.poison_rows
         device = context.instrument.trainer.accelerator.device
         if not context.instrument.may_empty_micro_batches(keep, device) or remaining == 0:
-            return self._skip_step(context, args) | {"dropped": diagnosis.poison_count, "kept": remaining}
+            return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
         window.reexecute(keep)
         if not window.signals().finite:
             # The rows were not the whole story: one rung up.
-            return self._skip_step(context, args) | {"dropped": diagnosis.poison_count, "kept": remaining}
+            return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
         window.accept()
-        return {"dropped": diagnosis.poison_count, "kept": remaining}
+        return {"dropped": diagnosis.poison_rows, "kept": remaining}
 
     def _skip_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         _window(context).skip(self.session.detector.last_loss)

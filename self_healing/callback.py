@@ -251,7 +251,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.judge_outcomes(healed.loss)
         session.await_outcome(incident)
         stop = session.policy.note(
-            window.skipped, explained=poison, rows=diagnosis.rows, dropped=diagnosis.poison_count
+            window.skipped, explained=poison, rows=diagnosis.rows, dropped=diagnosis.poison_rows
         )
         if stop is not None:
             context.verdict = stop

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from . import consensus
 from .config import HealingConfig
 from .failures import FailureType
@@ -27,7 +29,9 @@ class Diagnosis:
         poison (`dict[int, list[int]]`):
             Rows (pairs, segments) of each micro-batch that are non-finite by themselves.
         rows (`int`):
-            Rows in the step, on this rank.
+            Rows in the step, on all ranks.
+        poison_rows (`int`):
+            How many of them are poison, on all ranks.
     """
 
     failure: FailureType
@@ -35,10 +39,7 @@ class Diagnosis:
     evidence: dict[str, Any] = field(default_factory=dict)
     poison: dict[int, list[int]] = field(default_factory=dict)
     rows: int = 0
-
-    @property
-    def poison_count(self) -> int:
-        return sum(len(rows) for rows in self.poison.values())
+    poison_rows: int = 0
 
 
 def diagnose(window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any) -> Diagnosis:
@@ -72,12 +73,13 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
     layouts = [window.layout(index) for index in range(window.size)]
     if consensus.any_rank(any(layout is None for layout in layouts), device):
         return _numerical("the rows of this batch cannot be told apart")
-    total = sum(layout.rows for layout in layouts if layout is not None)
-    poison = find_poison_rows(window, [layout.rows for layout in layouts if layout is not None], device)
-    count = sum(len(rows) for rows in poison.values())
-    if not consensus.any_rank(count > 0, device):
+    sizes = [layout.rows for layout in layouts if layout is not None]
+    poison = find_poison_rows(window, sizes, device)
+    counts = torch.tensor([sum(sizes), sum(len(rows) for rows in poison.values())], device=device)
+    total, count = consensus.sum_over_ranks(counts).tolist()
+    if count == 0:
         return _numerical("no row is non-finite by itself")
-    if consensus.any_rank(count > config.max_poison_fraction * total, device):
+    if count > config.max_poison_fraction * total:
         # Many bad rows look the same as a model that overflows on most of them. A batch that was fine before tells.
         control_is_finite = healthy_inputs is not None and window.probe_batch(healthy_inputs)
         if consensus.any_rank(not control_is_finite, device):
@@ -88,6 +90,7 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
         {"poison_rows": count, "rows_in_step": total},
         poison=poison,
         rows=total,
+        poison_rows=count,
     )
 
 

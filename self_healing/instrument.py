@@ -280,9 +280,11 @@ class Window:
         Raises:
             TrainingFault: An exception of the training code.
         """
+        # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.
+        counting = keep is not None
         keep = keep or {}
         layouts = {index: self.layout(index) for index in keep}
-        counts = self._count_items(keep, layouts) if keep else None
+        counts = self._count_items(keep, layouts) if counting else None
         self._rewind()
         losses: list[torch.Tensor] = []
         emptied = [index for index, rows in keep.items() if not rows]
@@ -370,7 +372,7 @@ class Window:
 
     def _count_items(self, keep: Mapping[int, Sequence[int]], layouts: Mapping[int, Layout | None]) -> _Items:
         """What the loss is divided by once rows are gone."""
-        dropped: torch.Tensor | None = None
+        dropped = torch.zeros((), device=self._trainer.accelerator.device)
         batches = []
         for index in range(self.size):
             batch, rows, layout = self.prepared[index], keep.get(index), layouts.get(index)
@@ -380,11 +382,14 @@ class Window:
             gone = [row for row in range(layout.rows) if row not in set(rows)]
             tokens = own_token_count(batch, layout, gone) if gone and self.objective.online else None
             if tokens is not None:
-                dropped = tokens if dropped is None else dropped + tokens
+                dropped = dropped + tokens
             if rows:
                 batches.append(select_rows(batch, layout, rows))
         if self.objective.online:
-            return _Items(items=None, dropped=None if dropped is None else consensus.sum_over_ranks(dropped))
+            carried = any(
+                isinstance(batch, Mapping) and "num_items_in_batch" in batch for batch in self.prepared.values()
+            )
+            return _Items(items=None, dropped=consensus.sum_over_ranks(dropped) if carried else None)
         return _Items(items=self._trainer._get_num_items_in_batch(batches, self._trainer.args.device), dropped=None)
 
     def _rewind(self) -> None:

@@ -1,0 +1,55 @@
+"""Two processes that train together judge and heal together."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("distributed")
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+            *(str(Path(__file__).with_name("two_processes.py")), str(directory)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=True,
+        timeout=300,
+    )
+    return [json.loads((directory / f"results.{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_a_healthy_run_is_the_plain_one(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["healthy"]["weights"] == rank["plain"]["weights"]
+        assert rank["healthy"]["losses"] == rank["plain"]["losses"]
+    assert not results[0]["healthy"]["outcomes"]
+
+
+@pytest.mark.parametrize("struck", [0, 1])
+def test_a_nan_on_one_rank_is_undone_on_both(results: list[dict[str, Any]], struck: int) -> None:
+    assert [rank[f"struck_on_{struck}"]["fired"] for rank in results] == [1 - struck, struck]
+    for rank in results:
+        assert rank[f"struck_on_{struck}"]["weights"] == rank["plain"]["weights"]
+        assert rank[f"struck_on_{struck}"]["losses"] == rank["plain"]["losses"]
+    (outcome,) = results[0][f"struck_on_{struck}"]["outcomes"]
+    assert outcome["failure"] == "nonfinite_transient"
+
+
+def test_poison_rows_of_one_rank_are_dropped_and_both_stay_together(results: list[dict[str, Any]]) -> None:
+    assert sum(rank["poison"]["fired"] for rank in results)
+    assert results[0]["poison"]["weights"] == results[1]["poison"]["weights"]
+    assert results[0]["poison"]["steps"] == 4
+    assert all(math.isfinite(loss) for loss in results[0]["poison"]["losses"])
+    assert {outcome["failure"] for outcome in results[0]["poison"]["outcomes"]} == {"nonfinite_poison_rows"}
+    assert all(outcome["steps_lost"] == 0 for outcome in results[0]["poison"]["outcomes"])
