@@ -157,8 +157,7 @@ class HealingActions:
             if layout is not None:
                 keep[index] = [row for row in range(layout.rows) if row not in set(bad)]
         remaining = diagnosis.rows - diagnosis.poison_rows
-        device = context.instrument.trainer.accelerator.device
-        if not context.instrument.may_empty_micro_batches(keep, device) or remaining == 0:
+        if not context.instrument.may_empty_micro_batches(keep) or remaining == 0:
             return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
         window.reexecute(keep)
         if not window.signals().finite:
@@ -188,7 +187,10 @@ class HealingActions:
             )
             return {"checkpoint": None, "why": f"{type(error).__name__}: {error}"}
         if point is None:
-            return {"checkpoint": None, "why": f"no trustworthy state ({context.instrument.phase.value})"}
+            return {
+                "checkpoint": None,
+                "why": f"the weights cannot be trusted: it happened {context.instrument.reentry.phase.value}",
+            }
         self.session.resume_point = point
         self.session.emergency_checkpoints.add(point.path)
         return {"checkpoint": point.path}

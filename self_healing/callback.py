@@ -116,10 +116,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             trainer,
             judge=self._judge,
             extra_logs=session.journal.metrics,
-            broken=lambda _: self._give_up_quietly(),
+            broken=self._give_up_quietly,
             heals_exceptions=self.config.on_nonfinite in ("heal", "skip"),
+            started_at=session.started_at,
         )
-        instrument.started_at = session.started_at
         session.instrument = instrument
         # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
         # does not know (Trainer._save_checkpoint, 5.23).
@@ -132,11 +132,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         instrument.attach()
         point = session.resume_point
         if point is not None and point.path == resumed_from:
-            instrument.continue_from(point)
+            instrument.reentry.continue_from(point, session.started_at)
         elif resumed_from is not None:
             marker = read_marker(Path(resumed_from))
             if marker is not None and marker.get("step") == state.global_step:
-                instrument.import_bookkeeping(marker["bookkeeping"])
+                instrument.ledger.take_over(marker["bookkeeping"])
         session.journal.event(
             "run_started", int(state.global_step), objective=instrument.objective.name, resumed_from=resumed_from
         )
@@ -176,33 +176,36 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if self.session is not None:
             self.session.broken = True
 
+    @property
+    def _instrument(self) -> Instrument | None:
+        """The instrument of the running `train()` call, unless we have switched ourselves off."""
+        return None if self.session is None or self.session.broken else self.session.instrument
+
     # ---- one optimizer step ----
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._tell_instrument("epoch_begins")
+        if self._instrument is not None:
+            self._instrument.epoch_begins()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self.session is not None and self.session.instrument is not None and not self.session.broken:
-            self.session.instrument.before_optimizer_step()
-        self._tell_instrument("note_schedule")
+        if self._instrument is not None:
+            self._instrument.before_optimizer_step()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._tell_instrument("step_ends")
+        if self._instrument is not None:
+            self._instrument.step_ends()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._tell_instrument("epoch_ends")
-
-    def _tell_instrument(self, event: str) -> None:
-        if self.session is not None and self.session.instrument is not None and not self.session.broken:
-            self.session.instrument.told(event)
+        if self._instrument is not None:
+            self._instrument.epoch_ends()
 
     def _judge(self, window: Window) -> None:
         """One step, with gradients computed and nothing applied: is it fit to be applied, and if not, why not?"""
@@ -279,7 +282,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.emergency_checkpoints.discard(str(checkpoint))
         try:
             if checkpoint.is_dir():
-                write_marker(checkpoint, state.global_step, session.instrument.export_bookkeeping(), emergency=False)
+                write_marker(checkpoint, state.global_step, session.instrument.ledger.export(), emergency=False)
         except Exception:
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
 

@@ -73,15 +73,15 @@ def save_emergency_checkpoint(instrument: Instrument) -> ResumePoint | None:
     """
     if consensus.world_size() > 1:
         return None
-    settled = instrument.settle()
+    settled = instrument.reentry.settle()
     if settled is None or instrument.nonfinite_tensors():
         return None
     bookkeeping, pending = settled
     step = int(instrument.trainer.state.global_step)
-    exported = instrument.export_bookkeeping()
-    path = instrument.checkpoint_path()
+    exported = instrument.ledger.export()
+    path = instrument.reentry.checkpoint_path()
     try:
-        instrument.save_checkpoint()
+        instrument.reentry.save_checkpoint()
         write_marker(Path(path), step, exported, emergency=True)
     except Exception:
         # Half a checkpoint is worse than none: `resume_from_checkpoint=True` would take it.

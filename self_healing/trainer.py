@@ -156,17 +156,17 @@ class SelfHealingTrainer:
             point: Any = resume
         else:
             context = HealingContext(incident, instrument, error=error)
-            unmoved = not instrument.moved_since_entry
+            unmoved = not instrument.reentry.moved
             if Action.EMERGENCY_CHECKPOINT in ladder and not (unmoved and resume is not None):
                 result = callback.actions.apply((Action.EMERGENCY_CHECKPOINT,), context, self.trainer.args)
                 point = result["checkpoint"]
                 if point is None and not unmoved:
                     point = newest_marked_checkpoint(self.trainer.args.output_dir)
             else:
-                instrument.settle()
+                instrument.reentry.settle()
                 point = resume
             instrument.detach()
-            instrument.release()
+            instrument.reentry.release()
         if Action.WAIT_AND_RESUME not in ladder or consensus.world_size() > 1:
             self._end(session, incident, failure, error, point)
             return None, False
@@ -222,7 +222,7 @@ class SelfHealingTrainer:
         )
         if failure is FailureType.INTERRUPTED and session.instrument is not None:
             session.instrument.detach()
-            session.instrument.release()
+            session.instrument.reentry.release()
 
     def _switch_off_auto_find_batch_size(self) -> None:
         if self.trainer.args.auto_find_batch_size:

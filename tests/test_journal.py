@@ -193,8 +193,8 @@ def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_pat
     [
         "self_healing.detectors.nonfinite.NonFiniteDetector.observe",
         "self_healing.session.Session.healthy_step",
-        "self_healing.instrument.Instrument._capture",
-        "self_healing.instrument.Instrument.step_ends",
+        "self_healing.instrument.bookkeeping.Ledger.capture",
+        "self_healing.instrument.reentry.Reentry.step_ends",
         "self_healing.journal.Journal.metrics",
         "self_healing.instrument.Instrument.attach",
         "self_healing.instrument.Window.signals",

@@ -1,0 +1,30 @@
+"""
+The only part that knows the Trainer's internals, and the only one in which versions of it may differ.
+
+It wraps one trainer instance (never a class) so that each optimizer step becomes a [`Window`]: something that can be
+judged between the last backward and `optimizer.step()`, computed again bit for bit, run on some of its rows, or left
+out. Everything it sets is taken back by [`Instrument.detach`].
+
+Read against transformers 5.4 to 5.23, TRL 1.16, accelerate 1.15.
+"""
+
+from .discovery import find_resume_path, find_trainer
+from .preservation import preserved
+from .random_state import RandomState
+from .reentry import ResumePoint
+from .row_sources import RowSource
+from .window import TrainingFault, Window
+from .wrapping import Instrument
+
+
+__all__ = [
+    "Instrument",
+    "RandomState",
+    "ResumePoint",
+    "RowSource",
+    "TrainingFault",
+    "Window",
+    "find_resume_path",
+    "find_trainer",
+    "preserved",
+]

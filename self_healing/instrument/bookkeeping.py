@@ -1,0 +1,200 @@
+"""What a trainer counts beside weights and optimizer state: captured, rewound, carried over to another process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .random_state import RandomState
+
+
+_SCALARS = (int, float, bool, str, type(None))
+# Containers in which TRL trainers collect metrics and completions until the next log.
+STORES = ("_metrics", "_stored_metrics", "_logs", "_textual_logs", "_pending_metrics", "_pending_extra_logs")
+METRIC_STORES = ("_metrics", "_stored_metrics")
+# Set by the training loop around the step, not by the step.
+_SET_BY_THE_LOOP = frozenset({"current_flos", "is_in_train", "_train_batch_size"})
+_SET_ON_ENTRY = _SET_BY_THE_LOOP | {"current_gradient_accumulation_steps"}
+# What a new process needs to go on counting where the old one stopped.
+_PERSISTENT_SCALARS = (
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "_total_train_tokens",
+    "_step",
+    "_current_train_step_time",
+)
+
+
+@dataclass(slots=True)
+class Bookkeeping:
+    """
+    Everything a trainer counts beside weights and optimizer state, as of one moment.
+
+    Containers are marked by length, not copied: they are appended to or replaced, so a mark costs the same however
+    long ago the last log was.
+    """
+
+    scalars: dict[str, Any]
+    running_loss: torch.Tensor
+    tokens_seen: int
+    total_flos: float
+    log_length: int
+    stores: dict[str, Any]
+    generated: Any
+    buffers: dict[str, torch.Tensor]
+    rng: RandomState
+
+
+class Ledger:
+    """
+    Captures and rewinds the bookkeeping of one trainer.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._entry_step = int(trainer.state.global_step)
+        self._moving_buffers: list[tuple[str, torch.Tensor]] | None = None
+        self._buffer_versions: dict[str, int] = {}
+
+    def capture(self, running_loss: torch.Tensor | None = None) -> Bookkeeping:
+        """
+        The bookkeeping as of now.
+
+        Args:
+            running_loss (`torch.Tensor`, *optional*):
+                A copy of the running loss (0-d) that still holds, to save making another one.
+        """
+        trainer = self._trainer
+        attributes = vars(trainer)
+        return Bookkeeping(
+            scalars={name: value for name, value in attributes.items() if type(value) in _SCALARS},
+            running_loss=trainer._tr_loss.detach().clone() if running_loss is None else running_loss,
+            tokens_seen=trainer.state.num_input_tokens_seen,
+            total_flos=trainer.state.total_flos,
+            log_length=len(trainer.state.log_history),
+            stores={name: _mark(attributes[name]) for name in STORES if name in attributes},
+            generated=attributes.get("_buffered_inputs"),
+            buffers=self._copy_moving_buffers(),
+            rng=RandomState.capture(trainer.accelerator.device),
+        )
+
+    def _copy_moving_buffers(self) -> dict[str, torch.Tensor]:
+        """
+        Copies of the buffers a forward pass changes (batch norm statistics, fp8 scales).
+
+        Which ones do is seen from their version counters: the first step copies all of them, later ones only those
+        that have moved by then.
+        """
+        buffers = self._moving_buffers
+        if buffers is None:
+            buffers = list(self._trainer.model.named_buffers())
+            if not self._buffer_versions:
+                self._buffer_versions = {name: buffer._version for name, buffer in buffers}
+            elif int(self._trainer.state.global_step) > self._entry_step:
+                versions = self._buffer_versions
+                buffers = [(name, buffer) for name, buffer in buffers if versions.get(name) != buffer._version]
+                self._moving_buffers = buffers
+        return {name: buffer.detach().clone() for name, buffer in buffers}
+
+    def rewind_step(self, bookkeeping: Bookkeeping) -> None:
+        """Back to where a step began; what the training loop counts around the step stays."""
+        self._rewind(bookkeeping, _SET_BY_THE_LOOP)
+        bookkeeping.rng.restore()
+
+    def rewind(self, bookkeeping: Bookkeeping) -> None:
+        """Back to an earlier moment altogether."""
+        trainer = self._trainer
+        self._rewind(bookkeeping, frozenset())
+        trainer._tr_loss.copy_(bookkeeping.running_loss)
+        trainer.state.num_input_tokens_seen = bookkeeping.tokens_seen
+        trainer.state.total_flos = bookkeeping.total_flos
+        bookkeeping.rng.restore()
+
+    def _rewind(self, bookkeeping: Bookkeeping, stay: frozenset[str]) -> None:
+        trainer = self._trainer
+        self._set_counts(bookkeeping, stay)
+        del trainer.state.log_history[bookkeeping.log_length :]
+        buffers = dict(trainer.model.named_buffers())
+        for name, value in bookkeeping.buffers.items():
+            buffers[name].copy_(value)
+
+    def _set_counts(self, bookkeeping: Bookkeeping, stay: frozenset[str]) -> None:
+        trainer = self._trainer
+        for name, value in bookkeeping.scalars.items():
+            if name not in stay:
+                setattr(trainer, name, value)
+        for name, mark in bookkeeping.stores.items():
+            setattr(trainer, name, _unmark(mark))
+        if "_buffered_inputs" in vars(trainer):
+            trainer._buffered_inputs = bookkeeping.generated
+
+    def continue_from(self, bookkeeping: Bookkeeping) -> None:
+        """In a new `train()` call, which has set its own counters to zero: goes on from those of an earlier one."""
+        self._set_counts(bookkeeping, _SET_ON_ENTRY)
+        self._trainer._tr_loss.copy_(bookkeeping.running_loss)
+
+    # ---- in another process ----
+
+    def export(self) -> dict[str, Any]:
+        """What another process needs to go on logging where this one stopped, as JSON."""
+        attributes = vars(self._trainer)
+        return {
+            "running_loss": float(self._trainer._tr_loss),
+            "scalars": {name: attributes[name] for name in _PERSISTENT_SCALARS if name in attributes},
+            "stores": {name: _plain_metrics(attributes[name]) for name in METRIC_STORES if name in attributes},
+        }
+
+    def take_over(self, exported: Mapping[str, Any]) -> None:
+        """Goes on counting from what [`export`] of an earlier process wrote."""
+        trainer, attributes = self._trainer, vars(self._trainer)
+        trainer._tr_loss.fill_(exported["running_loss"])
+        for name, value in exported["scalars"].items():
+            if name in attributes:
+                setattr(trainer, name, value)
+        for name, store in exported["stores"].items():
+            for mode, metrics in store.items():
+                if name in attributes and mode in attributes[name]:
+                    attributes[name][mode].clear()
+                    attributes[name][mode].update(metrics)
+        if "_buffered_inputs" in attributes:
+            trainer._buffered_inputs = None
+
+
+def _mark(container: Any) -> Any:
+    if isinstance(container, dict):
+        return container, {key: _mark(value) for key, value in container.items()}
+    if isinstance(container, list):
+        return container, len(container)
+    if isinstance(container, deque):
+        return container, tuple(container)
+    return container, None
+
+
+def _unmark(mark: tuple[Any, Any]) -> Any:
+    container, content = mark
+    if isinstance(container, dict):
+        container.clear()
+        container.update({key: _unmark(value) for key, value in content.items()})
+    elif isinstance(container, list):
+        del container[content:]
+    elif isinstance(container, deque):
+        container.clear()
+        container.extend(content)
+    return container
+
+
+def _plain_metrics(store: Any) -> Any:
+    """A metrics store as JSON; values that are not numbers are left out."""
+    if isinstance(store, Mapping):
+        return {str(key): _plain_metrics(value) for key, value in store.items()}
+    return [float(value) for value in store if isinstance(value, (int, float))] if isinstance(store, list) else []

@@ -1,0 +1,35 @@
+"""The Trainer hands callbacks its state, not itself: it is found in the call stack."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from transformers import Trainer
+
+
+def find_trainer(callback: Any) -> Trainer | None:
+    """
+    The trainer whose `train()` is calling the callback right now.
+
+    The Trainer hands callbacks its state, not itself. The caller of `on_train_begin` is one of its methods.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, Trainer) and callback in candidate.callback_handler.callbacks:
+            return candidate
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def find_resume_path() -> str | None:
+    """The checkpoint the `train()` call we are in resumes from."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer) and "resume_from_checkpoint" in frame.f_locals:
+            path = frame.f_locals["resume_from_checkpoint"]
+            return str(path) if isinstance(path, (str, os.PathLike)) else None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

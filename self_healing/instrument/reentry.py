@@ -1,0 +1,324 @@
+"""Leaving `train()` by an exception and entering it again as if it had never been left."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from transformers.integrations.neftune import deactivate_neftune
+
+from .bookkeeping import METRIC_STORES, Bookkeeping, Ledger
+from .random_state import RandomState
+from .row_sources import DataPosition
+from .window import TrainingFault, Window
+
+
+class Phase(Enum):
+    """Where in the optimizer step the Trainer is."""
+
+    IDLE = "before the first step"
+    FETCHING = "while batches were fetched"
+    COMPUTING = "in forward or backward"
+    STEPPING = "inside optimizer.step"
+    STEPPED = "after optimizer.step"
+
+
+@dataclass(slots=True)
+class Pending:
+    """What the Trainer still owed a finished step when it was interrupted."""
+
+    step_end: bool = False
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+    epoch_end: bool = False
+    grad_norm: Any = None
+    learning_rate: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.step_end or self.log or self.evaluate or self.save or self.epoch_end
+
+
+@dataclass(slots=True)
+class ResumePoint:
+    """A place in the run from which `train()` can be entered again as if it had never been left."""
+
+    step: int
+    path: str
+    bookkeeping: Bookkeeping
+    pending: Pending
+
+
+class Reentry:
+    """
+    Follows one `train()` call closely enough to leave it at any point and to continue it in another.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        ledger ([`Ledger`]):
+            Its bookkeeping.
+        position ([`DataPosition`]):
+            Its place in the data.
+    """
+
+    def __init__(self, trainer: Any, ledger: Ledger, position: DataPosition) -> None:
+        self._trainer = trainer
+        self._ledger = ledger
+        self._position = position
+        self._entry_step = int(trainer.state.global_step)
+        self.phase = Phase.IDLE
+        self.finished: Bookkeeping | None = None
+        self._finished_step = -1
+        self._window: Window | None = None
+        self._epoch_rng: RandomState | None = None
+        self._after_fetch_rng: RandomState | None = None
+        self._step_end_rng: RandomState | None = None
+        self._epoch_began = False
+        self._epoch_ended = False
+        self._step_ended = False
+        self._finalizing = False
+        self._schedule_before: Any = None
+        self._learning_rate: float | None = None
+
+    # ---- what the Trainer is doing ----
+
+    def epoch_begins(self) -> None:
+        """A resume at an epoch boundary loads its random state here, before the data iterator is made."""
+        self._epoch_rng = self._rng_now()
+        self._epoch_began = True
+        self._after_fetch_rng = None
+
+    def fetching(self) -> None:
+        """The batches of a step are about to be fetched: the step before it is finished in every respect."""
+        self.phase = Phase.FETCHING
+        self.finished = self._ledger.capture()
+        self._finished_step = int(self._trainer.state.global_step)
+        self._window = None
+        self._after_fetch_rng = self._step_end_rng = None
+        self._epoch_began = self._epoch_ended = self._step_ended = False
+
+    def fetched(self, window: Window | None) -> None:
+        """The batches of a step are there; a resume in mid-epoch loads its random state at this point."""
+        self.phase = Phase.COMPUTING
+        self._window = window
+        self._after_fetch_rng = self._rng_now()
+
+    def about_to_step(self) -> None:
+        """Notes where the schedule stands, to tell later whether it moved with the step, and the rate of the step."""
+        self._schedule_before = self._schedule_now()
+        self._learning_rate = self._trainer._get_learning_rate()
+
+    def step_ends(self) -> None:
+        """All of a step is done but what follows from it: logging, evaluating, saving."""
+        self._count_data()
+        self._note_random_state()
+
+    def epoch_ends(self) -> None:
+        """As [`step_ends`], for an epoch."""
+        self._epoch_ended = True
+        self._note_random_state()
+
+    def finalizing(self) -> None:
+        """The last log of the run: the running loss is part of the total by now, and must not be added again."""
+        self._finalizing = True
+        self._trainer._tr_loss.zero_()
+
+    def _count_data(self) -> None:
+        if self._window is not None and not self._step_ended:
+            self._position.advance(self._window.all_inputs())
+        self._step_ended = True
+
+    def _note_random_state(self) -> None:
+        control = self._trainer.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            self._step_end_rng = self._rng_now()
+
+    def _rng_now(self) -> RandomState:
+        return RandomState.capture(self._trainer.accelerator.device)
+
+    def _schedule_now(self) -> Any:
+        return getattr(self._trainer.lr_scheduler, "last_epoch", None)
+
+    @property
+    def moved(self) -> bool:
+        """Whether a step was finished, or may have been begun to be applied, since `train()` was entered."""
+        finished = int(self._trainer.state.global_step) > self._entry_step
+        return finished or self.phase in (Phase.STEPPING, Phase.STEPPED)
+
+    # ---- leaving ----
+
+    def settle(self) -> tuple[Bookkeeping, Pending] | None:
+        """
+        After an exception left `train()`: brings the trainer to the end of its last finished step.
+
+        Returns:
+            The bookkeeping as of then and what the Trainer still owed that step, or `None` where no step had begun or
+            weights and moments may have been half updated.
+        """
+        trainer = self._trainer
+        if self.finished is None or self.phase in (Phase.IDLE, Phase.STEPPING):
+            return None
+        if self.phase is Phase.STEPPED:
+            bookkeeping, pending = self._settle_after_the_step()
+        else:
+            bookkeeping, pending = self.finished, Pending()
+            self._ledger.rewind(bookkeeping)
+            bookkeeping.rng = self._resume_rng(bookkeeping)
+        bookkeeping.rng.restore()
+        trainer.model.zero_grad()
+        scaler = trainer.accelerator.scaler
+        if scaler is not None:
+            scaler._per_optimizer_states.clear()
+        for flag in ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop"):
+            setattr(trainer.control, flag, False)
+        return bookkeeping, pending
+
+    def _resume_rng(self, finished: Bookkeeping) -> RandomState:
+        """
+        The random state a resume has to load to draw what the interrupted step would have drawn.
+
+        At an epoch boundary it is loaded before the data iterator is made, elsewhere after the window was fetched.
+        """
+        if self._position.micro_batches == 0 and self._epoch_rng is not None:
+            return self._epoch_rng
+        return self._after_fetch_rng or finished.rng
+
+    def _settle_after_the_step(self) -> tuple[Bookkeeping, Pending]:
+        trainer = self._trainer
+        if int(trainer.state.global_step) == self._finished_step:
+            self._count_the_step()
+        told = self._step_ended
+        self._count_data()
+        control, history = trainer.control, trainer.state.log_history
+        pending = Pending(
+            step_end=not told,
+            log=control.should_log and trainer.state.global_step > trainer._globalstep_last_logged,
+            evaluate=control.should_evaluate,
+            save=control.should_save,
+            epoch_end=not self._epoch_ended and not self._epoch_began and self._position.at_epoch_end(),
+            grad_norm=None if self._window is None else self._window.grad_norm,
+            learning_rate=self._learning_rate,
+        )
+        if self._finalizing and history and "train_runtime" in history[-1]:
+            history.pop()
+        if trainer._globalstep_last_logged == trainer.state.global_step and not control.should_log:
+            # TRL empties its metrics after the trackers were told; one of them may have raised before that.
+            self._clear_metrics("train")
+        if pending.evaluate:
+            while history and history[-1]["step"] == trainer.state.global_step and "eval_runtime" in history[-1]:
+                history.pop()
+            self._clear_metrics("eval")
+        bookkeeping = self._ledger.capture()
+        if self._epoch_began and self._epoch_rng is not None:
+            bookkeeping.rng = self._epoch_rng
+        elif pending.evaluate and self._step_end_rng is not None:
+            bookkeeping.rng = self._step_end_rng
+        return bookkeeping, pending
+
+    def _clear_metrics(self, mode: str) -> None:
+        for name in METRIC_STORES:
+            getattr(self._trainer, name, {}).get(mode, {}).clear()
+
+    def _count_the_step(self) -> None:
+        """An exception came between `optimizer.step()` and the count: the step is done, so it is counted."""
+        trainer, window = self._trainer, self._window
+        scheduler = trainer.lr_scheduler
+        by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        skipped = trainer.accelerator.optimizer_step_was_skipped
+        if not by_metric and not skipped and self._schedule_now() == self._schedule_before:
+            scheduler.step()
+        trainer.state.global_step += 1
+        epoch = None if window is None else self._position.epoch_after(window.size)
+        if epoch is not None:
+            trainer.state.epoch = epoch
+
+    def checkpoint_path(self) -> str:
+        """Where the checkpoint of the current step is or would be."""
+        folder = f"checkpoint-{self._trainer.state.global_step}"
+        return os.path.join(self._trainer._get_output_dir(trial=None), folder)
+
+    def save_checkpoint(self) -> None:
+        """Writes a checkpoint of the trainer as it stands, in the Trainer's own format; pushes nothing to the Hub."""
+        trainer = self._trainer
+        push, trainer.args.push_to_hub = trainer.args.push_to_hub, False
+        try:
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        finally:
+            trainer.args.push_to_hub = push
+
+    def release(self) -> None:
+        """Gives back what the Trainer only gives back when it ends by itself."""
+        trainer = self._trainer
+        handle = getattr(trainer, "neftune_hook_handle", None)
+        if trainer.is_in_train and trainer.neftune_noise_alpha is not None and handle is not None:
+            deactivate_neftune(trainer.model, handle, trainer.accelerator)
+        gradient_state = trainer.accelerator.gradient_state
+        for loader in list(gradient_state.dataloader_references):
+            if loader is not None:
+                gradient_state._remove_dataloader(loader)
+        trainer.is_in_train = False
+        # Counted in the checkpoint that is resumed from, or of a step that was not finished.
+        trainer.current_flos = 0
+        self._window = self.finished = None
+        gc.collect()
+        if trainer.accelerator.device.type != "cpu":
+            torch.get_device_module(trainer.accelerator.device).empty_cache()
+
+    # ---- entering again ----
+
+    def continue_from(self, point: ResumePoint, started_at: float) -> None:
+        """
+        Called in `on_train_begin` of a re-entry: running loss, metrics and token counts of the interrupted call go on,
+        and what it still owed its last step is done.
+
+        Args:
+            point ([`ResumePoint`]):
+                Where the run was left.
+            started_at (`float`):
+                When it began, in seconds since the epoch.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        self._ledger.continue_from(point.bookkeeping)
+        if not point.pending:
+            return
+        point.bookkeeping.rng.restore()
+        try:
+            self._pay(point.pending, started_at)
+        except Exception as error:
+            raise TrainingFault(error) from error
+        point.pending = Pending()
+        # Evaluation may have drawn random numbers: the resume has to go on behind them.
+        self._trainer._save_rng_state(point.path)
+
+    def _pay(self, pending: Pending, started_at: float) -> None:
+        trainer = self._trainer
+
+        def log_evaluate_save() -> None:
+            trainer._maybe_log_save_evaluate(
+                trainer._tr_loss,
+                pending.grad_norm,
+                trainer.model_wrapped,
+                None,
+                trainer.state.epoch,
+                None,
+                started_at,
+                learning_rate=pending.learning_rate,
+            )
+
+        trainer.control.should_log = pending.log
+        trainer.control.should_evaluate = pending.evaluate
+        trainer.control.should_save = pending.save
+        if pending.step_end:
+            # Delivered again to every callback: which of them have had it cannot be known.
+            trainer.control = trainer.callback_handler.on_step_end(trainer.args, trainer.state, trainer.control)
+        log_evaluate_save()
+        if pending.epoch_end:
+            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+            log_evaluate_save()

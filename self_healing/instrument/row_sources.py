@@ -1,0 +1,172 @@
+"""Where the rows of a batch came from: positions in the dataset, segments of a packed row, ordinals of a stream."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import consensus
+from ..objectives import Layout, Objective, layout_of
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSource:
+    """Where a row of a batch came from; `None` where that is unknown."""
+
+    dataset_index: int | None = None
+    segment: int | None = None
+    stream_ordinal: int | None = None
+
+
+class DataPosition:
+    """
+    Follows the data of one `train()` call: which micro-batch of the epoch is next, and which rows it is made of.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        objective ([`Objective`]):
+            What it trains.
+    """
+
+    def __init__(self, trainer: Any, objective: Objective) -> None:
+        self._trainer = trainer
+        self._objective = objective
+        self._entry_step = int(trainer.state.global_step)
+        self.micro_batches = 0
+        self._rows = 0
+        self._began_at = 0
+        self._sampled: dict[int, list[int]] = {}
+        self._watched: tuple[Any, type] | None = None
+
+    # ---- where we are ----
+
+    def epoch_begins(self) -> None:
+        """Called in `on_epoch_begin`; the epoch a run is resumed in begins with the micro-batches it skips."""
+        trainer = self._trainer
+        self.micro_batches = self._rows = 0
+        resumed_here = int(trainer.state.global_step) == self._entry_step
+        if resumed_here and self._entry_step > 0 and not trainer.args.ignore_data_skip:
+            accumulation = trainer.args.gradient_accumulation_steps
+            length = self._length()
+            if length is not None:
+                updates = max(math.ceil(length / accumulation), 1)
+                self.micro_batches = self._entry_step % updates * accumulation
+        self._began_at = self.micro_batches
+
+    def advance(self, batches: Sequence[Any]) -> None:
+        """A step with these micro-batches is finished."""
+        self.micro_batches += len(batches)
+        for position in [position for position in self._sampled if position < self.micro_batches]:
+            del self._sampled[position]
+        self._rows += sum(self._count_rows(batch) for batch in batches)
+
+    def at_epoch_end(self) -> bool:
+        """Whether the epoch has no micro-batch left."""
+        length = self._length()
+        return length is not None and self.micro_batches >= length
+
+    def epoch_after(self, batches: int) -> float | None:
+        """The Trainer's `epoch` once so many more micro-batches are done, `None` where it cannot be known."""
+        length = self._length()
+        if length is None:
+            return None
+        return math.floor(self._trainer.state.epoch or 0) + (self.micro_batches + batches) / length
+
+    def _length(self) -> int | None:
+        with contextlib.suppress(TypeError):
+            return len(self._trainer.callback_handler.train_dataloader)
+        return None
+
+    def _count_rows(self, batch: Any) -> int:
+        if isinstance(batch, list):
+            return len(batch)
+        layout = layout_of(batch, self._objective)
+        return 0 if layout is None else layout.rows
+
+    # ---- the batch sampler ----
+
+    def watch(self) -> None:
+        """
+        Keeps the index lists the batch sampler gives out, until [`release`].
+
+        The sampler object gets a subclass of its own class for the time of the run: it stays the same object with the
+        same attributes for accelerate and for the Trainer, wherever they hold it.
+        """
+        sampler = getattr(self._trainer.callback_handler.train_dataloader, "batch_sampler", None)
+        if sampler is None or self._streams():
+            return
+        cls, position_now, sampled = type(sampler), self, self._sampled
+
+        def __iter__(self: Any) -> Iterator[Any]:
+            sampled.clear()
+            for position, batch in enumerate(cls.__iter__(self)):
+                # Batches that a resume skips are drawn as well, but never looked up.
+                if position >= position_now.micro_batches and isinstance(batch, (list, tuple)):
+                    sampled[position] = list(batch)
+                yield batch
+
+        try:
+            sampler.__class__ = type(cls.__name__, (cls,), {"__iter__": __iter__, "__module__": cls.__module__})
+        except TypeError:
+            logger.info("The batch sampler %s cannot be watched: rows will have no dataset index.", cls.__name__)
+            return
+        self._watched = (sampler, cls)
+
+    def release(self) -> None:
+        """Gives the batch sampler its class back."""
+        if self._watched is not None:
+            sampler, cls = self._watched
+            sampler.__class__ = cls
+            self._watched = None
+
+    # ---- where rows came from ----
+
+    def sources(self, layout: Layout, index: int, earlier: Sequence[Any]) -> list[RowSource]:
+        """
+        Where each row of a micro-batch of the current step came from.
+
+        Args:
+            layout ([`Layout`]):
+                Of the micro-batch.
+            index (`int`):
+                Which one of the step it is.
+            earlier (`Sequence`):
+                The micro-batches of the step before it.
+        """
+        unknown = [RowSource() for _ in range(layout.rows)]
+        if self._objective.online:
+            return unknown
+        if self._streams():
+            # A resumed stream has skipped batches nobody counted; several processes share it out between them.
+            if consensus.world_size() > 1 or layout.kind == "segments" or self._began_at > 0:
+                return unknown
+            before = self._rows + sum(self._count_rows(batch) for batch in earlier)
+            return [RowSource(stream_ordinal=before + row) for row in range(layout.rows)]
+        indices = self._sampled.get(self.micro_batches + index)
+        if indices is None:
+            return unknown
+        if layout.kind == "segments":
+            sources = [source for item in indices for source in self._segments(int(item))]
+        else:
+            sources = [RowSource(dataset_index=int(item)) for item in indices]
+        return sources if len(sources) == layout.rows else unknown
+
+    def _segments(self, item: int) -> list[RowSource]:
+        """The sequences TRL's packing put into one row of the dataset."""
+        dataset = self._trainer.train_dataset
+        if "seq_lengths" not in (getattr(dataset, "column_names", None) or []):
+            return [RowSource(dataset_index=item)]
+        return [RowSource(item, segment) for segment in range(len(dataset[item]["seq_lengths"]))]
+
+    def _streams(self) -> bool:
+        return isinstance(self._trainer.train_dataset, torch.utils.data.IterableDataset)

@@ -1,0 +1,364 @@
+"""One optimizer step that can be judged, computed again, run on some of its rows, or left out."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import consensus
+from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
+from ..signals import StepSignals
+from .bookkeeping import Bookkeeping
+from .row_sources import RowSource
+
+
+if TYPE_CHECKING:
+    from .wrapping import Instrument
+
+
+class TrainingFault(Exception):
+    """Carries an exception of the user's training code out of our own, so that it is not taken for a bug of ours."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Window:
+    """
+    One optimizer step: its micro-batches, what came out of them, and the state they started from.
+
+    Args:
+        instrument ([`Instrument`]):
+            The instrument of the trainer the step belongs to.
+        size (`int`):
+            Number of micro-batches in the step.
+    """
+
+    def __init__(self, instrument: Instrument, size: int) -> None:
+        self._instrument = instrument
+        self._trainer = instrument.trainer
+        self.size = size
+        self.step = int(self._trainer.state.global_step)
+        self.epoch = self._trainer.state.epoch
+        self._began = time.perf_counter()
+        self.losses: list[torch.Tensor] = []
+        self.grad_norm: Any = None
+        self.judged = False
+        self.skipped = False
+        self.prepared: dict[int, Any] = {}
+        self.objective: Objective = instrument.objective
+        self._calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
+        self._start: Bookkeeping | None = None
+        self._raised = False
+        self._tokens_inside = 0
+        self._measure: Callable[[], Any] = lambda: None
+        self._touched = False
+
+    # ---- fed by the instrument, micro-batch by micro-batch ----
+
+    @property
+    def started(self) -> bool:
+        """Whether its first forward has begun."""
+        return self._start is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its micro-batches have been through forward and backward."""
+        return len(self.losses) >= self.size
+
+    def begin(self, start: Bookkeeping) -> None:
+        """The state its first forward starts from."""
+        self._start = start
+        self._began = time.perf_counter()
+
+    def add_call(self, model: Any, inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps a call of `training_step`, to be made again."""
+        # A copy: the training step may pop keys from the dictionary it is given.
+        self._calls.append((model, copy.copy(inputs), args, kwargs))
+
+    def add_loss(self, loss: torch.Tensor, tokens: int) -> None:
+        """What came out of a call: its loss, and the tokens it added to the Trainer's count by itself."""
+        self.losses.append(loss)
+        self._tokens_inside += tokens
+
+    def note_exception(self) -> None:
+        """One of the calls ended in an exception that stands for a NaN."""
+        self._raised = True
+
+    def measured_by(self, measure: Callable[[], Any]) -> None:
+        """How the gradient norm of the step is taken (and the gradient clipped); takes it."""
+        self._measure = measure
+        self.grad_norm = measure()
+
+    # ---- what the step looked like ----
+
+    def signals(self) -> StepSignals:
+        """Loss and gradient norm as floats. The one device sync of a healthy step, and its one collective."""
+        loss = torch.stack([loss.detach().float() for loss in self.losses]).sum()
+        # Without a norm the loss stands in for it, so that there is one value per place on every rank.
+        norm = loss if self.grad_norm is None else _as_tensor(self.grad_norm, loss.device).float()
+        values = consensus.sum_over_ranks(torch.stack([loss, norm]))
+        loss_sum, norm_sum = values.tolist()
+        ranks = consensus.world_size()
+        return StepSignals(
+            step=self.step,
+            loss=loss_sum / ranks,
+            grad_norm=None if self.grad_norm is None else norm_sum / ranks,
+            seconds=time.perf_counter() - self._began,
+        )
+
+    @property
+    def scaler_active(self) -> bool:
+        """Whether a GradScaler looks after overflowing gradients (fp16)."""
+        scaler = self._trainer.accelerator.scaler
+        return scaler is not None and scaler.is_enabled()
+
+    def nonfinite_micro_batches(self) -> list[int]:
+        """Micro-batches whose loss on this rank is not finite."""
+        return [index for index, loss in enumerate(self.losses) if not math.isfinite(float(loss))]
+
+    # ---- computing it again ----
+
+    def reexecute(self, keep: Mapping[int, Sequence[int]] | None = None) -> None:
+        """
+        Computes losses and gradients of the step again, from the state and the random numbers it started with.
+
+        Args:
+            keep (`Mapping[int, Sequence[int]]`, *optional*):
+                For the micro-batches named, the rows that stay; the loss is normalised as if the others had never
+                been in the batch. A micro-batch that keeps nothing contributes nothing.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.
+        counting = keep is not None
+        keep = keep or {}
+        layouts = {index: self.layout(index) for index in keep}
+        counts = self._count_items(keep, layouts) if counting else None
+        self._rewind()
+        losses: list[torch.Tensor] = []
+        emptied = [index for index, rows in keep.items() if not rows]
+        last = max((index for index in range(self.size) if index not in emptied), default=-1)
+        accumulation = self._trainer.current_gradient_accumulation_steps
+        if emptied and not self.objective.counts_own_tokens:
+            self._trainer.current_gradient_accumulation_steps = max(self.size - len(emptied), 1)
+        try:
+            for index in range(self.size):
+                if index in emptied:
+                    self._advance_without(index)
+                    losses.append(torch.zeros_like(self.losses[index]))
+                    continue
+                rows = keep.get(index)
+                layout = layouts.get(index)
+
+                def pick(batch: Any, rows: Any = rows, layout: Layout | None = layout) -> Any:
+                    if counts is not None and counts.dropped is not None and isinstance(batch, Mapping):
+                        batch = {**batch, "num_items_in_batch": batch["num_items_in_batch"] - counts.dropped}
+                    return batch if rows is None or layout is None else select_rows(batch, layout, rows)
+
+                items = None if counts is None else counts.items
+                losses.append(self._run(index, pick, last=index == last, items=items))
+        finally:
+            self._trainer.current_gradient_accumulation_steps = accumulation
+        self.losses = losses
+        self.grad_norm = self._measure()
+
+    def layout(self, index: int) -> Layout | None:
+        """How the rows of a micro-batch can be told apart. Known once the step has been re-executed."""
+        return layout_of(self.prepared.get(index), self.objective)
+
+    def probe(self, index: int, rows: Sequence[int]) -> bool:
+        """Whether some rows of a micro-batch alone give a finite loss and finite gradients."""
+        layout = self.layout(index)
+        if layout is None:
+            raise ValueError(f"the rows of micro-batch {index} cannot be told apart")
+        return self._probe(index, select_rows(self.prepared[index], layout, rows))
+
+    def probe_batch(self, inputs: Any) -> bool:
+        """Whether another micro-batch, as the data loader gave it, is finite with the weights as they are."""
+        return self._probe(self.size - 1, self._instrument.prepare_inputs(copy.copy(inputs)))
+
+    def _probe(self, index: int, batch: Any) -> bool:
+        self._rewind()
+        loss = self._run(index, lambda _: batch, last=True, synchronise=False)
+        gradients = [p.grad for p in self._trainer.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else loss
+        finite = math.isfinite(float(loss)) and (
+            self.scaler_active or math.isfinite(float(_as_tensor(norm, loss.device)))
+        )
+        self._rewind()
+        return finite
+
+    def _run(
+        self,
+        index: int,
+        pick: Callable[[Any], Any],
+        last: bool,
+        items: Any = None,
+        synchronise: bool = True,
+    ) -> torch.Tensor:
+        model, inputs, args, kwargs = self._calls[index]
+        if items is not None:
+            args, kwargs = _with_items(args, kwargs, items)
+        accelerator = self._trainer.accelerator
+        accelerator.gradient_state._set_sync_gradients(last)
+        together = contextlib.nullcontext() if last and synchronise else accelerator.no_sync(model=model)
+        with self._instrument.preparing(lambda batch: self._note(index, batch, pick)), together:
+            try:
+                return self._instrument.call_training_step(self, model, copy.copy(inputs), *args, **kwargs)
+            except Exception as error:
+                raise TrainingFault(error) from error
+
+    def _note(self, index: int, batch: Any, pick: Callable[[Any], Any]) -> Any:
+        # A copy: `compute_loss` may pop keys from the batch it is given.
+        self.prepared.setdefault(index, copy.copy(batch))
+        return pick(batch)
+
+    def _advance_without(self, index: int) -> None:
+        """Lets a trainer that generates its own rows do so for a micro-batch nothing of which is trained on."""
+        if self.objective.online:
+            self._instrument.prepare_inputs(copy.copy(self._calls[index][1]))
+            self._trainer._step += 1
+
+    def _count_items(self, keep: Mapping[int, Sequence[int]], layouts: Mapping[int, Layout | None]) -> _Items:
+        """What the loss is divided by once rows are gone."""
+        dropped = torch.zeros((), device=self._trainer.accelerator.device)
+        batches = []
+        for index in range(self.size):
+            batch, rows, layout = self.prepared[index], keep.get(index), layouts.get(index)
+            if rows is None or layout is None:
+                batches.append(batch)
+                continue
+            gone = [row for row in range(layout.rows) if row not in set(rows)]
+            tokens = own_token_count(batch, layout, gone) if gone and self.objective.online else None
+            if tokens is not None:
+                dropped = dropped + tokens
+            if rows:
+                batches.append(select_rows(batch, layout, rows))
+        if self.objective.online:
+            carried = any(
+                isinstance(batch, Mapping) and "num_items_in_batch" in batch for batch in self.prepared.values()
+            )
+            return _Items(items=None, dropped=consensus.sum_over_ranks(dropped) if carried else None)
+        return _Items(items=self._trainer._get_num_items_in_batch(batches, self._trainer.args.device), dropped=None)
+
+    def _rewind(self) -> None:
+        assert self._start is not None
+        self._touched = True
+        self._trainer.model.zero_grad()
+        scaler = self._trainer.accelerator.scaler
+        if scaler is not None:
+            # `unscale_` refuses to run twice for one optimizer; what it noted belongs to gradients that are gone.
+            scaler._per_optimizer_states.clear()
+        tokens = self._trainer.state.num_input_tokens_seen - self._tokens_inside
+        self._instrument.ledger.rewind_step(self._start)
+        self._trainer.state.num_input_tokens_seen = tokens
+        self._tokens_inside = 0
+
+    # ---- what becomes of it ----
+
+    def accept(self) -> None:
+        """Puts the re-executed step in the place of the one that failed: loss, gradients and their norm."""
+        self._set_running_loss(self.losses)
+
+    def skip(self, substitute_loss: float | None) -> None:
+        """
+        Leaves the step out: no gradient, so neither weights nor moments move (with zeroed gradients AdamW would still
+        decay the weights and move by momentum).
+
+        Args:
+            substitute_loss (`float` or `None`):
+                What the step counts with in the logged average if its own loss is not finite.
+        """
+        self.skipped = True
+        if self._raised:
+            self._catch_up_generation()
+        for parameter in self._trainer.model.parameters():
+            parameter.grad = None
+        total = torch.stack([loss.detach().float() for loss in self.losses]).sum()
+        if math.isfinite(float(total)):
+            self._set_running_loss(self.losses)
+        else:
+            self._set_running_loss([] if substitute_loss is None else [torch.full_like(total, substitute_loss)])
+
+    def _catch_up_generation(self) -> None:
+        """A trainer that raised while it generated has not counted the micro-batch, and has nothing to go on with."""
+        if self.objective.online and self._start is not None and "_step" in self._start.scalars:
+            self._trainer._step = self._start.scalars["_step"] + self.size
+            self._trainer._buffered_inputs = None
+
+    def abandon(self) -> None:
+        """After a failure of our own: a step that was touched is left out, one that was not goes on as it is."""
+        if self._touched:
+            self.skip(None)
+
+    def _set_running_loss(self, losses: Sequence[torch.Tensor]) -> None:
+        assert self._start is not None
+        running: torch.Tensor = self._trainer._tr_loss
+        running.copy_(self._start.running_loss)
+        for loss in losses:
+            # One by one, as the Trainer does: the sum has to be the same to the last bit.
+            running += loss.detach().to(running.device)
+
+    # ---- where its rows came from ----
+
+    def sources(self, index: int) -> list[RowSource]:
+        """Where each row (pair, segment) of a micro-batch came from."""
+        layout = self.layout(index)
+        if layout is None:
+            return []
+        return self._instrument.position.sources(layout, index, [self.inputs(before) for before in range(index)])
+
+    def inputs(self, index: int) -> Any:
+        """The micro-batch as the data loader gave it."""
+        return self._calls[index][1]
+
+    def all_inputs(self) -> list[Any]:
+        """All its micro-batches as the data loader gave them."""
+        return [inputs for _, inputs, _, _ in self._calls]
+
+    def record(self) -> dict[str, Any]:
+        """What is needed to compute the step again elsewhere, on the CPU: prepared batches and random states."""
+        assert self._start is not None
+        rng = self._start.rng
+        return {
+            "step": self.step,
+            "micro_batches": {index: _to_cpu(batch) for index, batch in self.prepared.items()},
+            "rng": {"cpu": rng.cpu, "device": rng.device, "python": rng.python},
+        }
+
+
+@dataclass(slots=True)
+class _Items:
+    items: Any
+    dropped: torch.Tensor | None
+
+
+def _as_tensor(norm: Any, device: torch.device) -> torch.Tensor:
+    full = getattr(norm, "full_tensor", None)
+    return torch.as_tensor(full() if full is not None else norm, device=device)
+
+
+def _with_items(args: tuple[Any, ...], kwargs: dict[str, Any], items: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (items, *args[1:]), kwargs
+    return args, {**kwargs, "num_items_in_batch": items}
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: _to_cpu(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_cpu(inner) for inner in value]
+    return value if isinstance(value, (int, float, bool, str, type(None))) else repr(value)

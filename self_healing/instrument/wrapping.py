@@ -1,0 +1,355 @@
+"""`Instrument`: wraps the methods of one trainer instance for the time of a `train()` call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from accelerate.utils import DistributedType
+from transformers import Trainer
+
+from .. import consensus
+from ..failures import UnrecoverableTrainingError, is_nonfinite_exception
+from ..objectives import objective_of
+from .bookkeeping import Ledger
+from .reentry import Phase, Reentry
+from .row_sources import DataPosition
+from .window import TrainingFault, Window
+
+
+logger = logging.getLogger(__name__)
+
+
+class Instrument:
+    """
+    Wraps one trainer instance for the time of a `train()` call.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer, in `on_train_begin` or later. Only this object is touched, and [`detach`] undoes it.
+        judge (`Callable[[Window], None]`):
+            Called once per optimizer step, with gradients computed and clipped and nothing applied yet.
+        extra_logs (`Callable[[], dict[str, float]]`):
+            Metrics to add to what the trainer logs.
+        broken (`Callable[[], None]`):
+            Told when code of ours failed; by then the trainer is its plain self again.
+        heals_exceptions (`bool`):
+            Whether an exception that only says "NaN" is treated as a non-finite loss.
+        started_at (`float`):
+            When the run began, in seconds since the epoch; earlier than this call if it is a re-entry.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        judge: Callable[[Window], None],
+        extra_logs: Callable[[], dict[str, float]],
+        broken: Callable[[], None],
+        heals_exceptions: bool,
+        started_at: float,
+    ) -> None:
+        # Any: half of what is used below is private, and TRL's trainers have attributes of their own.
+        self.trainer: Any = trainer
+        self.objective = objective_of(trainer)
+        self.ledger = Ledger(trainer)
+        self.position = DataPosition(trainer, self.objective)
+        self.reentry = Reentry(trainer, self.ledger, self.position)
+        self.window: Window | None = None
+        self.started_at = started_at
+        self._judge_step = judge
+        self._extra_logs = extra_logs
+        self._broken = broken
+        self._heals_exceptions = heals_exceptions
+        self._originals: list[tuple[Any, str, Any, bool]] = []
+        self._hooks: list[Any] = []
+        self._in_training_step = False
+
+    @property
+    def can_reexecute(self) -> bool:
+        """DeepSpeed, XLA and Megatron own the backward pass: there we only watch."""
+        return self.trainer.accelerator.distributed_type not in (
+            DistributedType.DEEPSPEED,
+            DistributedType.XLA,
+            DistributedType.MEGATRON_LM,
+        )
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._originals)
+
+    # ---- attaching and detaching ----
+
+    def attach(self) -> None:
+        """Called in `on_train_begin`: the optimizer, the data loader and the running loss exist by then."""
+        trainer = self.trainer
+        self._replace(trainer, "get_batch_samples", self._get_batch_samples)
+        self._replace(trainer, "training_step", self._training_step)
+        self._replace(trainer, "log", self._log)
+        self._replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
+        optimizer = innermost(trainer.optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+        self.position.watch()
+
+    def detach(self) -> None:
+        """Gives the trainer back as it was."""
+        for holder, name, original, was_set in reversed(self._originals):
+            if was_set:
+                setattr(holder, name, original)
+            else:
+                vars(holder).pop(name, None)
+        self._originals.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.position.release()
+        self.window = None
+
+    def _replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(holder, name)
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        self._originals.append((holder, name, original, name in vars(holder)))
+        setattr(holder, name, replaced)
+
+    def _original(self, holder: Any, name: str) -> Callable[..., Any]:
+        for wrapped, wrapped_name, original, _ in self._originals:
+            if wrapped is holder and wrapped_name == name:
+                return original  # type: ignore[no-any-return]
+        return getattr(holder, name)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _contained(self) -> Iterator[None]:
+        """A failure of ours is logged, the trainer becomes its plain self again, and training goes on."""
+        try:
+            yield
+        except Exception as error:
+            self._switch_off(error)
+
+    def _switch_off(self, error: Exception) -> None:
+        logger.error(
+            "self_healing failed at step %s and has switched itself off; training goes on without it. "
+            "Please report this traceback.",
+            self.trainer.state.global_step,
+            exc_info=error,
+        )
+        self.detach()
+        self._broken()
+
+    # ---- the Trainer's events, passed on by the callback ----
+
+    def epoch_begins(self) -> None:
+        """Called in `on_epoch_begin`."""
+        if self.attached:
+            with self._contained():
+                self.position.epoch_begins()
+                self.reentry.epoch_begins()
+
+    def before_optimizer_step(self) -> None:
+        """Called in `on_pre_optimizer_step`."""
+        window = self.window
+        if self._ready(window):
+            # The trainer did not clip through the accelerator: gradients on mixed meshes.
+            window.measured_by(lambda: self.trainer._get_grad_norm(self.trainer.model_wrapped))
+            self._judge(window)
+        if self.attached:
+            with self._contained():
+                self.reentry.about_to_step()
+
+    def step_ends(self) -> None:
+        """Called in `on_step_end`."""
+        if self.attached:
+            with self._contained():
+                self.reentry.step_ends()
+
+    def epoch_ends(self) -> None:
+        """Called in `on_epoch_end`."""
+        if self.attached:
+            with self._contained():
+                self.reentry.epoch_ends()
+
+    # ---- the wrapped methods, in the order a step calls them ----
+
+    def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        state = self.trainer.state
+        if 0 < state.max_steps <= state.global_step:
+            # A run that was interrupted after its last step: transformers would train one step too many.
+            return [], None
+        with self._contained():
+            self.window = None
+            self.reentry.fetching()
+        result = original(*args, **kwargs)
+        if self.attached:
+            with self._contained():
+                self.window = Window(self, len(result[0])) if result[0] else None
+                self.reentry.fetched(self.window)
+        return result
+
+    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        window = self.window
+        if window is None or window.judged or window.complete or self._in_training_step:
+            return original(model, inputs, *args, **kwargs)
+        with self._contained():
+            finished = self.reentry.finished
+            if not window.started and finished is not None:
+                window.begin(self.ledger.capture(finished.running_loss))
+            window.add_call(model, inputs, args, kwargs)
+        if not self.attached:
+            return original(model, inputs, *args, **kwargs)
+        before = self.trainer.state.num_input_tokens_seen
+        loss = self.call_training_step(window, model, inputs, *args, **kwargs)
+        window.add_loss(loss, self.trainer.state.num_input_tokens_seen - before)
+        return loss
+
+    def call_training_step(self, window: Window, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The trainer's own `training_step`; a non-finite number that surfaces as an exception becomes a NaN loss."""
+        original = self._original(self.trainer, "training_step")
+        self._in_training_step = True
+        try:
+            loss: torch.Tensor = original(model, inputs, *args, **kwargs)
+            return loss
+        except Exception as error:
+            # On several processes the others wait in a collective that this one never reached.
+            if self._heals_exceptions and consensus.world_size() == 1 and is_nonfinite_exception(error):
+                window.note_exception()
+                return torch.full((), math.nan, device=self.trainer.args.device)
+            raise
+        finally:
+            self._in_training_step = False
+
+    def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        window = self.window
+        if self._in_training_step or not self._ready(window):
+            return original(parameters, *args, **kwargs)
+        # A generator could not be gone through again.
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        window.measured_by(lambda: original(parameters, *args, **kwargs))
+        self._judge(window)
+        return window.grad_norm
+
+    @staticmethod
+    def _ready(window: Window | None) -> TypeGuard[Window]:
+        return window is not None and window.complete and not window.judged
+
+    def _judge(self, window: Window) -> None:
+        window.judged = True
+        fault: TrainingFault | None = None
+        try:
+            self._judge_step(window)
+        except UnrecoverableTrainingError:
+            raise
+        except TrainingFault as caught:
+            fault = caught
+        except Exception as error:
+            window.abandon()
+            self._switch_off(error)
+        if fault is not None:
+            # Outside the handler, so that the exception keeps the cause and context it came with.
+            raise fault.error
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        self.reentry.phase = Phase.STEPPING
+
+    def _after_optimizer_step(self, *_: Any) -> None:
+        self.reentry.phase = Phase.STEPPED
+
+    def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        with self._contained():
+            logs.update(self._extra_logs())
+            if "train_runtime" in logs:
+                self.reentry.finalizing()
+                self._cover_the_whole_run(logs)
+        return original(logs, *args, **kwargs)
+
+    def _cover_the_whole_run(self, logs: dict[str, float]) -> None:
+        """The Trainer's final speed metrics know only the last entry into `train()`."""
+        runtime, whole = logs["train_runtime"], time.time() - self.started_at
+        if whole <= runtime:
+            return
+        steps = int(self.trainer.state.global_step) - int(getattr(self.trainer, "_initial_global_step", 0))
+        samples = logs.get("train_samples_per_second", 0.0) * runtime
+        logs["train_runtime"] = round(whole, 4)
+        if "train_samples_per_second" in logs:
+            logs["train_samples_per_second"] = round(samples / whole, 3)
+        if "train_steps_per_second" in logs:
+            logs["train_steps_per_second"] = round(steps / whole, 3)
+
+    # ---- used by the window ----
+
+    @contextlib.contextmanager
+    def preparing(self, change: Callable[[Any], Any]) -> Iterator[None]:
+        """Passes what the trainer's `_prepare_inputs` returns through `change`, once."""
+        trainer = self.trainer
+        original, was_set = trainer._prepare_inputs, "_prepare_inputs" in vars(trainer)
+        changed = False
+
+        @functools.wraps(original)
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            nonlocal changed
+            batch = original(*args, **kwargs)
+            if changed:
+                return batch
+            changed = True
+            return change(batch)
+
+        trainer._prepare_inputs = prepare
+        try:
+            yield
+        finally:
+            if was_set:
+                trainer._prepare_inputs = original
+            else:
+                del trainer._prepare_inputs
+
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """The trainer's own preparation of a micro-batch (for online trainers: generation)."""
+        try:
+            self.trainer.model.train()
+            return self.trainer._prepare_inputs(inputs)
+        except Exception as error:
+            raise TrainingFault(error) from error
+
+    # ---- used by diagnosis and actions ----
+
+    def may_empty_micro_batches(self, keep: Mapping[int, Sequence[int]]) -> bool:
+        """With several processes every one must run every micro-batch: the loss may contain collectives."""
+        if consensus.world_size() == 1:
+            return True
+        return not consensus.any_rank(any(not rows for rows in keep.values()), self.trainer.accelerator.device)
+
+    def nonfinite_tensors(self) -> list[str]:
+        """Names of parameters, buffers and optimizer states that hold NaN or Inf."""
+        model = self.trainer.model
+        named: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_buffers()]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for parameter, state in getattr(innermost(self.trainer.optimizer), "state", {}).items():
+            if isinstance(state, Mapping):
+                owner = names.get(id(parameter), "?")
+                named.extend((f"optimizer:{owner}.{key}", value) for key, value in state.items())
+        return [name for name, value in named if isinstance(value, torch.Tensor) and _is_corrupted(value)]
+
+
+def _is_corrupted(value: torch.Tensor) -> bool:
+    if not (value.is_floating_point() or value.is_complex()):
+        return False
+    if isinstance(value, torch.nn.Parameter):
+        return not bool(torch.isfinite(value).all())
+    # A causal mask kept as a buffer holds -inf on purpose: outside of parameters only NaN is wrong.
+    return bool(torch.isnan(value).any())
+
+
+def innermost(optimizer: Any) -> Any:
+    """The torch optimizer inside accelerate's wrapper."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
