@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("self_healing")
 
+# Batches kept for replay in one run directory: enough to see a pattern, too few to fill a disk.
+KEPT_BATCHES = 20
+
 
 @dataclass(slots=True)
 class HealingContext:
@@ -36,8 +38,8 @@ class HealingContext:
     Args:
         incident ([`Incident`]):
             The incident it belongs to.
-        instrument ([`Instrument`]):
-            Of the trainer.
+        instrument ([`Instrument`], *optional*):
+            Of the trainer, for what is done while it is attached.
         window ([`Window`], *optional*):
             The step, for what is healed inside it.
         diagnosis ([`Diagnosis`], *optional*):
@@ -49,7 +51,7 @@ class HealingContext:
     """
 
     incident: Incident
-    instrument: Instrument
+    instrument: Instrument | None = None
     window: Window | None = None
     diagnosis: Diagnosis | None = None
     error: BaseException | None = None
@@ -65,19 +67,11 @@ class HealingActions:
             Waits and what to keep.
         callback ([`SelfHealingCallback`]):
             Whose session is written to.
-        sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
-            How waiting is done, in seconds.
     """
 
-    def __init__(
-        self,
-        config: HealingConfig,
-        callback: SelfHealingCallback,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, config: HealingConfig, callback: SelfHealingCallback) -> None:
         self.config = config
         self._callback = callback
-        self._sleep = sleep
         self._backoff = tenacity.wait_random_exponential(
             multiplier=config.retry_initial_seconds, max=config.retry_max_seconds
         )
@@ -136,7 +130,7 @@ class HealingActions:
         return {}
 
     def _quarantine_rows(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        window, diagnosis, trainer = _window(context), context.diagnosis, context.instrument.trainer
+        window, diagnosis, trainer = _window(context), context.diagnosis, _instrument(context).trainer
         if diagnosis is None:
             raise ValueError("quarantine_rows needs the diagnosis that names the rows")
         rows = quarantined_rows(window, diagnosis.poison, trainer.processing_class)
@@ -157,7 +151,7 @@ class HealingActions:
             if layout is not None:
                 keep[index] = [row for row in range(layout.rows) if row not in set(bad)]
         remaining = diagnosis.rows - diagnosis.poison_rows
-        if not context.instrument.may_empty_micro_batches(keep) or remaining == 0:
+        if not _instrument(context).may_empty_micro_batches(keep) or remaining == 0:
             return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
         window.reexecute(keep)
         if not window.signals().finite:
@@ -177,7 +171,7 @@ class HealingActions:
         if not self.config.emergency_checkpoint:
             return {"checkpoint": None, "why": "emergency_checkpoint=False"}
         try:
-            point = save_emergency_checkpoint(context.instrument)
+            point = save_emergency_checkpoint(_instrument(context))
         except Exception as error:
             logger.warning(
                 "The emergency checkpoint could not be written (%s: %s); falling back on the newest regular one.",
@@ -189,7 +183,7 @@ class HealingActions:
         if point is None:
             return {
                 "checkpoint": None,
-                "why": f"the weights cannot be trusted: it happened {context.instrument.reentry.phase.value}",
+                "why": f"the weights cannot be trusted: it happened {_instrument(context).reentry.phase.value}",
             }
         self.session.resume_point = point
         self.session.emergency_checkpoints.add(point.path)
@@ -199,11 +193,11 @@ class HealingActions:
         state = tenacity.RetryCallState(retry_object=tenacity.Retrying(), fn=None, args=(), kwargs={})
         state.attempt_number = max(self.session.budget.used, 1)
         seconds = float(self._backoff(state))
-        self._sleep(seconds)
+        self.session.sleep(seconds)
         return {"waited_seconds": round(seconds, 3)}
 
     def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        incident, trainer = context.incident, context.instrument.trainer
+        incident, trainer = context.incident, _instrument(context).trainer
         failure = incident.failure or FailureType.USER_CODE
         session = self.session
         incident.outcome = "fatal"
@@ -225,6 +219,8 @@ class HealingActions:
 def save_offending_batch(window: Window, directory: Path, incident: Incident) -> str | None:
     """Keeps the micro-batches and random states of a step, so that it can be replayed; `None` if that failed."""
     path = directory / "incidents" / f"{incident.id}.pt"
+    if not window.prepared or len(list(path.parent.glob("*.pt"))) >= KEPT_BATCHES:
+        return None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(window.record(), path)
@@ -240,6 +236,12 @@ def _known(action: Action | str) -> Action:
     except ValueError:
         known = ", ".join(member.value for member in Action)
         raise ValueError(f"unknown action {action!r}; the actions are: {known}") from None
+
+
+def _instrument(context: HealingContext) -> Instrument:
+    if context.instrument is None:
+        raise ValueError("this action works on a running trainer and needs `context.instrument`")
+    return context.instrument
 
 
 def _window(context: HealingContext) -> Window:

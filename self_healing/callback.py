@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         adopted: Session | None = getattr(trainer, _SESSION_ATTRIBUTE, None)
         if self.session is not None and self.session.instrument is not None:
             self.session.instrument.detach()
+        if self._is_second(trainer):
+            logger.warning(
+                "The trainer has more than one SelfHealingCallback; only the first one heals. Please remove the rest."
+            )
+            self.session = None
+            return
         self.session = session = adopted or Session(
             self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
         )
@@ -150,6 +156,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error; "
                 "SelfHealingTrainer switches it off."
             )
+
+    def _is_second(self, trainer: Any) -> bool:
+        others = [each for each in trainer.callback_handler.callbacks if isinstance(each, SelfHealingCallback)]
+        return bool(others) and others[0] is not self
 
     def _restore_state(self, session: Session, state: Any) -> None:
         saved = self._saved_state
@@ -217,13 +227,22 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 session.healthy_step(window, signals)
             return
         began = time.perf_counter()
+        if not self._acts(instrument) and session.reported_step == symptom.step - 1:
+            # Nothing is done about it, so it stays that way: one incident for all of it.
+            session.reported_step = symptom.step
+            return
+        session.reported_step = symptom.step
         incident = session.journal.open(symptom.step, symptom.name, symptom.evidence)
         diagnosis = self._diagnose(window, instrument, session)
         session.journal.diagnosed(incident, diagnosis.failure, diagnosis.cause, diagnosis.evidence)
         self._heal(window, instrument, session, incident, diagnosis, began)
 
+    def _acts(self, instrument: Instrument) -> bool:
+        """Whether anything is done about a step that is not finite."""
+        return self.config.on_nonfinite != "warn" and instrument.can_reexecute
+
     def _diagnose(self, window: Window, instrument: Instrument, session: Session) -> Diagnosis:
-        if self.config.on_nonfinite != "heal" or not instrument.can_reexecute:
+        if self.config.on_nonfinite != "heal" or not self._acts(instrument):
             return Diagnosis(
                 FailureType.NONFINITE_NUMERICAL, "not looked for", {"on_nonfinite": self.config.on_nonfinite}
             )
@@ -244,6 +263,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT and self.config.save_offending_batch:
             incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
         context.verdict = decision.verdict
+        if Action.STOP in decision.actions:
+            session.journal.dealt_with(incident)
         self.actions.apply(decision.actions, context, args)
         incident.seconds_lost = time.perf_counter() - began
         session.journal.dealt_with(incident)
@@ -261,7 +282,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, args)
 
     def _decide(self, session: Session, instrument: Instrument, diagnosis: Diagnosis) -> Decision:
-        if self.config.on_nonfinite == "warn" or not instrument.can_reexecute:
+        if not self._acts(instrument):
             return Decision(())
         if self.config.on_nonfinite == "raise":
             return Decision(
@@ -290,10 +311,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         """Takes another configuration; between runs, not during one."""
         self.config = config
         self.actions = HealingActions(config, self)
-
-    def sleep_with(self, sleep: Callable[[float], None]) -> None:
-        """How the actions wait between attempts, in seconds."""
-        self.actions = HealingActions(self.config, self, sleep)
 
     def _tell_callbacks(self, trainer: Trainer, incident: Incident) -> None:
         """`on_instability(args, state, control, incident, **kwargs)` of every callback that has it."""

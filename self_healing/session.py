@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,20 @@ class Session:
             Where journal, quarantine and postmortem go.
         rank (`int`, *optional*, defaults to 0):
             This process.
+        sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
+            How waiting between attempts is done, in seconds.
     """
 
-    def __init__(self, config: HealingConfig, directory: Path, rank: int = 0) -> None:
+    def __init__(
+        self,
+        config: HealingConfig,
+        directory: Path,
+        rank: int = 0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.config = config
         self.directory = directory
+        self.sleep = sleep
         self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self.journal = Journal(directory, config, self.run_id, rank)
         self.quarantine = Quarantine(directory)
@@ -46,6 +55,7 @@ class Session:
         self.healthy_inputs: Any = None
         self.broken = False
         self.entries = 0
+        self.reported_step = -2
         self.postmortem_path: str | None = None
         self.emergency_checkpoints: set[str] = set()
         self._judging: list[tuple[Incident, tuple[float, float] | None, list[float]]] = []
@@ -56,12 +66,12 @@ class Session:
         """Judges an incident by the healthy steps that follow it."""
         self._judging.append((incident, self.detector.trend(), []))
 
-    def healthy_step(self, window: Window, signals: StepSignals) -> str | None:
-        """Takes in a step with nothing wrong; returns why the run has to stop, if it has to."""
-        if window.objective.online is False:
+    def healthy_step(self, window: Window, signals: StepSignals) -> None:
+        """Takes in a step with nothing wrong."""
+        if not window.objective.online:
             self.healthy_inputs = window.inputs(0)
         self.judge_outcomes(signals.loss)
-        return self.policy.note(skipped=False, explained=True)
+        self.policy.note(skipped=False, explained=True)
 
     def judge_outcomes(self, loss: float) -> None:
         """Closes incidents after `outcome_steps` healthy steps: resolved if the loss is back on its trend."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,20 @@ from .config import HealingConfig
 from .dry_run import DryRunReport, dry_run
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError, classify_exception
 from .instrument import RandomState
+from .journal import Incident
 from .report import HealingReport
 from .session import Session
 
 
 logger = logging.getLogger("self_healing")
+
+
+@dataclass(slots=True)
+class _Recovery:
+    """An exception that can be healed: its incident, and what `train()` resumes from."""
+
+    incident: Incident
+    resume: Any
 
 
 class SelfHealingTrainer:
@@ -110,73 +120,74 @@ class SelfHealingTrainer:
         self._switch_off_auto_find_batch_size()
         args = self.trainer.args
         directory = Path(self.config.healing_dir or args.output_dir)
-        self._session = session = Session(self.config, directory, rank=args.process_index)
-        entry_rng = RandomState.capture(self.trainer.accelerator.device)
+        self._session = session = Session(self.config, directory, args.process_index, self._sleep)
         adopt_session(self.trainer, session)
         evaluate_first = args.eval_on_start
-        resume = resume_from_checkpoint
         try:
-            while True:
-                try:
-                    output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume, **kwargs)
-                    break
-                except (KeyboardInterrupt, SystemExit) as error:
-                    self._write_postmortem(session, FailureType.INTERRUPTED, error, "the run was interrupted")
-                    raise
-                except UnrecoverableTrainingError:
-                    raise
-                except Exception as error:
-                    resume, healed = self._recover(session, error, resume)
-                    if not healed:
-                        raise
-                # Outside the handler: the exception and with it the failed step's activations are gone.
-                self._prepare_reentry(session, resume, entry_rng)
+            output = self._enter_until_done(session, resume_from_checkpoint, kwargs)
+        except (KeyboardInterrupt, SystemExit) as error:
+            self._write_postmortem(session, FailureType.INTERRUPTED, error, "the run was interrupted")
+            raise
         finally:
             args.eval_on_start = evaluate_first
-            if session.instrument is not None:
-                session.instrument.detach()
             adopt_session(self.trainer, None)
+            self._let_go(session)
         for path in session.emergency_checkpoints:
             remove_checkpoint(path)
         return output
 
-    def _recover(self, session: Session, error: Exception, resume: Any) -> tuple[Any, bool]:
-        """Deals with an exception that left `train()`: where to resume, and whether to."""
+    def _enter_until_done(self, session: Session, resume: Any, kwargs: dict[str, Any]) -> TrainOutput:
+        entry_rng = RandomState.capture(self.trainer.accelerator.device)
+        while True:
+            try:
+                output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume, **kwargs)
+                return output
+            except UnrecoverableTrainingError:
+                raise
+            except Exception as error:
+                recovery = self._recover(session, error, resume)
+                if recovery is None:
+                    raise
+            # Outside the handler: the exception and with it the failed step's activations are gone.
+            self._let_go(session)
+            began = time.perf_counter()
+            self._wait(session, recovery)
+            recovery.incident.seconds_lost += time.perf_counter() - began
+            session.journal.dealt_with(recovery.incident)
+            session.await_outcome(recovery.incident)
+            resume = recovery.resume
+            if resume is None:
+                entry_rng.restore()
+            elif session.resume_point is not None:
+                # It was done, or is still owed by the resume point.
+                self.trainer.args.eval_on_start = False
+
+    def _recover(self, session: Session, error: Exception, resume: Any) -> _Recovery | None:
+        """What to do about an exception that left `train()`; `None` if it cannot be healed."""
+        try:
+            return self._plan_recovery(session, error, resume)
+        except UnrecoverableTrainingError:
+            raise
+        except Exception:
+            logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
+            return None
+
+    def _plan_recovery(self, session: Session, error: Exception, resume: Any) -> _Recovery | None:
         began = time.perf_counter()
         failure = classify_exception(error)
         step = int(self.trainer.state.global_step)
         incident = session.journal.open(step, type(error).__name__, {"message": str(error)[:500]})
         session.journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
-        instrument = session.instrument
-        callback = self._find_callback()
-        ladder = FAILURE_RECIPES[failure].ladder
-        unmoved = True
-        if instrument is None or callback is None or callback.session is not session:
-            # Before the first on_train_begin: nothing has moved, the same call can be made again.
-            point: Any = resume
-        else:
-            context = HealingContext(incident, instrument, error=error)
-            unmoved = not instrument.reentry.moved
-            if Action.EMERGENCY_CHECKPOINT in ladder and not (unmoved and resume is not None):
-                result = callback.actions.apply((Action.EMERGENCY_CHECKPOINT,), context, self.trainer.args)
-                point = result["checkpoint"]
-                if point is None and not unmoved:
-                    point = newest_marked_checkpoint(self.trainer.args.output_dir)
-            else:
-                instrument.reentry.settle()
-                point = resume
-            instrument.detach()
-            instrument.reentry.release()
-        if Action.WAIT_AND_RESUME not in ladder or consensus.world_size() > 1:
+        point, unmoved = self._resume_from(session, incident, error, failure, resume)
+        if Action.WAIT_AND_RESUME not in FAILURE_RECIPES[failure].ladder or consensus.world_size() > 1:
             self._end(session, incident, failure, error, point)
-            return None, False
-        can_resume = point is not None or unmoved
-        if not can_resume or not session.budget.spend(step):
-            why = (
-                f"the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
-                if can_resume
-                else "there is no state to resume from"
-            )
+            return None
+        why = ""
+        if point is None and not unmoved:
+            why = "there is no state to resume from"
+        elif not session.budget.spend(step):
+            why = f"the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
+        if why:
             self._end(session, incident, failure, error, point)
             path = session.postmortem_path
             raise UnrecoverableTrainingError(
@@ -185,24 +196,44 @@ class SelfHealingTrainer:
                 failure=failure,
                 postmortem=path,
             ) from error
-        if callback is not None and instrument is not None:
-            waiter = HealingContext(incident, instrument, error=None)
-            callback.sleep_with(self._sleep)
-            callback.actions.apply((Action.WAIT_AND_RESUME,), waiter, self.trainer.args)
-        incident.steps_lost = 0 if unmoved else step - step_of(point, default=step)
+        incident.steps_lost = 0 if unmoved else max(step - step_of(point, default=step), 0)
         incident.seconds_lost = time.perf_counter() - began
-        session.journal.dealt_with(incident)
-        session.await_outcome(incident)
-        return point, True
+        return _Recovery(incident, point)
 
-    def _prepare_reentry(self, session: Session, resume: Any, entry_rng: RandomState) -> None:
-        if resume is None:
-            entry_rng.restore()
-        elif session.resume_point is not None:
-            # It was done, or is still owed by the resume point.
-            self.trainer.args.eval_on_start = False
+    def _resume_from(
+        self, session: Session, incident: Incident, error: Exception, failure: FailureType, resume: Any
+    ) -> tuple[Any, bool]:
+        """Where to enter again, and whether that is where this entry began."""
+        instrument, callback = session.instrument, self._find_callback()
+        if instrument is None or callback is None or callback.session is not session:
+            # Before our on_train_begin: nothing has moved, the same call can be made again.
+            return resume, True
+        unmoved = not instrument.reentry.moved
+        if Action.EMERGENCY_CHECKPOINT not in FAILURE_RECIPES[failure].ladder or (unmoved and resume is not None):
+            instrument.reentry.settle()
+            return resume, unmoved
+        context = HealingContext(incident, instrument, error=error)
+        saved = callback.actions.apply((Action.EMERGENCY_CHECKPOINT,), context, self.trainer.args)
+        if saved["checkpoint"] is None and not unmoved:
+            return newest_marked_checkpoint(self.trainer.args.output_dir), False
+        return saved["checkpoint"], unmoved
 
-    def _end(self, session: Session, incident: Any, failure: FailureType, error: BaseException, point: Any) -> None:
+    def _wait(self, session: Session, recovery: _Recovery) -> None:
+        callback = self._find_callback()
+        if callback is not None:
+            callback.session = session
+            callback.actions.apply((Action.WAIT_AND_RESUME,), HealingContext(recovery.incident), self.trainer.args)
+
+    def _let_go(self, session: Session) -> None:
+        """The trainer is itself again, and nothing holds on to the failed step."""
+        if session.instrument is not None:
+            session.instrument.detach()
+            session.instrument.reentry.release()
+            session.instrument = None
+
+    def _end(
+        self, session: Session, incident: Incident, failure: FailureType, error: BaseException, point: Any
+    ) -> None:
         incident.outcome = "fatal"
         verdict = f"{type(error).__name__}: {error}"
         self._write_postmortem(session, failure, error, verdict, point if isinstance(point, str) else None)
@@ -220,9 +251,6 @@ class SelfHealingTrainer:
         session.postmortem_path = session.journal.write_postmortem(
             verdict, failure, int(state.global_step), error, state.log_history, checkpoint
         )
-        if failure is FailureType.INTERRUPTED and session.instrument is not None:
-            session.instrument.detach()
-            session.instrument.reentry.release()
 
     def _switch_off_auto_find_batch_size(self) -> None:
         if self.trainer.args.auto_find_batch_size:

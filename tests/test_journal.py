@@ -15,6 +15,7 @@ from conftest import (
     TEXTS,
     OutputFault,
     PoisonToken,
+    RaisingForward,
     assert_same_weights,
     journal,
     logged,
@@ -243,3 +244,55 @@ def test_a_failure_of_ours_while_healing_leaves_the_step_out(
     assert trainer.state.global_step == 6
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
     assert "switched itself off" in caplog.text
+
+
+def test_a_failure_of_ours_while_recovering_leaves_the_users_exception(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = ConnectionError("the storage went away")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr("self_healing.trainer.classify_exception", fail)
+    trainer = sft_trainer(tmp_path, tokenizer)
+    RaisingForward(trainer.model, lambda forward: forward == 3, lambda: error)
+    with pytest.raises(ConnectionError) as caught:
+        SelfHealingTrainer(trainer).train()
+    assert caught.value is error
+    assert "a bug of ours" in caplog.text
+    assert "training_step" not in vars(trainer)
+
+
+def test_a_trainer_left_by_an_exception_is_given_back(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    RaisingForward(trainer.model, lambda forward: forward == 3, lambda: ValueError("bug"))
+    with pytest.raises(ValueError, match="bug"):
+        trainer.train()
+    assert not {"training_step", "get_batch_samples", "log"} & set(vars(trainer))
+    assert "clip_grad_norm_" not in vars(trainer.accelerator)
+
+
+def test_a_second_callback_stays_out_of_the_way(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    trainer = sft_trainer(tmp_path / "two", tokenizer, callbacks=[SelfHealingCallback(), SelfHealingCallback()])
+    fault = OutputFault(trainer.model, strike=lambda forward: forward == 5)
+    trainer.train()
+    assert fault.fired == 1
+    assert_same_weights(weights(trainer), weights(plain))
+    assert len(journal(tmp_path / "two", "outcome")) == 1
+    assert "more than one SelfHealingCallback" in caplog.text
+
+
+def test_a_run_that_is_only_watched_reports_a_dead_model_once(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(
+        tmp_path, tokenizer, max_steps=8, callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite="warn"))]
+    )
+    fault = OutputFault(trainer.model, strike=lambda forward: forward >= 5)
+    trainer.train()
+    assert fault.fired > 2
+    assert len(journal(tmp_path, "detected")) == 1
+    assert not (tmp_path / "incidents").exists()

@@ -136,6 +136,15 @@ class Instrument:
         except Exception as error:
             self._switch_off(error)
 
+    @contextlib.contextmanager
+    def _leaving_on_exception(self) -> Iterator[None]:
+        """What raises here ends `train()`, and there is no event that says so: the trainer is given back at once."""
+        try:
+            yield
+        except BaseException:
+            self.detach()
+            raise
+
     def _switch_off(self, error: Exception) -> None:
         logger.error(
             "self_healing failed at step %s and has switched itself off; training goes on without it. "
@@ -188,7 +197,8 @@ class Instrument:
         with self._contained():
             self.window = None
             self.reentry.fetching()
-        result = original(*args, **kwargs)
+        with self._leaving_on_exception():
+            result = original(*args, **kwargs)
         if self.attached:
             with self._contained():
                 self.window = Window(self, len(result[0])) if result[0] else None
@@ -207,7 +217,8 @@ class Instrument:
         if not self.attached:
             return original(model, inputs, *args, **kwargs)
         before = self.trainer.state.num_input_tokens_seen
-        loss = self.call_training_step(window, model, inputs, *args, **kwargs)
+        with self._leaving_on_exception():
+            loss = self.call_training_step(window, model, inputs, *args, **kwargs)
         window.add_loss(loss, self.trainer.state.num_input_tokens_seen - before)
         return loss
 
@@ -247,6 +258,7 @@ class Instrument:
         try:
             self._judge_step(window)
         except UnrecoverableTrainingError:
+            self.detach()
             raise
         except TrainingFault as caught:
             fault = caught
