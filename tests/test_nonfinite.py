@@ -318,3 +318,91 @@ def test_a_scaler_that_looks_for_its_scale_is_left_alone(tmp_path: Path, tokeniz
     assert plain.accelerator.scaler.get_scale() < 2.0**127
     assert trainer.accelerator.scaler.get_scale() == plain.accelerator.scaler.get_scale()
     assert_same_weights(weights(trainer), weights(plain))
+
+
+def test_a_transient_nan_under_a_scaler_is_undone_exactly(tmp_path: Path, tokenizer: Any) -> None:
+    def build(name: str, **more: Any) -> Any:
+        trainer = sft_trainer(tmp_path / name, tokenizer, **more)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        return trainer
+
+    clean = build("clean")
+    clean.train()
+    trainer = build("struck", callbacks=[SelfHealingCallback()])
+    fault = OutputFault(trainer.model, strike=lambda forward: forward == 5)
+    trainer.train()
+    assert fault.fired == 1
+    assert trainer.accelerator.scaler.get_scale() == clean.accelerator.scaler.get_scale()
+    assert_same_weights(weights(trainer), weights(clean))
+
+
+def test_a_skipped_step_under_a_scaler_is_skipped(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    fault = OutputFault(trainer.model, strike=lambda _: trainer.state.global_step == 2)
+    trainer.train()
+    assert fault.fired
+    assert trainer.state.global_step == 6
+    assert [incident["steps_lost"] for incident in incidents(tmp_path)] == [1]
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+
+def test_lora_is_healed_as_well(tmp_path: Path, tokenizer: Any) -> None:
+    from peft import LoraConfig
+
+    def build(name: str, **more: Any) -> Any:
+        return sft_trainer(
+            tmp_path / name,
+            tokenizer,
+            trainer_kwargs={"peft_config": LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])},
+            **more,
+        )
+
+    clean = build("clean")
+    clean.train()
+    trainer = build("struck", callbacks=[SelfHealingCallback()])
+    fault = OutputFault(trainer.model.base_model.model, strike=lambda forward: forward == 5)
+    trainer.train()
+    assert fault.fired == 1
+    assert_same_weights(weights(trainer), weights(clean))
+    assert logged(trainer) == logged(clean)
+
+
+def test_a_user_who_logs_in_compute_loss_sees_it_once(tmp_path: Path, tokenizer: Any) -> None:
+    from trl import SFTTrainer
+
+    class Logging(SFTTrainer):
+        calls = 0
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            self.calls += 1
+            self.log({"mine": float(self.calls)})
+            return loss
+
+    clean = sft_trainer(tmp_path / "clean", tokenizer, trainer_class=Logging)
+    clean.train()
+    trainer = sft_trainer(tmp_path / "struck", tokenizer, trainer_class=Logging, callbacks=[SelfHealingCallback()])
+    fault = OutputFault(trainer.model, strike=lambda forward: forward == 5)
+    trainer.train()
+    assert fault.fired == 1
+    assert logged(trainer) == logged(clean)
+
+
+def test_overflow_that_outlasts_patience_lowers_the_scale_until_the_run_goes_on(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    trainer = sft_trainer(
+        tmp_path, tokenizer, max_steps=10, callbacks=[SelfHealingCallback(HealingConfig(nan_patience=6))]
+    )
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+
+    def too_large(gradient: torch.Tensor) -> torch.Tensor:
+        scale = trainer.accelerator.scaler.get_scale()
+        return gradient * float("inf") if trainer.state.global_step >= 2 and scale > 64 else gradient
+
+    trainer.model.model.layers[0].mlp.down_proj.weight.register_hook(too_large)
+    trainer.train()
+    assert trainer.accelerator.scaler.get_scale() == 64.0
+    assert trainer.state.global_step == 10
+    assert len(incidents(tmp_path)) == 2

@@ -5,26 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from transformers.integrations.neftune import deactivate_neftune
 
 from .bookkeeping import METRIC_STORES, Bookkeeping, Ledger
+from .phase import Phase
 from .random_state import RandomState
 from .row_sources import DataPosition
 from .window import TrainingFault, Window
-
-
-class Phase(Enum):
-    """Where in the optimizer step the Trainer is."""
-
-    IDLE = "before the first step"
-    FETCHING = "while batches were fetched"
-    COMPUTING = "in forward or backward"
-    STEPPING = "inside optimizer.step"
-    STEPPED = "after optimizer.step"
 
 
 @dataclass(slots=True)

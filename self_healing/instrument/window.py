@@ -16,6 +16,7 @@ from .. import consensus
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
+from .phase import Phase
 from .row_sources import RowSource
 
 
@@ -285,10 +286,23 @@ class Window:
         for parameter in self._trainer.model.parameters():
             parameter.grad = None
         total = torch.stack([loss.detach().float() for loss in self.losses]).sum()
+        if self.scaler_active:
+            self._skip_scaled_step(overflowed=math.isfinite(float(total)))
         if math.isfinite(float(total)):
             self._set_running_loss(self.losses)
         else:
             self._set_running_loss([] if substitute_loss is None else [torch.full_like(total, substitute_loss)])
+
+    def _skip_scaled_step(self, overflowed: bool) -> None:
+        """A GradScaler refuses to step without gradients, so neither it nor the optimizer is called for this step."""
+        accelerator = self._trainer.accelerator
+        scaler = accelerator.scaler
+        scaler._per_optimizer_states.clear()
+        if overflowed:
+            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        # The Trainer sets it anew at the next micro-batch.
+        accelerator.gradient_state._set_sync_gradients(False)
+        self._instrument.reentry.phase = Phase.STEPPED
 
     def _catch_up_generation(self) -> None:
         """A trainer that raised while it generated has not counted the micro-batch, and has nothing to go on with."""

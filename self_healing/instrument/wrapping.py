@@ -18,7 +18,8 @@ from .. import consensus
 from ..failures import UnrecoverableTrainingError, is_nonfinite_exception
 from ..objectives import objective_of
 from .bookkeeping import Ledger
-from .reentry import Phase, Reentry
+from .phase import Phase
+from .reentry import Reentry
 from .row_sources import DataPosition
 from .window import TrainingFault, Window
 
