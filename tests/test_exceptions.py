@@ -251,6 +251,18 @@ def test_a_callback_that_raises_anywhere_costs_no_step(
     assert logged(trainer) == logged(clean)
 
 
+@pytest.mark.parametrize("event", ["on_step_end", "on_save", "on_epoch_end", "on_train_end"])
+def test_after_the_last_step_in_mid_epoch_no_step_more_is_trained(tmp_path: Path, tokenizer: Any, event: str) -> None:
+    arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
+    expected = clean.train()
+    raising = RaisingAt(event, 5)
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[raising], **arguments)
+    output = heal(trainer)
+    assert raising.fired == 1
+    assert_same_run(trainer, output, clean, expected)
+
+
 def test_a_checkpoint_that_could_not_be_written_is_written_again(tmp_path: Path, tokenizer: Any) -> None:
     arguments = {**TWO_EPOCHS, "save_strategy": "steps", "save_steps": 5}
     clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
