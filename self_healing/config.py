@@ -77,7 +77,7 @@ class HealingConfig:
             Share of the last `skip_window` steps; when more of them were skipped, the run stops. Above 0, at most 1.
         skip_window (`int`, *optional*, defaults to `100`):
             Steps over which `max_skipped_fraction` and `max_quarantined_fraction` are measured. At least 1.
-        max_quarantined_fraction (`float`, *optional*, defaults to `0.05`):
+        max_quarantined_fraction (`float`, *optional*, defaults to `0.25`):
             Share of the rows of the last `skip_window` steps; when more of them were dropped, the run stops. Above 0,
             at most 1.
         scaler_patience (`int`, *optional*, defaults to `3`):
@@ -169,7 +169,7 @@ class HealingConfig:
         metadata={"help": "Steps over which `max_skipped_fraction` and `max_quarantined_fraction` are measured."},
     )
     max_quarantined_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = field(
-        default=0.05,
+        default=0.25,
         metadata={
             "help": "The run stops when more than this share of the rows of the last `skip_window` steps was dropped."
         },
@@ -253,7 +253,7 @@ class HealingConfig:
             "reexecute_attempts": 2,
             "nan_patience": 8,
             "max_skipped_fraction": 0.25,
-            "max_quarantined_fraction": 0.15,
+            "max_quarantined_fraction": 0.5,
             "max_recovery_attempts": 20,
             "retry_max_seconds": 900.0,
         }
@@ -272,6 +272,7 @@ class HealingConfig:
             "nan_patience": 2,
             "drop_poison_rows": False,
             "max_skipped_fraction": 0.02,
+            "max_quarantined_fraction": 0.05,
             "max_recovery_attempts": 2,
         }
         return cls.from_dict({**preset, **overrides})

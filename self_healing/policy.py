@@ -72,6 +72,9 @@ class StepPolicy:
         config = self.config
         self.recent.append((skipped, rows, dropped))
         self.unhealed_in_a_row = self.unhealed_in_a_row + 1 if skipped and not explained else 0
+        if not skipped and not dropped:
+            # A step with nothing wrong brings no limit nearer, and comes by the million.
+            return None
         if self.unhealed_in_a_row >= config.nan_patience:
             return (
                 f"{self.unhealed_in_a_row} steps in a row were not finite and could not be healed "

@@ -268,7 +268,7 @@ class TestPresets:
             "reexecute_attempts": 2,
             "nan_patience": 8,
             "max_skipped_fraction": 0.25,
-            "max_quarantined_fraction": 0.15,
+            "max_quarantined_fraction": 0.5,
             "max_recovery_attempts": 20,
             "retry_max_seconds": 900.0,
         }
@@ -278,6 +278,7 @@ class TestPresets:
             "nan_patience": 2,
             "drop_poison_rows": False,
             "max_skipped_fraction": 0.02,
+            "max_quarantined_fraction": 0.05,
             "max_recovery_attempts": 2,
         }
 
