@@ -1,0 +1,157 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from self_healing import FailureType, HealingConfig, demo
+from self_healing.cli import app
+from self_healing.demo import DemoResult
+from self_healing.journal import Journal
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
+
+
+# ---- config ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], HealingConfig()),
+        (["--preset", "default"], HealingConfig()),
+        (["--preset", "aggressive"], HealingConfig.aggressive()),
+        (["--preset", "conservative"], HealingConfig.conservative()),
+    ],
+)
+def test_config_prints_toml_that_is_read_back(tmp_path: Path, arguments: list[str], expected: HealingConfig) -> None:
+    result = run("config", *arguments)
+    assert result.exit_code == 0
+    (tmp_path / "healing.toml").write_text(result.stdout, encoding="utf-8")
+    assert HealingConfig.from_toml(tmp_path / "healing.toml") == expected
+
+
+def test_config_names_the_presets_it_knows() -> None:
+    result = run("config", "--preset", "timid")
+    assert result.exit_code == 2
+    assert "conservative" in result.stderr
+
+
+# ---- report ----
+
+
+def write_journal(directory: Path, incidents: int) -> None:
+    journal = Journal(directory, HealingConfig(), run_id="run")
+    journal.event("run_started", 0)
+    for number in range(incidents):
+        incident = journal.open(10 * number, "nonfinite_loss", {"loss": float("nan")})
+        journal.diagnosed(incident, FailureType.NONFINITE_NUMERICAL, "numerical", {})
+        journal.acted(incident, "skip_step")
+        incident.steps_lost, incident.seconds_lost = 1, 0.25
+        journal.closed(incident, "unresolved")
+    journal.event("run_ended", 100)
+
+
+def test_report_shows_the_incidents_and_their_sum(tmp_path: Path) -> None:
+    write_journal(tmp_path, incidents=3)
+    result = run("report", str(tmp_path))
+    assert result.exit_code == 0
+    assert result.stdout.count("skip step") == 3
+    assert "3 incidents, 3 steps and 0.8 s lost." in result.stdout
+    assert str(tmp_path / "healing_events.jsonl") in result.stdout
+
+
+def test_report_of_a_healthy_run_says_so(tmp_path: Path) -> None:
+    write_journal(tmp_path, incidents=0)
+    result = run("report", str(tmp_path))
+    assert result.exit_code == 0
+    assert "Nothing had to be healed." in result.stdout
+
+
+def test_report_without_a_journal_is_a_clear_error(tmp_path: Path) -> None:
+    result = run("report", str(tmp_path / "elsewhere"))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "There is no healing_events.jsonl in" in result.stderr
+    assert "Please name the output_dir" in result.stderr
+
+
+# ---- demo ----
+
+
+@pytest.fixture
+def demo_result(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the demo returns, and what it was called with."""
+    seen: dict[str, Any] = {"result": DemoResult()}
+    # The command lowers the number of threads on machines with many cores.
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+
+    def run_demo(output_dir: Path, **kwargs: Any) -> DemoResult:
+        seen.update(kwargs, output_dir=output_dir)
+        return seen["result"]
+
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    return seen
+
+
+def test_demo_says_how_to_look_at_it_again(tmp_path: Path, demo_result: dict[str, Any]) -> None:
+    result = run("demo", "--output-dir", str(tmp_path), "--seed", "5")
+    assert result.exit_code == 0
+    assert (demo_result["output_dir"], demo_result["seed"], demo_result["healing"]) == (tmp_path, 5, True)
+    assert f"self-healing report {tmp_path}" in result.stdout
+
+
+def test_demo_goes_to_a_fresh_directory(demo_result: dict[str, Any]) -> None:
+    assert run("demo").exit_code == 0
+    assert demo_result["output_dir"].match("outputs/demo-*")
+
+
+def test_demo_fails_when_something_was_not_healed(tmp_path: Path, demo_result: dict[str, Any]) -> None:
+    demo_result["result"] = DemoResult(problems=["the transient NaN never struck"])
+    assert run("demo", "--output-dir", str(tmp_path)).exit_code == 1
+
+
+def test_demo_without_healing_is_no_failure(tmp_path: Path, demo_result: dict[str, Any]) -> None:
+    result = run("demo", "--no-healing", "--output-dir", str(tmp_path))
+    assert result.exit_code == 0
+    assert demo_result["healing"] is False
+    assert "report" not in result.stdout
+
+
+def test_demo_without_trl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trl" else find_spec(name))
+    result = run("demo")
+    assert result.exit_code == 1
+    assert "pip install 'self-healing[trl]'" in result.stderr
+
+
+# ---- all ----
+
+
+def test_the_command_line_needs_trl_only_for_the_demo() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules.update({'trl': None, 'datasets': None})\n"
+        "from typer.testing import CliRunner\n"
+        "from self_healing.cli import app\n"
+        "assert CliRunner().invoke(app, ['config']).exit_code == 0\n"
+        "assert 'self_healing.demo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_command_shows_the_help() -> None:
+    result = run()
+    for command in ("demo", "report", "config"):
+        assert command in result.output
