@@ -1,0 +1,270 @@
+"""
+What the callback costs on a run in which nothing goes wrong.
+
+Two runs go on at once, in two threads that take turns: the plain trainer does a step, the one with a
+`SelfHealingCallback` does a step, and so on. Whatever else the machine is doing falls on both alike. Each such duet
+gives the median over its pairs of steps; reported are the median over all duets and its bootstrap confidence interval.
+
+```bash
+python benchmarks/overhead.py
+python benchmarks/overhead.py --device cuda --turn 10 --width 1024 --layers 16
+```
+
+A step lasts from the end of the step before to its own end: logging, fetching, forward and backward, clipping, update.
+On a GPU the host runs ahead of the device, so there a turn should be several steps: the device is synchronised when
+the turn passes, and left alone within it.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import datasets
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from transformers import PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+import self_healing
+from self_healing import SelfHealingCallback
+from self_healing.demo import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
+
+
+RESULTS = Path(__file__).parent / "results"
+# Turns at the start that are not counted: allocators and caches fill, the callback copies all buffers once.
+WARM_UP = 5
+# No turn takes as long; a thread that waits longer waits for one that has died.
+PATIENCE = 600.0
+
+
+class Turn(TrainerCallback):
+    """Passes the turn to the other run after every few steps, and notes how long its own turns took."""
+
+    def __init__(self, steps: int, on_device: Any) -> None:
+        self.seconds: list[float] = []
+        self.mine = threading.Semaphore(0)
+        self.other: Turn | None = None
+        self._steps = steps
+        self._on_device = on_device
+        self._began: float | None = None
+
+    def _synchronize(self) -> None:
+        if self._on_device is not None:
+            self._on_device.synchronize()
+
+    def wait(self) -> None:
+        if not self.mine.acquire(timeout=PATIENCE):
+            raise RuntimeError("the other run of the duet has ended")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self._steps:
+            return
+        self._synchronize()
+        if self._began is not None:
+            self.seconds.append((time.perf_counter() - self._began) / self._steps)
+        self.other.mine.release()
+        if state.global_step < state.max_steps:
+            self.wait()
+        self._began = time.perf_counter()
+
+
+class Bench:
+    """Builds the same trainer again and again and times its steps."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.size = DemoSize(tokens=options.tokens, width=options.width, layers=options.layers)
+        self.on_device = None if options.device == "cpu" else torch.get_device_module(options.device)
+        texts = [text for text in stdlib_docstrings() if len(text) > 4 * options.tokens]
+        self.tokenizer = train_tokenizer(texts, self.size.vocabulary)
+        # Tokenized once, and every row full: all steps do the same work.
+        rows = [self.tokenizer(text)["input_ids"][: options.tokens] for text in texts]
+        rows = [row for row in rows if len(row) == options.tokens]
+        self.steps = (options.turns + WARM_UP) * options.turn
+        needed = self.steps * options.rows
+        self.dataset = Dataset.from_dict({"input_ids": [rows[index % len(rows)] for index in range(needed)]})
+        model = small_llama(self.tokenizer, self.size, seed=0)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    def trainer(self, healed: bool, turn: Turn, directory: str) -> SFTTrainer:
+        options = self.options
+        trainer = SFTTrainer(
+            model=small_llama(self.tokenizer, self.size, seed=0),
+            args=SFTConfig(
+                output_dir=directory,
+                max_steps=self.steps,
+                max_length=options.tokens,
+                per_device_train_batch_size=options.rows,
+                gradient_accumulation_steps=1,
+                logging_steps=10,
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                use_cpu=options.device == "cpu",
+                bf16=options.device != "cpu",
+                gradient_checkpointing=False,
+                dataloader_pin_memory=options.device != "cpu",
+            ),
+            train_dataset=self.dataset,
+            processing_class=self.tokenizer,
+            callbacks=[SelfHealingCallback()] if healed else None,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(turn)
+        return trainer
+
+    def duet(self, healed_first: bool) -> list[tuple[float, float]]:
+        """Seconds per step, plain and healed, of each pair of turns."""
+        turns = {healed: Turn(self.options.turn, self.on_device) for healed in (False, True)}
+        for healed, turn in turns.items():
+            turn.other = turns[not healed]
+
+        def train(healed: bool, directory: str) -> None:
+            # OpenMP keeps the number of threads for each calling thread.
+            torch.set_num_threads(self.options.threads)
+            turns[healed].wait()
+            trainers[healed].train()
+
+        with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as threads:
+            trainers = {healed: self.trainer(healed, turn, directory) for healed, turn in turns.items()}
+            gc.collect()
+            running = [threads.submit(train, healed, directory) for healed in (False, True)]
+            turns[healed_first].mine.release()
+            for run in running:
+                run.result()
+        return list(zip(turns[False].seconds, turns[True].seconds, strict=True))[WARM_UP - 1 :]
+
+
+def keep_freed_memory() -> None:
+    """
+    Has glibc keep freed memory instead of giving it back to the system.
+
+    Otherwise it gives back and takes again a part of the activations in every step, how large a part being a matter of
+    luck that holds for minutes: two runs of the same plain trainer then differ by up to 10 %, with it by 0.3 %.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # from malloc.h
+    libc.mallopt(trim_threshold, 2**31 - 1)
+    libc.mallopt(top_pad, 64 * 2**20)
+    libc.mallopt(mmap_threshold, 32 * 2**20)
+
+
+def median_and_interval(values: list[float], resamples: int = 10_000) -> tuple[float, list[float]]:
+    """Median with its 95 % percentile bootstrap interval."""
+    sample = torch.tensor(values, dtype=torch.float64)
+    draws = torch.randint(len(values), (resamples, len(values)), generator=torch.Generator().manual_seed(0))
+    medians = sample[draws].quantile(0.5, dim=1)
+    return statistics.median(values), medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+
+
+def processor() -> str:
+    """The CPU's name as its maker writes it, where the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
+    bench = Bench(options)
+    # The order alternates, so that whoever begins gains nothing by it.
+    duets = [bench.duet(healed_first=number % 2 == 1) for number in range(options.duets)]
+    ratios = [statistics.median(healed / plain for plain, healed in duet) for duet in duets]
+    extras = [statistics.median(1e3 * (healed - plain) for plain, healed in duet) for duet in duets]
+    ratio, ratio_interval = median_and_interval(ratios)
+    extra, extra_interval = median_and_interval(extras)
+    pairs = [pair for duet in duets for pair in duet]
+    return {
+        "what": "time of an optimizer step with SelfHealingCallback over that of the plain trainer, healthy SFT run",
+        "ratio": ratio,
+        "ratio_ci95": ratio_interval,
+        "extra_ms_per_step": extra,
+        "extra_ms_per_step_ci95": extra_interval,
+        "plain_ms_per_step": 1e3 * statistics.median(plain for plain, _ in pairs),
+        "healed_ms_per_step": 1e3 * statistics.median(healed for _, healed in pairs),
+        "duets": options.duets,
+        "pairs_of_turns_per_duet": options.turns,
+        "steps_per_turn": options.turn,
+        "setting": {
+            "device": "cpu" if bench.on_device is None else bench.on_device.get_device_name(),
+            "cpu": processor(),
+            "threads": options.threads,
+            "cores": os.cpu_count(),
+            "parameters": bench.parameters,
+            "rows": options.rows,
+            "tokens": options.tokens,
+            "precision": "float32" if bench.on_device is None else "bfloat16 autocast",
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl": trl.__version__,
+            "accelerate": accelerate.__version__,
+            "self_healing": self_healing.__version__,
+        },
+        "ratio_of_each_duet": [round(value, 5) for value in ratios],
+        "extra_ms_per_step_of_each_duet": [round(value, 4) for value in extras],
+    }
+
+
+def show(result: dict[str, Any]) -> Table:
+    table = Table(title="Cost of the callback on a healthy run", header_style="bold")
+    for column in ("", "median", "95 % interval"):
+        table.add_column(column, justify="left" if not column else "right")
+    table.add_row("plain trainer, ms per step", f"{result['plain_ms_per_step']:.2f}", "")
+    table.add_row("with the callback, ms per step", f"{result['healed_ms_per_step']:.2f}", "")
+    low, high = result["extra_ms_per_step_ci95"]
+    table.add_row("difference, ms per step", f"{result['extra_ms_per_step']:+.2f}", f"{low:+.2f} to {high:+.2f}")
+    low, high = result["ratio_ci95"]
+    table.add_row("ratio", f"{result['ratio']:.4f}", f"{low:.4f} to {high:.4f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--duets", type=int, default=32, help="duets of a plain and a healed run")
+    parser.add_argument("--turns", type=int, default=40, help="turns of each run in a duet that count")
+    parser.add_argument("--turn", type=int, default=1, help="steps of a turn")
+    parser.add_argument("--rows", type=int, default=4, help="rows of a step")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a row")
+    parser.add_argument("--width", type=int, default=160, help="size of the hidden states")
+    parser.add_argument("--layers", type=int, default=2, help="transformer blocks")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch on the CPU")
+    parser.add_argument("--output", type=Path, help="JSON file; by default results/overhead_DEVICE.json")
+    options = parser.parse_args()
+
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    result = measure(options)
+    output = options.output or RESULTS / f"overhead_{options.device}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    console = Console(highlight=False)
+    console.print(show(result))
+    console.print(f"Written to {output}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
