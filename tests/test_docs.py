@@ -1,0 +1,178 @@
+"""README and docs: what they show runs, what they name exists, what is generated is up to date."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+import runpy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from conftest import TEXTS, common_arguments, tiny_model
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from self_healing import FailureType, HealingConfig, SelfHealingTrainer
+from self_healing.cli import app
+
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def test_every_block_is_of_a_kind_that_is_checked() -> None:
+    for page in PAGES:
+        kinds = set(re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), re.MULTILINE)) - {""}
+        assert kinds <= {"python", "bash", "toml", "yaml", "text"}
+
+
+# ---- what they show runs ----
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    """All blocks of a page in order and in one namespace, with what a reader has beforehand: model, dataset, args."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    namespace: dict[str, Any] = {
+        "model": str(tmp_path / "model"),
+        "dataset": Dataset.from_dict({"text": TEXTS}),
+        "args": SFTConfig(**common_arguments(tmp_path / "run", max_length=64, max_steps=2)),
+    }
+    if page.name == "troubleshooting.md":
+        namespace |= {"SFTTrainer": SFTTrainer, "SelfHealingTrainer": SelfHealingTrainer}
+        leave_a_postmortem(namespace)
+    for number, block in enumerate(blocks(page, "python"), start=1):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def leave_a_postmortem(namespace: dict[str, Any]) -> None:
+    """A run that ended after its first step with an exception of the user."""
+
+    class Failing(SFTTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 1:
+                raise ValueError("a mistake")
+            return super().training_step(*args, **kwargs)
+
+    trainer = Failing(namespace["model"], args=namespace["args"], train_dataset=namespace["dataset"])
+    with pytest.raises(ValueError, match="a mistake"):
+        SelfHealingTrainer(trainer).train()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
+def test_toml_is_read(page: Path) -> None:
+    for block in blocks(page, "toml"):
+        HealingConfig.from_dict(tomllib.loads(block))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name)
+def test_yaml_holds_settings_that_exist(page: Path) -> None:
+    known = {field.name for config in (SFTConfig, HealingConfig) for field in dataclasses.fields(config)}
+    for block in blocks(page, "yaml"):
+        assert set(yaml.safe_load(block)) <= known
+
+
+# ---- what they name exists ----
+
+
+def test_commands_exist() -> None:
+    commands = typer.main.get_command(app).commands
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    found = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        code = "\n".join([*blocks(page, "bash"), *re.findall(r"`([^`\n]+)`", text)])
+        for target in re.findall(r"\bmake ([a-z-]+)", code):
+            assert target in targets, f"{page.name}: make {target}"
+            found += 1
+        for name, rest in re.findall(r"\bself-healing ([a-z]+)([^#\n]*)", code):
+            assert name in commands, f"{page.name}: self-healing {name}"
+            found += 1
+            if rest.strip():
+                # Parses, or raises what the user would see.
+                commands[name].make_context(name, rest.split())
+    assert found > 8
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+        for target in targets:
+            if "://" in target:
+                continue
+            path, _, anchor = target.partition("#")
+            linked = page.parent / path if path else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+                assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_settings_that_are_named_exist() -> None:
+    """Words in code that look like a setting of ours are one: a renamed setting would be left behind here."""
+    parts = {name.split("_")[0] for name in HealingConfig().to_dict()}
+    known = {field.name for config in (SFTConfig, HealingConfig) for field in dataclasses.fields(config)}
+    known |= {str(failure) for failure in FailureType} | {"on_instability", "save_model"}
+    for page in PAGES:
+        for word in re.findall(r"`(?:--no_)?([a-z]+(?:_[a-z]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8")):
+            if word.split("_")[0] in parts:
+                assert word in known, f"{page.name}: {word}"
+
+
+def texts_in_the_code() -> str:
+    """All string constants of the package, with … for what is filled in."""
+    found = []
+    for path in sorted((ROOT / "self_healing").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[sd]", "…", node.value))
+    return "\n".join(found)
+
+
+def test_messages_are_quoted_as_the_code_says_them() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    code = texts_in_the_code()
+    messages = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    assert len(messages) > 10
+    for message in messages:
+        # Longer pieces between the gaps; `Done: …; …` and the like are put together from several places.
+        pieces = [piece for piece in message.split("…") if len(piece.strip()) > 3]
+        missing = [piece for piece in pieces if piece.strip() not in code]
+        assert not missing, f"{message}: {missing}"
+
+
+# ---- what is generated or measured is up to date ----
+
+
+def test_the_table_of_settings_is_up_to_date() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "settings_table.py"))
+    page = generator["PAGE"].read_text(encoding="utf-8")
+    assert page == generator["page_with_table"](page), "please run: python docs/settings_table.py"
+    for name in HealingConfig().to_dict():
+        assert f"| `{name}` |" in page
+
+
+def test_the_overhead_is_quoted_as_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "overhead_cpu.json").read_text(encoding="utf-8"))
+    page = " ".join((ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").split())
+    low, high = measured["extra_ms_per_step_ci95"]
+    assert f"**+{measured['extra_ms_per_step']:.2f} ms per step** (95 % interval {low:+.2f} to {high:+.2f} ms)" in page
+    low, high = measured["ratio_ci95"]
+    assert f"a ratio of {measured['ratio']:.3f} ({low:.3f} to {high:.3f})" in page
+    assert f"{measured['plain_ms_per_step']:.1f} ms per step" in page
+    assert f"over {measured['duets']} duets of {measured['pairs_of_turns_per_duet']} pairs of steps" in page
