@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,7 +193,11 @@ class HealingActions:
     def _wait(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
         state = tenacity.RetryCallState(retry_object=tenacity.Retrying(), fn=None, args=(), kwargs={})
         state.attempt_number = max(self.session.budget.used, 1)
+        # tenacity draws from `random`, which the run has seeded: every job with that seed would come back at once.
+        training_state = random.getstate()
+        random.seed()
         seconds = float(self._backoff(state))
+        random.setstate(training_state)
         self.session.sleep(seconds)
         return {"waited_seconds": round(seconds, 3)}
 
@@ -200,7 +205,9 @@ class HealingActions:
         incident, trainer = context.incident, _instrument(context).trainer
         failure = incident.failure or FailureType.USER_CODE
         session = self.session
-        incident.outcome = "fatal"
+        session.journal.acted(incident, Action.STOP.value)
+        session.close_as_fatal(incident)
+        session.journal.dealt_with(incident)
         step = int(trainer.state.global_step)
         point = session.resume_point
         checkpoint = point.path if point is not None and point.step == step else None
@@ -209,7 +216,7 @@ class HealingActions:
         )
         advice = FAILURE_RECIPES[failure].advice
         raise UnrecoverableTrainingError(
-            f"Training stopped at step {step}: {context.verdict}. What to do: {advice} "
+            f"Training stopped at step {step}: {context.verdict.rstrip('.')}. What to do: {advice} "
             f"Postmortem: {path or 'could not be written, see the log'}.",
             failure=failure,
             postmortem=path,

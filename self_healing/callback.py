@@ -263,11 +263,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT and self.config.save_offending_batch:
             incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
         context.verdict = decision.verdict
-        if Action.STOP in decision.actions:
-            session.journal.dealt_with(incident)
         self.actions.apply(decision.actions, context, args)
         incident.seconds_lost = time.perf_counter() - began
-        session.journal.dealt_with(incident)
         poison = diagnosis.failure is FailureType.NONFINITE_POISON_ROWS
         if not window.skipped and decision.actions:
             healed = window.signals()
@@ -280,6 +277,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if stop is not None:
             context.verdict = stop
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, args)
+        session.journal.dealt_with(incident)
 
     def _decide(self, session: Session, instrument: Instrument, diagnosis: Diagnosis) -> Decision:
         if not self._acts(instrument):

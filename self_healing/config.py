@@ -94,8 +94,8 @@ class HealingConfig:
             Whether to write an exactly resumable checkpoint when an exception ends `train()`. If `False`, the run
             falls back on the newest regular checkpoint.
         retry_initial_seconds (`float`, *optional*, defaults to `5.0`):
-            First wait, in seconds, before re-entering after a network or service failure. The wait grows exponentially
-            with every further attempt and is jittered. At least 0.
+            Upper bound of the first wait, in seconds, before re-entering after a network or service failure. The bound
+            doubles with every further attempt, and each wait is drawn at random below it. At least 0.
         retry_max_seconds (`float`, *optional*, defaults to `300.0`):
             Longest such wait, in seconds. At least `retry_initial_seconds`.
 
@@ -198,8 +198,8 @@ class HealingConfig:
     retry_initial_seconds: Annotated[float, Setting("recovery", at_least=0)] = field(
         default=5.0,
         metadata={
-            "help": "First wait, in seconds, before re-entering after a network or service failure. The wait grows "
-            "exponentially with every further attempt and is jittered."
+            "help": "Upper bound of the first wait, in seconds, before re-entering after a network or service failure. "
+            "The bound doubles with every further attempt, and each wait is drawn at random below it."
         },
     )
     retry_max_seconds: Annotated[float, Setting("recovery", at_least=0)] = field(

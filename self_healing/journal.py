@@ -33,7 +33,6 @@ logger = logging.getLogger("self_healing")
 SCHEMA_VERSION = 1
 EVENTS_FILE = "healing_events.jsonl"
 POSTMORTEM_FILE = "postmortem.json"
-_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 @dataclass(slots=True)
@@ -170,7 +169,8 @@ class Journal:
         recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
         severity = "warning" if recipe is None else recipe.severity
         text = describe(incident)
-        logger.log(_LEVELS[severity], "%s", text)
+        # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
+        logger.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", text)
         self.alert(f"self_healing: {incident.cause}", text, severity)
         if self.notify is not None:
             self._contained("on_instability", lambda: self.notify(incident) if self.notify else None)

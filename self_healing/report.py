@@ -95,11 +95,15 @@ class HealingReport:
             "journal": self.journal,
         }
 
+    def __rich__(self) -> Table:
+        return self.table()
+
     def table(self) -> Table:
         """The incidents as a table for the terminal."""
         table = Table(title="What happened", header_style="bold")
-        for column in ("step", "fault", "cause found", "remedy", "steps lost", "seconds lost", "outcome"):
-            table.add_column(column, justify="right" if "lost" in column or column == "step" else "left")
+        for column in ("step", "fault", "cause found", "remedy", "steps\nlost", "seconds\nlost", "outcome"):
+            numeric = "lost" in column or column == "step"
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for incident in self.incidents:
             table.add_row(
                 str(incident["step"]),

@@ -88,6 +88,12 @@ class Session:
             self._close(incident, trend, after)
         self._judging.clear()
 
+    def close_as_fatal(self, incident: Incident) -> None:
+        """The run ends with this incident: it is closed, and with it what was still waiting to be judged."""
+        self._judging = [entry for entry in self._judging if entry[0] is not incident]
+        self.close_outcomes()
+        self.journal.closed(incident, "fatal")
+
     def _close(self, incident: Incident, trend: tuple[float, float] | None, after: list[float]) -> None:
         typical = sorted(after)[len(after) // 2] if after else None
         if typical is None:

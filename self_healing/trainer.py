@@ -234,7 +234,7 @@ class SelfHealingTrainer:
     def _end(
         self, session: Session, incident: Incident, failure: FailureType, error: BaseException, point: Any
     ) -> None:
-        incident.outcome = "fatal"
+        session.close_as_fatal(incident)
         verdict = f"{type(error).__name__}: {error}"
         self._write_postmortem(session, failure, error, verdict, point if isinstance(point, str) else None)
         session.journal.dealt_with(incident)

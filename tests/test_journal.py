@@ -296,3 +296,38 @@ def test_a_run_that_is_only_watched_reports_a_dead_model_once(tmp_path: Path, to
     assert fault.fired > 2
     assert len(journal(tmp_path, "detected")) == 1
     assert not (tmp_path / "incidents").exists()
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
+def test_a_run_that_died_is_told_alike_by_journal_report_and_listeners(
+    tmp_path: Path, tokenizer: Any, wrapped: bool
+) -> None:
+    told: list[str] = []
+
+    class Listener(TrainerCallback):
+        def on_instability(self, args: Any, state: Any, control: Any, incident: Incident, **kwargs: Any) -> None:
+            told.append(incident.outcome)
+
+    config = HealingConfig(nan_patience=2)
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), Listener()])
+    OutputFault(trainer.model, strike=lambda _: trainer.state.global_step >= 2)
+    with pytest.raises(RuntimeError, match="2 steps in a row"):
+        (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+    report = HealingReport.from_run_dir(tmp_path)
+    assert [incident["outcome"] for incident in report.incidents] == ["unresolved", "fatal"]
+    assert [incident["steps_lost"] for incident in report.incidents] == [1, 1]
+    assert told == ["open", "fatal"]
+    assert report.incidents[-1]["actions"] == ["skip_step", "emergency_checkpoint", "stop"]
+
+
+def test_waits_differ_between_jobs_with_the_same_seed(tmp_path: Path, tokenizer: Any) -> None:
+    def waits(name: str) -> list[float]:
+        trainer = sft_trainer(tmp_path / name, tokenizer)
+        RaisingForward(trainer.model, lambda forward: forward in (3, 5), lambda: ConnectionError("gone"))
+        seconds: list[float] = []
+        SelfHealingTrainer(trainer, sleep=seconds.append).train()
+        return seconds
+
+    first, second = waits("first"), waits("second")
+    assert len(first) == len(second) == 2
+    assert first != second

@@ -347,7 +347,7 @@ class Window:
         return {
             "step": self.step,
             "micro_batches": {index: _to_cpu(batch) for index, batch in self.prepared.items()},
-            "rng": {"cpu": rng.cpu, "device": rng.device, "python": rng.python},
+            "rng": {"cpu": rng.cpu, "devices": rng.devices, "python": rng.python},
         }
 
 
