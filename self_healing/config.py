@@ -198,8 +198,8 @@ class HealingConfig:
     retry_initial_seconds: Annotated[float, Setting("recovery", at_least=0)] = field(
         default=5.0,
         metadata={
-            "help": "Upper bound of the first wait, in seconds, before re-entering after a network or service failure. "
-            "The bound doubles with every further attempt, and each wait is drawn at random below it."
+            "help": "Upper bound of the first wait, in seconds, before re-entering after a network or service "
+            "failure. The bound doubles with every further attempt, and each wait is drawn at random below it."
         },
     )
     retry_max_seconds: Annotated[float, Setting("recovery", at_least=0)] = field(
