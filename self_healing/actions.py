@@ -13,7 +13,7 @@ import tenacity
 import torch
 from transformers import TrainingArguments
 
-from .checkpoints import save_emergency_checkpoint
+from .checkpoints import publish, save_emergency_checkpoint
 from .config import HealingConfig
 from .diagnosis import Diagnosis
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
@@ -172,7 +172,7 @@ class HealingActions:
         if not self.config.emergency_checkpoint:
             return {"checkpoint": None, "why": "emergency_checkpoint=False"}
         try:
-            point = save_emergency_checkpoint(_instrument(context))
+            point = save_emergency_checkpoint(_instrument(context), self.session.run_id)
         except Exception as error:
             logger.warning(
                 "The emergency checkpoint could not be written (%s: %s); falling back on the newest regular one.",
@@ -187,7 +187,6 @@ class HealingActions:
                 "why": f"the weights cannot be trusted: it happened {_instrument(context).reentry.phase.value}",
             }
         self.session.resume_point = point
-        self.session.emergency_checkpoints.add(point.path)
         return {"checkpoint": point.path}
 
     def _wait(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
@@ -210,7 +209,9 @@ class HealingActions:
         session.journal.dealt_with(incident)
         step = int(trainer.state.global_step)
         point = session.resume_point
-        checkpoint = point.path if point is not None and point.step == step else None
+        checkpoint = None
+        if point is not None and point.step == step:
+            checkpoint = point.path = publish(point.path, str(trainer.args.output_dir))
         path = session.journal.write_postmortem(
             context.verdict, failure, step, context.error, trainer.state.log_history, checkpoint
         )

@@ -133,12 +133,14 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if session.entries == 0:
             session.journal.set_aside_postmortem()
             self._restore_state(session, state)
+            session.first_resume = resumed_from
         session.entries += 1
         session.journal.attempt = session.entries
         instrument.attach()
         point = session.resume_point
         if point is not None and point.path == resumed_from:
-            instrument.reentry.continue_from(point, session.started_at)
+            if instrument.reentry.continue_from(point, session.started_at):
+                write_marker(Path(point.path), session.run_id, point.step, instrument.ledger.export(), emergency=True)
         elif resumed_from is not None:
             marker = read_marker(Path(resumed_from))
             if marker is not None and marker.get("step") == state.global_step:
@@ -298,10 +300,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if session is None or session.instrument is None or session.broken or not args.should_save:
             return
         checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-        session.emergency_checkpoints.discard(str(checkpoint))
         try:
             if checkpoint.is_dir():
-                write_marker(checkpoint, state.global_step, session.instrument.ledger.export(), emergency=False)
+                exported = session.instrument.ledger.export()
+                write_marker(checkpoint, session.run_id, state.global_step, exported, emergency=False)
         except Exception:
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
 

@@ -20,13 +20,15 @@ MARKER_FILE = "healing.json"
 MARKER_SCHEMA = 1
 
 
-def write_marker(checkpoint: Path, step: int, bookkeeping: dict[str, Any], emergency: bool) -> None:
+def write_marker(checkpoint: Path, run: str, step: int, bookkeeping: dict[str, Any], emergency: bool) -> None:
     """
     Marks a checkpoint as complete, after everything else in it was written; the marker appears whole or not at all.
 
     Args:
         checkpoint (`Path`):
             The checkpoint directory.
+        run (`str`):
+            The run it belongs to.
         step (`int`):
             Optimizer steps finished.
         bookkeeping (`dict`):
@@ -37,6 +39,7 @@ def write_marker(checkpoint: Path, step: int, bookkeeping: dict[str, Any], emerg
     content = {
         "schema": MARKER_SCHEMA,
         "time": time.time(),
+        "run": run,
         "step": step,
         "emergency": emergency,
         "files": {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files(checkpoint)},
@@ -48,21 +51,22 @@ def write_marker(checkpoint: Path, step: int, bookkeeping: dict[str, Any], emerg
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any] | None:
-    """The marker of a checkpoint, or `None` if there is none that can be read and holds for what is there."""
+    """The marker of a checkpoint, or `None` if there is none that can be read and holds for the files there."""
     try:
         content = json.loads((checkpoint / MARKER_FILE).read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("schema") != MARKER_SCHEMA:
+            return None
+        whole = all((checkpoint / name).stat().st_size == size for name, size in content["files"].items())
     except (OSError, ValueError):
         return None
-    if not isinstance(content, dict) or content.get("schema") != MARKER_SCHEMA:
-        return None
-    return content
+    return content if whole else None
 
 
 def _files(checkpoint: Path) -> list[Path]:
     return sorted(file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(MARKER_FILE))
 
 
-def save_emergency_checkpoint(instrument: Instrument) -> ResumePoint | None:
+def save_emergency_checkpoint(instrument: Instrument, run: str) -> ResumePoint | None:
     """
     After an exception left `train()`: writes the state as of the last finished step, so that a resume, ours or the
     plain Trainer's, continues bit for bit.
@@ -76,26 +80,42 @@ def save_emergency_checkpoint(instrument: Instrument) -> ResumePoint | None:
     settled = instrument.reentry.settle()
     if settled is None or instrument.nonfinite_tensors():
         return None
-    bookkeeping, pending = settled
+    bookkeeping, pending, leave = settled
     step = int(instrument.trainer.state.global_step)
     exported = instrument.ledger.export()
     path = instrument.reentry.checkpoint_path()
     try:
         instrument.reentry.save_checkpoint()
-        write_marker(Path(path), step, exported, emergency=True)
+        write_marker(Path(path), run, step, exported, emergency=True)
     except Exception:
         # Half a checkpoint is worse than none: `resume_from_checkpoint=True` would take it.
         remove_checkpoint(path)
         raise
-    return ResumePoint(step, path, bookkeeping, pending)
+    return ResumePoint(step, path, bookkeeping, pending, leave)
 
 
-def newest_marked_checkpoint(output_dir: str) -> str | None:
-    """The newest checkpoint that was completely written under this library's eyes."""
+def publish(emergency: str, output_dir: str) -> str:
+    """
+    Puts an emergency checkpoint among the regular ones, where `resume_from_checkpoint=True` finds it.
+
+    Returns:
+        Where it is now: a regular checkpoint of that step stays in its place, and the emergency one in its own.
+    """
+    regular = Path(output_dir) / Path(emergency).name
+    if regular.exists():
+        return emergency
+    shutil.move(emergency, regular)
+    shutil.rmtree(Path(emergency).parent, ignore_errors=True)
+    return str(regular)
+
+
+def newest_checkpoint_of(run: str, output_dir: str, emergency_dir: str) -> str | None:
+    """The newest checkpoint that was completely written in this run; those of another run are not ours to take."""
+    folders = [*Path(output_dir).glob("checkpoint-*"), *Path(emergency_dir).glob("checkpoint-*")]
     marked = [
         (marker["step"], str(folder))
-        for folder in Path(output_dir).glob("checkpoint-*")
-        if (marker := read_marker(folder)) is not None
+        for folder in folders
+        if (marker := read_marker(folder)) is not None and marker.get("run") == run
     ]
     return max(marked)[1] if marked else None
 

@@ -67,7 +67,7 @@ class Quarantine:
         """Writes rows down. A file that cannot be written is reported, not raised."""
         lines = []
         for row in rows:
-            key = f"{row.content_hash}:{row.dataset_index}:{row.segment}"
+            key = f"{row.content_hash}:{row.dataset_index}:{row.segment}:{row.stream_ordinal}"
             if key in self.seen:
                 continue
             self.seen.add(key)

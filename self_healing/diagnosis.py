@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 from . import consensus
 from .config import HealingConfig
 from .failures import FailureType
-from .instrument import Instrument, Window
+from .instrument import Instrument, TrainingFault, Window
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
         if window.signals().finite:
             return Diagnosis(FailureType.NONFINITE_TRANSIENT, "transient", {"reexecutions": attempt})
     device = instrument.trainer.accelerator.device
+    # What a failing forward left in batch norm statistics is a consequence, not a cause.
+    window.restore_buffers()
     corrupted = instrument.nonfinite_tensors()
     if consensus.any_rank(bool(corrupted), device):
         return Diagnosis(
@@ -74,7 +80,12 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
     if consensus.any_rank(any(layout is None for layout in layouts), device):
         return _numerical("the rows of this batch cannot be told apart")
     sizes = [layout.rows for layout in layouts if layout is not None]
-    poison = find_poison_rows(window, sizes, device)
+    try:
+        poison = find_poison_rows(window, sizes, device)
+    except TrainingFault as fault:
+        # A batch of a shape the user never trains on: what it raises is our doing.
+        logger.info("Rows could not be tried alone.", exc_info=fault.error)
+        return _numerical(f"its rows cannot be tried alone: {type(fault.error).__name__}: {fault.error}")
     counts = torch.tensor([sum(sizes), sum(len(rows) for rows in poison.values())], device=device)
     total, count = consensus.sum_over_ranks(counts).tolist()
     if count == 0:
@@ -106,18 +117,23 @@ def find_poison_rows(window: Window, sizes: Sequence[int], device: Any) -> dict[
     """
     if consensus.world_size() > 1:
         return _probe_in_lockstep(window, sizes, device)
-    suspects = window.nonfinite_micro_batches() or range(window.size)
-    found = {index: _bisect(window, index, list(range(sizes[index]))) for index in suspects}
+    # Every micro-batch, also those with a finite loss: a row may be bad in its gradient alone.
+    found = {index: _bisect(window, index, list(range(sizes[index]))) for index in range(window.size)}
     return {index: rows for index, rows in found.items() if rows}
 
 
 def _bisect(window: Window, index: int, rows: list[int]) -> list[int]:
+    if len(rows) == 1:
+        return [] if _is_finite_alone(window, index, rows[0]) else rows
     if window.probe(index, rows):
         return []
-    if len(rows) == 1:
-        return rows
     middle = len(rows) // 2
     return _bisect(window, index, rows[:middle]) + _bisect(window, index, rows[middle:])
+
+
+def _is_finite_alone(window: Window, index: int, row: int) -> bool:
+    # Twice, not once: batch norm and other statistics over a batch need more than one row.
+    return window.probe(index, [row, row])
 
 
 def _probe_in_lockstep(window: Window, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
@@ -125,7 +141,7 @@ def _probe_in_lockstep(window: Window, sizes: Sequence[int], device: Any) -> dic
     for index in range(window.size):
         row = 0
         while consensus.any_rank(row < sizes[index], device):
-            finite = window.probe(index, [min(row, sizes[index] - 1)])
+            finite = _is_finite_alone(window, index, min(row, sizes[index] - 1))
             if not finite and row < sizes[index]:
                 found.setdefault(index, []).append(row)
             row += 1

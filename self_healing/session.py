@@ -57,7 +57,7 @@ class Session:
         self.entries = 0
         self.reported_step = -2
         self.postmortem_path: str | None = None
-        self.emergency_checkpoints: set[str] = set()
+        self.first_resume: str | None = None
         self._judging: list[tuple[Incident, tuple[float, float] | None, list[float]]] = []
 
     # ---- outcomes ----

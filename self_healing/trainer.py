@@ -15,7 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from . import consensus
 from .actions import HealingContext
 from .callback import SelfHealingCallback, adopt_session
-from .checkpoints import newest_marked_checkpoint, remove_checkpoint, step_of
+from .checkpoints import newest_checkpoint_of, publish, remove_checkpoint, step_of
 from .config import HealingConfig
 from .dry_run import DryRunReport, dry_run
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError, classify_exception
@@ -122,18 +122,20 @@ class SelfHealingTrainer:
         directory = Path(self.config.healing_dir or args.output_dir)
         self._session = session = Session(self.config, directory, args.process_index, self._sleep)
         adopt_session(self.trainer, session)
-        evaluate_first = args.eval_on_start
+        theirs = args.eval_on_start, args.ignore_data_skip
         try:
             output = self._enter_until_done(session, resume_from_checkpoint, kwargs)
         except (KeyboardInterrupt, SystemExit) as error:
-            self._write_postmortem(session, FailureType.INTERRUPTED, error, "the run was interrupted")
+            point = session.resume_point
+            path = None if point is None else publish(point.path, args.output_dir)
+            self._write_postmortem(session, FailureType.INTERRUPTED, error, "the run was interrupted", path)
             raise
         finally:
-            args.eval_on_start = evaluate_first
+            args.eval_on_start, args.ignore_data_skip = theirs
             adopt_session(self.trainer, None)
             self._let_go(session)
-        for path in session.emergency_checkpoints:
-            remove_checkpoint(path)
+        if session.resume_point is not None:
+            remove_checkpoint(str(Path(session.resume_point.path).parent))
         return output
 
     def _enter_until_done(self, session: Session, resume: Any, kwargs: dict[str, Any]) -> TrainOutput:
@@ -156,11 +158,11 @@ class SelfHealingTrainer:
             session.journal.dealt_with(recovery.incident)
             session.await_outcome(recovery.incident)
             resume = recovery.resume
-            if resume is None:
-                entry_rng.restore()
-            elif session.resume_point is not None:
-                # It was done, or is still owed by the resume point.
-                self.trainer.args.eval_on_start = False
+            # Samplers and their seeds are made anew on entry, some from the global generators.
+            entry_rng.restore()
+            if session.resume_point is not None:
+                # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
+                self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
 
     def _recover(self, session: Session, error: Exception, resume: Any) -> _Recovery | None:
         """What to do about an exception that left `train()`; `None` if it cannot be healed."""
@@ -215,7 +217,9 @@ class SelfHealingTrainer:
         context = HealingContext(incident, instrument, error=error)
         saved = callback.actions.apply((Action.EMERGENCY_CHECKPOINT,), context, self.trainer.args)
         if saved["checkpoint"] is None and not unmoved:
-            return newest_marked_checkpoint(self.trainer.args.output_dir), False
+            emergency_dir = instrument.reentry.emergency_dir()
+            newest = newest_checkpoint_of(session.run_id, self.trainer.args.output_dir, emergency_dir)
+            return newest or session.first_resume, False
         return saved["checkpoint"], unmoved
 
     def _wait(self, session: Session, recovery: _Recovery) -> None:
@@ -236,7 +240,10 @@ class SelfHealingTrainer:
     ) -> None:
         session.close_as_fatal(incident)
         verdict = f"{type(error).__name__}: {error}"
-        self._write_postmortem(session, failure, error, verdict, point if isinstance(point, str) else None)
+        path = point if isinstance(point, str) else None
+        if session.resume_point is not None and session.resume_point.path == path:
+            path = publish(session.resume_point.path, self.trainer.args.output_dir)
+        self._write_postmortem(session, failure, error, verdict, path)
         session.journal.dealt_with(incident)
 
     def _write_postmortem(

@@ -64,7 +64,7 @@ class Ledger:
         self._trainer = trainer
         self._entry_step = int(trainer.state.global_step)
         self._moving_buffers: list[tuple[str, torch.Tensor]] | None = None
-        self._buffer_versions: dict[str, int] = {}
+        self._first_buffers: dict[str, torch.Tensor] = {}
 
     def capture(self, running_loss: torch.Tensor | None = None) -> Bookkeeping:
         """
@@ -92,19 +92,25 @@ class Ledger:
         """
         Copies of the buffers a forward pass changes (batch norm statistics, fp8 scales).
 
-        Which ones do is seen from their version counters: the first step copies all of them, later ones only those
-        that have moved by then.
+        Which ones do is seen after the first step, by comparing: version counters are not moved by fused kernels.
         """
-        buffers = self._moving_buffers
-        if buffers is None:
+        moving = self._moving_buffers
+        if moving is None:
             buffers = list(self._trainer.model.named_buffers())
-            if not self._buffer_versions:
-                self._buffer_versions = {name: buffer._version for name, buffer in buffers}
-            elif int(self._trainer.state.global_step) > self._entry_step:
-                versions = self._buffer_versions
-                buffers = [(name, buffer) for name, buffer in buffers if versions.get(name) != buffer._version]
-                self._moving_buffers = buffers
-        return {name: buffer.detach().clone() for name, buffer in buffers}
+            if int(self._trainer.state.global_step) == self._entry_step:
+                copies = {name: buffer.detach().clone() for name, buffer in buffers}
+                self._first_buffers = self._first_buffers or copies
+                return copies
+            first = self._first_buffers
+            moving = [(name, buffer) for name, buffer in buffers if not _same(first.get(name), buffer)]
+            self._moving_buffers, self._first_buffers = moving, {}
+        return {name: buffer.detach().clone() for name, buffer in moving}
+
+    def restore_buffers(self, bookkeeping: Bookkeeping) -> None:
+        """Puts the buffers a forward pass changes back."""
+        buffers = dict(self._trainer.model.named_buffers())
+        for name, value in bookkeeping.buffers.items():
+            buffers[name].copy_(value)
 
     def rewind_step(self, bookkeeping: Bookkeeping) -> None:
         """Back to where a step began; what the training loop counts around the step stays."""
@@ -124,9 +130,7 @@ class Ledger:
         trainer = self._trainer
         self._set_counts(bookkeeping, stay)
         del trainer.state.log_history[bookkeeping.log_length :]
-        buffers = dict(trainer.model.named_buffers())
-        for name, value in bookkeeping.buffers.items():
-            buffers[name].copy_(value)
+        self.restore_buffers(bookkeeping)
 
     def _set_counts(self, bookkeeping: Bookkeeping, stay: frozenset[str]) -> None:
         trainer = self._trainer
@@ -168,6 +172,10 @@ class Ledger:
                     attributes[name][mode].update(metrics)
         if "_buffered_inputs" in attributes:
             trainer._buffered_inputs = None
+
+
+def _same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
+    return before is not None and before.shape == now.shape and torch.equal(before, now)
 
 
 def _mark(container: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.integrations.neftune import deactivate_neftune
 
 from .bookkeeping import STORES
 from .random_state import RandomState
@@ -40,6 +41,9 @@ def preserved(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     finally:
+        handle = getattr(trainer, "neftune_hook_handle", None)
+        if trainer.is_in_train and trainer.neftune_noise_alpha is not None and handle is not None:
+            deactivate_neftune(model, handle, accelerator)
         for name, value in _all_tensors(model):
             if name in tensors:
                 value.data.copy_(tensors[name])

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from transformers.integrations.neftune import deactivate_neftune
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import SaveStrategy
 
 from .bookkeeping import METRIC_STORES, Bookkeeping, Ledger
 from .phase import Phase
@@ -28,9 +30,29 @@ class Pending:
     epoch_end: bool = False
     grad_norm: Any = None
     learning_rate: float | None = None
+    ignore_keys: Any = None
 
     def __bool__(self) -> bool:
         return self.step_end or self.log or self.evaluate or self.save or self.epoch_end
+
+
+@dataclass(slots=True)
+class Leave:
+    """
+    Where in its epoch a run was left.
+
+    Args:
+        epoch_rng ([`RandomState`], *optional*):
+            The random state the epoch began with: some samplers draw its order from it.
+        stop (`bool`):
+            Whether the end of the run had been asked for.
+        epoch_ended (`bool`):
+            Whether `on_epoch_end` had been delivered after the last step.
+    """
+
+    epoch_rng: RandomState | None
+    stop: bool
+    epoch_ended: bool
 
 
 @dataclass(slots=True)
@@ -41,6 +63,7 @@ class ResumePoint:
     path: str
     bookkeeping: Bookkeeping
     pending: Pending
+    leave: Leave
 
 
 class Reentry:
@@ -64,6 +87,7 @@ class Reentry:
         self.phase = Phase.IDLE
         self.finished: Bookkeeping | None = None
         self._finished_step = -1
+        self._stop = False
         self._window: Window | None = None
         self._epoch_rng: RandomState | None = None
         self._after_fetch_rng: RandomState | None = None
@@ -71,7 +95,12 @@ class Reentry:
         self._epoch_began = False
         self._epoch_ended = False
         self._step_ended = False
+        self._epoch_end_begun = False
+        self._evaluating = False
+        self._ignore_keys: Any = None
         self._finalizing = False
+        self._left: Leave | None = None
+        self._epoch_end_done = False
         self._schedule_before: Any = None
         self._learning_rate: float | None = None
 
@@ -79,6 +108,10 @@ class Reentry:
 
     def epoch_begins(self) -> None:
         """A resume at an epoch boundary loads its random state here, before the data iterator is made."""
+        left, self._left = self._left, None
+        if left is not None and left.epoch_rng is not None and self._position.micro_batches > 0:
+            # In mid-epoch it is loaded later; samplers that draw from the global generators need this one first.
+            left.epoch_rng.restore()
         self._epoch_rng = self._rng_now()
         self._epoch_began = True
         self._after_fetch_rng = None
@@ -90,7 +123,7 @@ class Reentry:
         self._finished_step = int(self._trainer.state.global_step)
         self._window = None
         self._after_fetch_rng = self._step_end_rng = None
-        self._epoch_began = self._epoch_ended = self._step_ended = False
+        self._epoch_began = self._epoch_ended = self._step_ended = self._epoch_end_begun = False
 
     def fetched(self, window: Window | None) -> None:
         """The batches of a step are there; a resume in mid-epoch loads its random state at this point."""
@@ -111,7 +144,29 @@ class Reentry:
     def epoch_ends(self) -> None:
         """As [`step_ends`], for an epoch."""
         self._epoch_ended = True
+        if self._epoch_end_done:
+            # A run that was left at its very end: what follows from the epoch's end is done already.
+            control = self._trainer.control
+            control.should_log = control.should_evaluate = control.should_save = False
         self._note_random_state()
+
+    def epoch_end_begins(self) -> None:
+        """The Trainer is about to tell its callbacks that the epoch is over."""
+        self._epoch_end_begun = True
+
+    def evaluation_begins(self, ignore_keys: Any) -> None:
+        """An evaluation, and what the Trainer does with its result, is owed until [`evaluation_ends`]."""
+        self._evaluating, self._ignore_keys = True, ignore_keys
+
+    def evaluation_ends(self) -> None:
+        """The evaluation is finished in every respect."""
+        self._evaluating = False
+
+    @property
+    def stop_owed(self) -> bool:
+        """Whether the run had reached its end, or been asked to stop, when it was left."""
+        state = self._trainer.state
+        return self._stop or 0 < state.max_steps <= state.global_step
 
     def finalizing(self) -> None:
         """The last log of the run: the running loss is part of the total by now, and must not be added again."""
@@ -142,13 +197,13 @@ class Reentry:
 
     # ---- leaving ----
 
-    def settle(self) -> tuple[Bookkeeping, Pending] | None:
+    def settle(self) -> tuple[Bookkeeping, Pending, Leave] | None:
         """
         After an exception left `train()`: brings the trainer to the end of its last finished step.
 
         Returns:
-            The bookkeeping as of then and what the Trainer still owed that step, or `None` where no step had begun or
-            weights and moments may have been half updated.
+            The bookkeeping as of then, what the Trainer still owed that step, and where in the epoch it was; or `None`
+            where no step had begun or weights and moments may have been half updated.
         """
         trainer = self._trainer
         if self.finished is None or self.phase in (Phase.IDLE, Phase.STEPPING):
@@ -164,9 +219,14 @@ class Reentry:
         scaler = trainer.accelerator.scaler
         if scaler is not None:
             scaler._per_optimizer_states.clear()
+        leave = Leave(
+            epoch_rng=self._epoch_rng,
+            stop=self._stop or trainer.control.should_training_stop,
+            epoch_ended=self._epoch_ended or pending.epoch_end,
+        )
         for flag in ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop"):
             setattr(trainer.control, flag, False)
-        return bookkeeping, pending
+        return bookkeeping, pending, leave
 
     def _resume_rng(self, finished: Bookkeeping) -> RandomState:
         """
@@ -185,12 +245,17 @@ class Reentry:
         told = self._step_ended
         self._count_data()
         control, history = trainer.control, trainer.state.log_history
+        if self._epoch_end_begun and not self._epoch_ended:
+            # The epoch's end is told again, and decides again what follows from it.
+            control.should_log = control.should_evaluate = control.should_save = False
+        ended = self._epoch_ended or self._epoch_began or self._epoch_end_done
         pending = Pending(
             step_end=not told,
             log=control.should_log and trainer.state.global_step > trainer._globalstep_last_logged,
-            evaluate=control.should_evaluate,
+            evaluate=control.should_evaluate or self._evaluating,
             save=control.should_save,
-            epoch_end=not self._epoch_ended and not self._epoch_began and self._position.at_epoch_end(),
+            epoch_end=not ended and (self._epoch_end_begun or self._position.at_epoch_end()),
+            ignore_keys=self._ignore_keys,
             grad_norm=None if self._window is None else self._window.grad_norm,
             learning_rate=self._learning_rate,
         )
@@ -227,19 +292,33 @@ class Reentry:
         if epoch is not None:
             trainer.state.epoch = epoch
 
+    def emergency_dir(self) -> str:
+        """Where emergency checkpoints lie while the run may still go on."""
+        return os.path.join(self._trainer.args.output_dir, "emergency")
+
     def checkpoint_path(self) -> str:
-        """Where the checkpoint of the current step is or would be."""
-        folder = f"checkpoint-{self._trainer.state.global_step}"
-        return os.path.join(self._trainer._get_output_dir(trial=None), folder)
+        """Where the emergency checkpoint of the current step is or would be."""
+        return os.path.join(self.emergency_dir(), f"checkpoint-{self._trainer.state.global_step}")
 
     def save_checkpoint(self) -> None:
-        """Writes a checkpoint of the trainer as it stands, in the Trainer's own format; pushes nothing to the Hub."""
-        trainer = self._trainer
-        push, trainer.args.push_to_hub = trainer.args.push_to_hub, False
+        """
+        Writes a checkpoint of the trainer as it stands, in the Trainer's own format.
+
+        It is complete whatever the user's checkpoints hold, goes to a folder of its own, so that it neither overwrites
+        one of them nor rotates one out, and is not pushed to the Hub.
+        """
+        args = self._trainer.args
+        theirs = {
+            name: getattr(args, name) for name in ("push_to_hub", "save_only_model", "save_strategy", "output_dir")
+        }
+        args.push_to_hub = args.save_only_model = False
+        args.save_strategy = SaveStrategy.NO
+        args.output_dir = self.emergency_dir()
         try:
-            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            self._trainer._save_checkpoint(self._trainer.model_wrapped, trial=None)
         finally:
-            trainer.args.push_to_hub = push
+            for name, value in theirs.items():
+                setattr(args, name, value)
 
     def release(self) -> None:
         """Gives back what the Trainer only gives back when it ends by itself."""
@@ -261,7 +340,7 @@ class Reentry:
 
     # ---- entering again ----
 
-    def continue_from(self, point: ResumePoint, started_at: float) -> None:
+    def continue_from(self, point: ResumePoint, started_at: float) -> bool:
         """
         Called in `on_train_begin` of a re-entry: running loss, metrics and token counts of the interrupted call go on,
         and what it still owed its last step is done.
@@ -272,20 +351,33 @@ class Reentry:
             started_at (`float`):
                 When it began, in seconds since the epoch.
 
+        Returns:
+            Whether something was owed; its checkpoint has changed then.
+
         Raises:
             TrainingFault: An exception of the training code.
         """
         self._ledger.continue_from(point.bookkeeping)
+        self._left, self._stop = point.leave, point.leave.stop
+        self._epoch_end_done = point.leave.epoch_ended and self.stop_owed
         if not point.pending:
-            return
+            return False
         point.bookkeeping.rng.restore()
         try:
             self._pay(point.pending, started_at)
         except Exception as error:
             raise TrainingFault(error) from error
+        # The next exception may come before the next step: it must not bring back what is paid.
+        control = self._trainer.control
+        self._stop = self._stop or control.should_training_stop
+        point.leave.stop = self._stop
+        self._epoch_end_done = point.leave.epoch_ended and self.stop_owed
         point.pending = Pending()
-        # Evaluation may have drawn random numbers: the resume has to go on behind them.
+        point.bookkeeping = self._ledger.capture()
+        self._trainer._save_optimizer_and_scheduler(point.path)
         self._trainer._save_rng_state(point.path)
+        self._trainer.state.save_to_json(os.path.join(point.path, TRAINER_STATE_NAME))
+        return True
 
     def _pay(self, pending: Pending, started_at: float) -> None:
         trainer = self._trainer
@@ -297,7 +389,7 @@ class Reentry:
                 trainer.model_wrapped,
                 None,
                 trainer.state.epoch,
-                None,
+                pending.ignore_keys,
                 started_at,
                 learning_rate=pending.learning_rate,
             )

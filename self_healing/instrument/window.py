@@ -122,10 +122,6 @@ class Window:
         scaler = self._trainer.accelerator.scaler
         return scaler is not None and scaler.is_enabled()
 
-    def nonfinite_micro_batches(self) -> list[int]:
-        """Micro-batches whose loss on this rank is not finite."""
-        return [index for index, loss in enumerate(self.losses) if not math.isfinite(float(loss))]
-
     # ---- computing it again ----
 
     def reexecute(self, keep: Mapping[int, Sequence[int]] | None = None) -> None:
@@ -190,14 +186,18 @@ class Window:
 
     def _probe(self, index: int, batch: Any) -> bool:
         self._rewind()
-        loss = self._run(index, lambda _: batch, last=True, synchronise=False)
+        try:
+            return self._is_finite(self._run(index, lambda _: batch, last=True, synchronise=False))
+        finally:
+            self._rewind()
+
+    def _is_finite(self, loss: torch.Tensor) -> bool:
+        if not math.isfinite(float(loss)):
+            return False
         gradients = [p.grad for p in self._trainer.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else loss
-        finite = math.isfinite(float(loss)) and (
-            self.scaler_active or math.isfinite(float(_as_tensor(norm, loss.device)))
-        )
-        self._rewind()
-        return finite
+        if self.scaler_active or not gradients:
+            return True
+        return math.isfinite(float(_as_tensor(torch.nn.utils.get_total_norm(gradients), loss.device)))
 
     def _run(
         self,
@@ -265,6 +265,11 @@ class Window:
         self._trainer.state.num_input_tokens_seen = tokens
         self._tokens_inside = 0
 
+    def restore_buffers(self) -> None:
+        """Buffers that a forward pass changes (batch norm statistics) as they were when the step began."""
+        if self._start is not None:
+            self._instrument.ledger.restore_buffers(self._start)
+
     # ---- what becomes of it ----
 
     def accept(self) -> None:
@@ -281,8 +286,8 @@ class Window:
                 What the step counts with in the logged average if its own loss is not finite.
         """
         self.skipped = True
-        if self._raised:
-            self._catch_up_generation()
+        self.restore_buffers()
+        self._catch_up_generation()
         for parameter in self._trainer.model.parameters():
             parameter.grad = None
         total = torch.stack([loss.detach().float() for loss in self.losses]).sum()
@@ -305,10 +310,12 @@ class Window:
         self._instrument.reentry.phase = Phase.STEPPED
 
     def _catch_up_generation(self) -> None:
-        """A trainer that raised while it generated has not counted the micro-batch, and has nothing to go on with."""
+        """A trainer that generates its rows counts the micro-batches it has used up: those of a skipped step, too."""
         if self.objective.online and self._start is not None and "_step" in self._start.scalars:
             self._trainer._step = self._start.scalars["_step"] + self.size
-            self._trainer._buffered_inputs = None
+            if self._raised:
+                # It raised while it generated: there is nothing to go on with.
+                self._trainer._buffered_inputs = None
 
     def abandon(self) -> None:
         """After a failure of our own: a step that was touched is left out, one that was not goes on as it is."""

@@ -92,6 +92,8 @@ class Instrument:
         self._replace(trainer, "get_batch_samples", self._get_batch_samples)
         self._replace(trainer, "training_step", self._training_step)
         self._replace(trainer, "log", self._log)
+        self._replace(trainer, "_evaluate", self._evaluate)
+        self._replace(trainer.callback_handler, "on_epoch_end", self._on_epoch_end)
         self._replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
         optimizer = innermost(trainer.optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -191,9 +193,9 @@ class Instrument:
     # ---- the wrapped methods, in the order a step calls them ----
 
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        state = self.trainer.state
-        if 0 < state.max_steps <= state.global_step:
-            # A run that was interrupted after its last step: transformers would train one step too many.
+        if self.reentry.stop_owed:
+            # A run that was left after its last step: transformers would train one step too many.
+            self.trainer.control.should_training_stop = True
             return [], None
         with self._contained():
             self.window = None
@@ -275,6 +277,16 @@ class Instrument:
 
     def _after_optimizer_step(self, *_: Any) -> None:
         self.reentry.phase = Phase.STEPPED
+
+    def _evaluate(self, original: Callable[..., Any], trial: Any, ignore_keys: Any, *args: Any, **kwargs: Any) -> Any:
+        self.reentry.evaluation_begins(ignore_keys)
+        metrics = original(trial, ignore_keys, *args, **kwargs)
+        self.reentry.evaluation_ends()
+        return metrics
+
+    def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.reentry.epoch_end_begins()
+        return original(*args, **kwargs)
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         with self._contained():

@@ -1,0 +1,368 @@
+"""A re-entry keeps its hands off what is the user's, and does all that the interrupted call still owed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    TEXTS,
+    OutputFault,
+    RaisingForward,
+    assert_same_weights,
+    common_arguments,
+    journal,
+    logged,
+    quarantined,
+    sft_trainer,
+    weights,
+)
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+
+
+HELD_OUT = {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a row of text"] * 4})}
+Arm = Callable[[Any], Any]
+
+
+def lost_connection() -> Exception:
+    return ConnectionError("the storage went away")
+
+
+def in_forward(*forwards: int) -> Arm:
+    return lambda trainer: RaisingForward(trainer.model, lambda forward: forward in forwards, lost_connection)
+
+
+class RaisingAt(TrainerCallback):
+    """Raises once in one event at one step."""
+
+    def __init__(self, event: str, step: int) -> None:
+        self.fired = 0
+
+        def handler(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step and not self.fired:
+                self.fired += 1
+                raise lost_connection()
+
+        setattr(self, event, handler)
+
+
+def in_event(event: str, step: int) -> Arm:
+    def arm(trainer: Any) -> RaisingAt:
+        callback = RaisingAt(event, step)
+        trainer.add_callback(callback)
+        return callback
+
+    return arm
+
+
+class StopAt(TrainerCallback):
+    """Asks for the end of the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+PLATEAU = {
+    "max_steps": 12,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "factor": 0.1, "threshold": 10.0, "mode": "min"},
+    "metric_for_best_model": "eval_loss",
+    "trainer_kwargs": HELD_OUT,
+}
+BEST = {
+    "max_steps": 8,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    "learning_rate": 1e-2,
+    "trainer_kwargs": HELD_OUT,
+}
+BY_EPOCH = {
+    "max_steps": -1,
+    "num_train_epochs": 2,
+    "logging_strategy": "epoch",
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "trainer_kwargs": HELD_OUT,
+    "texts": TEXTS[:36],
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "arm"),
+    [
+        ({"max_steps": 8, "save_strategy": "steps", "save_steps": 5}, in_forward(11)),
+        ({"max_steps": 15, "save_strategy": "steps", "save_steps": 5, "save_total_limit": 2}, in_forward(25)),
+        ({"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}, in_forward(9)),
+        ({"max_steps": 6, "save_only_model": True}, in_forward(6)),
+        ({"max_steps": 8, "ignore_data_skip": True}, in_forward(6)),
+        ({"max_steps": 12, "callbacks": "stop"}, in_event("on_train_end", 5)),
+        ({"max_steps": 12, "callbacks": "stop"}, in_event("on_epoch_end", 5)),
+        ({"max_steps": 12, "callbacks": "stop"}, in_event("on_step_end", 5)),
+        (PLATEAU, in_event("on_evaluate", 4)),
+        (BEST, in_event("on_evaluate", 8)),
+        (BEST, in_event("on_train_end", 8)),
+        (BY_EPOCH, in_event("on_epoch_end", 5)),
+        (BY_EPOCH, in_event("on_evaluate", 5)),
+        (BY_EPOCH, in_event("on_save", 5)),
+        (BY_EPOCH, in_forward(11)),
+        ({"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "group_by_length"}, in_forward(7)),
+        ({"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "group_by_length"}, in_forward(23)),
+    ],
+    ids=[
+        "beside a regular checkpoint",
+        "under a save limit",
+        "under a save limit of one",
+        "save_only_model",
+        "ignore_data_skip",
+        "stop asked for, on_train_end",
+        "stop asked for, on_epoch_end",
+        "stop asked for, on_step_end",
+        "schedule that follows the evaluation",
+        "best model decided by the evaluation",
+        "best model loaded",
+        "epoch end",
+        "evaluation by epoch",
+        "saving by epoch",
+        "first step of epoch 2",
+        "order drawn from the global generator, epoch 1",
+        "order drawn from the global generator, epoch 2",
+    ],
+)
+@pytest.mark.parametrize("times", ["once", "and again at once"])
+def test_nothing_differs_from_the_run_without_the_fault(
+    tmp_path: Path, tokenizer: Any, arguments: dict[str, Any], arm: Arm, times: str
+) -> None:
+    def build(name: str) -> Any:
+        callbacks = [StopAt(5)] if arguments.get("callbacks") == "stop" else None
+        return sft_trainer(tmp_path / name, tokenizer, **{**arguments, "callbacks": callbacks})
+
+    clean = build("clean")
+    expected = clean.train()
+    trainer = build("healed")
+    fault = arm(trainer)
+    waits: list[float] = []
+    again = {"armed": times != "once", "fired": 0}
+
+    def once_more(module: Any, inputs: Any) -> None:
+        if waits and again["armed"] and torch.is_grad_enabled():
+            again["armed"] = False
+            again["fired"] += 1
+            raise lost_connection()
+
+    trainer.model.model.norm.register_forward_pre_hook(once_more)
+    output = SelfHealingTrainer(trainer, sleep=waits.append).train()
+
+    assert fault.fired == 1
+    assert len(waits) == 1 + again["fired"]
+    assert_same_weights(weights(trainer), weights(clean))
+    assert logged(trainer) == logged(clean)
+    assert output.training_loss == expected.training_loss
+    assert output.global_step == expected.global_step
+    mine, theirs = (sorted(p.name for p in (tmp_path / name).glob("*")) for name in ("healed", "clean"))
+    assert [name for name in mine if "healing" not in name] == theirs
+
+
+def test_a_checkpoint_of_another_run_is_not_ours_to_take(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, **arguments)).train()
+    trainer = sft_trainer(tmp_path, tokenizer, **arguments)
+    fault = in_forward(7)(trainer)
+    with pytest.raises(RuntimeError, match="no state to resume from"):
+        SelfHealingTrainer(trainer, HealingConfig(emergency_checkpoint=False), sleep=lambda _: None).train()
+    assert fault.fired == 1
+
+
+def test_an_emergency_checkpoint_that_fails_takes_no_other_with_it(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=8, save_strategy="steps", save_steps=5)
+    RaisingForward(trainer.model, lambda forward: forward == 11, lambda: ValueError("bug"))
+    save = trainer._save_optimizer_and_scheduler
+
+    def full_disk(output_dir: str) -> None:
+        if Path(output_dir).parent.name == "emergency":
+            raise OSError(28, "No space left on device")
+        save(output_dir)
+
+    trainer._save_optimizer_and_scheduler = full_disk
+    with pytest.raises(ValueError, match="bug"):
+        SelfHealingTrainer(trainer).train()
+    assert (tmp_path / "checkpoint-5" / "trainer_state.json").is_file()
+    assert (tmp_path / "checkpoint-5" / "optimizer.pt").is_file()
+
+
+def test_a_marker_holds_only_for_the_files_it_names(tmp_path: Path, tokenizer: Any) -> None:
+    from self_healing.checkpoints import read_marker
+
+    trainer = sft_trainer(
+        tmp_path, tokenizer, max_steps=2, save_strategy="steps", save_steps=2, callbacks=[SelfHealingCallback()]
+    )
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-2"
+    assert read_marker(checkpoint) is not None
+    with (checkpoint / "model.safetensors").open("ab") as file:
+        file.truncate(100)
+    assert read_marker(checkpoint) is None
+
+
+# ---- running statistics ----
+
+
+class Normalised(torch.nn.Module):
+    """A small regression network with batch norm and dropout; inputs above 90 make its output NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 16)
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.last = torch.nn.Linear(16, 1)
+        self.forwards = self.fired = 0
+        self.nan_at: tuple[int, ...] = ()
+        self.raise_at: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.first(x)
+        if self.training:
+            self.forwards += 1
+            bad = x[:, 0] > 90
+            self.fired += bool(bad.any())
+            hidden = hidden.masked_fill(bad[:, None], float("nan"))
+            if self.forwards in self.nan_at:
+                self.fired += 1
+                hidden = hidden * float("nan")
+        hidden = self.norm(hidden)
+        if self.training and self.forwards in self.raise_at:
+            self.fired += 1
+            raise lost_connection()
+        hidden = torch.nn.functional.dropout(hidden, 0.1, self.training)
+        return {"loss": ((self.last(hidden).squeeze(-1) - y) ** 2).mean()}
+
+
+def regression(output_dir: Path, poison: tuple[int, ...] = (), **more: Any) -> Trainer:
+    set_seed(0)
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    targets = inputs.tanh().sum(dim=1)
+    for row in poison:
+        inputs[row, 0] = 99.0
+    return Trainer(
+        model=Normalised(),
+        args=TrainingArguments(**common_arguments(output_dir, remove_unused_columns=False)),
+        train_dataset=[{"x": x, "y": y} for x, y in zip(inputs, targets, strict=True)],
+        **more,
+    )
+
+
+@pytest.mark.parametrize("forward", [1, 2, 5, 12])
+def test_a_transient_nan_does_not_stay_in_batch_norm(tmp_path: Path, forward: int) -> None:
+    clean = regression(tmp_path / "clean")
+    clean.train()
+    trainer = regression(tmp_path / "struck", callbacks=[SelfHealingCallback()])
+    trainer.model.nan_at = (forward,)
+    trainer.train()
+    assert trainer.model.fired == 1
+    assert_same_weights(weights(trainer), weights(clean))
+
+
+@pytest.mark.parametrize("forward", [2, 6])
+def test_an_exception_moves_batch_norm_once(tmp_path: Path, forward: int) -> None:
+    clean = regression(tmp_path / "clean")
+    clean.train()
+    trainer = regression(tmp_path / "struck")
+    trainer.model.raise_at = (forward,)
+    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    assert trainer.model.fired == 1
+    assert_same_weights(weights(trainer), weights(clean))
+
+
+@pytest.mark.parametrize("on_nonfinite", ["heal", "skip"])
+def test_a_poison_row_before_batch_norm_is_a_poison_row(tmp_path: Path, on_nonfinite: Any) -> None:
+    trainer = regression(
+        tmp_path, poison=(9,), callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite=on_nonfinite))]
+    )
+    trainer.args.max_steps = 8
+    trainer.train()
+    assert trainer.model.fired
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+    if on_nonfinite == "heal":
+        assert [row["dataset_index"] for row in quarantined(tmp_path)] == [9]
+
+
+# ---- rows and generation ----
+
+
+def test_a_row_bad_in_its_loss_and_one_bad_in_its_gradient_are_both_named(tmp_path: Path, tokenizer: Any) -> None:
+    words = {"loss": "xylophone", "gradient": "<eos>"}
+    rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
+    bad = {name: tokenizer.convert_tokens_to_ids(word) for name, word in words.items()}
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        dataset=Dataset.from_list(rows),
+        max_steps=1,
+        train_sampling_strategy="sequential",
+        callbacks=[SelfHealingCallback()],
+    )
+    spoiled = trainer.train_dataset.to_list()
+    spoiled[1]["input_ids"][-1] = bad["loss"]
+    spoiled[6]["input_ids"][-1] = bad["gradient"]
+    trainer.train_dataset = Dataset.from_list(spoiled)
+    seen: dict[str, torch.Tensor] = {}
+
+    def see(module: Any, inputs: tuple[torch.Tensor]) -> None:
+        seen["loss"] = (inputs[0] == bad["loss"]).any(dim=1)
+        seen["gradient"] = (inputs[0] == bad["gradient"]).any(dim=1)
+
+    def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        if bool(seen["gradient"].any()) and output.requires_grad:
+            rows = seen["gradient"][:, None, None]
+            output.register_hook(lambda gradient: gradient.masked_fill(rows, float("inf")))
+        return output.masked_fill(seen["loss"][:, None, None], float("nan"))
+
+    trainer.model.model.embed_tokens.register_forward_pre_hook(see)
+    trainer.model.model.norm.register_forward_hook(spoil)
+    trainer.train()
+    assert {row["dataset_index"] for row in quarantined(tmp_path)} == {1, 6}
+    assert [event["steps_lost"] for event in journal(tmp_path, "outcome")] == [0]
+
+
+def test_a_skipped_step_of_a_generation_cycle_uses_up_its_share(tmp_path: Path, tokenizer: Any) -> None:
+    from conftest import grpo_trainer
+
+    trainer = grpo_trainer(
+        tmp_path,
+        tokenizer,
+        max_steps=6,
+        gradient_accumulation_steps=1,
+        steps_per_generation=2,
+        callbacks=[SelfHealingCallback(HealingConfig(max_skipped_fraction=1.0))],
+    )
+    fault = OutputFault(trainer.model, strike=lambda _: trainer.state.global_step == 2)
+    generated: list[int] = []
+    generate = trainer._generate_and_score_completions
+
+    def counting(inputs: Any) -> Any:
+        generated.append(trainer.state.global_step)
+        return generate(inputs)
+
+    trainer._generate_and_score_completions = counting
+    trainer.train()
+    assert fault.fired
+    assert trainer._step == 6
+    assert set(generated) == {0, 2, 4}
