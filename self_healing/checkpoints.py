@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import consensus
-from .instrument import Instrument, ResumePoint
+from .instrument import EMERGENCY_DIR, Instrument, ResumePoint
 
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ def save_emergency_checkpoint(instrument: Instrument, run: str) -> ResumePoint |
         instrument.reentry.save_checkpoint()
         write_marker(Path(path), run, step, exported, emergency=True)
     except Exception:
-        # Half a checkpoint is worse than none: `resume_from_checkpoint=True` would take it.
-        remove_checkpoint(path)
+        # Half a checkpoint is worse than none: somebody may resume from it.
+        shutil.rmtree(path, ignore_errors=True)
         raise
     return ResumePoint(step, path, bookkeeping, pending, leave)
 
@@ -104,14 +104,18 @@ def publish(emergency: str, output_dir: str) -> str:
     regular = Path(output_dir) / Path(emergency).name
     if regular.exists():
         return emergency
-    shutil.move(emergency, regular)
-    shutil.rmtree(Path(emergency).parent, ignore_errors=True)
+    try:
+        shutil.move(emergency, regular)
+    except OSError:
+        logger.warning("%s could not be moved to %s.", emergency, regular, exc_info=True)
+        return emergency
+    remove_emergency_checkpoints(output_dir)
     return str(regular)
 
 
-def newest_checkpoint_of(run: str, output_dir: str, emergency_dir: str) -> str | None:
+def newest_checkpoint_of(run: str, output_dir: str) -> str | None:
     """The newest checkpoint that was completely written in this run; those of another run are not ours to take."""
-    folders = [*Path(output_dir).glob("checkpoint-*"), *Path(emergency_dir).glob("checkpoint-*")]
+    folders = [*Path(output_dir).glob("checkpoint-*"), *Path(output_dir, EMERGENCY_DIR).glob("checkpoint-*")]
     marked = [
         (marker["step"], str(folder))
         for folder in folders
@@ -126,6 +130,6 @@ def step_of(checkpoint: str, default: int) -> int:
     return default if marker is None else int(marker["step"])
 
 
-def remove_checkpoint(path: str) -> None:
-    """Removes a checkpoint that is torn, or an emergency checkpoint that has served its purpose."""
-    shutil.rmtree(path, ignore_errors=True)
+def remove_emergency_checkpoints(output_dir: str) -> None:
+    """Removes the emergency checkpoints of a run that no longer needs them."""
+    shutil.rmtree(Path(output_dir, EMERGENCY_DIR), ignore_errors=True)

@@ -15,7 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from . import consensus
 from .actions import HealingContext
 from .callback import SelfHealingCallback, adopt_session
-from .checkpoints import newest_checkpoint_of, publish, remove_checkpoint, step_of
+from .checkpoints import newest_checkpoint_of, publish, remove_emergency_checkpoints, step_of
 from .config import HealingConfig
 from .dry_run import DryRunReport, dry_run
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError, classify_exception
@@ -135,7 +135,7 @@ class SelfHealingTrainer:
             adopt_session(self.trainer, None)
             self._let_go(session)
         if session.resume_point is not None:
-            remove_checkpoint(str(Path(session.resume_point.path).parent))
+            remove_emergency_checkpoints(args.output_dir)
         return output
 
     def _enter_until_done(self, session: Session, resume: Any, kwargs: dict[str, Any]) -> TrainOutput:
@@ -217,8 +217,7 @@ class SelfHealingTrainer:
         context = HealingContext(incident, instrument, error=error)
         saved = callback.actions.apply((Action.EMERGENCY_CHECKPOINT,), context, self.trainer.args)
         if saved["checkpoint"] is None and not unmoved:
-            emergency_dir = instrument.reentry.emergency_dir()
-            newest = newest_checkpoint_of(session.run_id, self.trainer.args.output_dir, emergency_dir)
+            newest = newest_checkpoint_of(session.run_id, self.trainer.args.output_dir)
             return newest or session.first_resume, False
         return saved["checkpoint"], unmoved
 

@@ -370,6 +370,24 @@ class RaisingForward:
             raise self._error()
 
 
+def lost_connection() -> Exception:
+    return ConnectionError("the storage went away")
+
+
+class RaisingAt(TrainerCallback):
+    """Raises once in one event at one step."""
+
+    def __init__(self, event: str, step: int) -> None:
+        self.fired = 0
+
+        def handler(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step and not self.fired:
+                self.fired += 1
+                raise lost_connection()
+
+        setattr(self, event, handler)
+
+
 # ---- comparisons ----
 
 

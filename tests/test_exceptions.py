@@ -12,11 +12,13 @@ import pytest
 import torch
 from conftest import (
     TRAINERS,
+    RaisingAt,
     RaisingForward,
     assert_same_weights,
     grpo_trainer,
     journal,
     logged,
+    lost_connection,
     rloo_trainer,
     sft_trainer,
     weights,
@@ -44,10 +46,6 @@ class RaisingCollator:
             self.fired += 1
             raise self.error()
         return self.collate(examples)
-
-
-def lost_connection() -> Exception:
-    return ConnectionError("the storage went away")
 
 
 def heal(trainer: Any, config: HealingConfig | None = None) -> Any:
@@ -180,20 +178,6 @@ def test_a_reward_service_that_fails_costs_no_step(tmp_path: Path, tokenizer: An
     trainer = grpo_trainer(tmp_path / "healed", tokenizer, reward_funcs=flaky)
     output = heal(trainer)
     assert_same_run(trainer, output, clean, expected)
-
-
-class RaisingAt(TrainerCallback):
-    """Raises once in one event at one step."""
-
-    def __init__(self, event: str, step: int) -> None:
-        self.fired = 0
-
-        def handler(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == step and not self.fired:
-                self.fired += 1
-                raise lost_connection()
-
-        setattr(self, event, handler)
 
 
 @pytest.mark.parametrize("position", ["first", "last"])

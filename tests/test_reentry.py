@@ -11,11 +11,13 @@ import torch
 from conftest import (
     TEXTS,
     OutputFault,
+    RaisingAt,
     RaisingForward,
     assert_same_weights,
     common_arguments,
     journal,
     logged,
+    lost_connection,
     quarantined,
     sft_trainer,
     weights,
@@ -30,26 +32,8 @@ HELD_OUT = {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a ro
 Arm = Callable[[Any], Any]
 
 
-def lost_connection() -> Exception:
-    return ConnectionError("the storage went away")
-
-
 def in_forward(*forwards: int) -> Arm:
     return lambda trainer: RaisingForward(trainer.model, lambda forward: forward in forwards, lost_connection)
-
-
-class RaisingAt(TrainerCallback):
-    """Raises once in one event at one step."""
-
-    def __init__(self, event: str, step: int) -> None:
-        self.fired = 0
-
-        def handler(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == step and not self.fired:
-                self.fired += 1
-                raise lost_connection()
-
-        setattr(self, event, handler)
 
 
 def in_event(event: str, step: int) -> Arm:

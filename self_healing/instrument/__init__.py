@@ -11,13 +11,14 @@ Read against transformers 5.4 to 5.23, TRL 1.16, accelerate 1.15.
 from .discovery import find_resume_path, find_trainer
 from .preservation import preserved
 from .random_state import RandomState
-from .reentry import ResumePoint
+from .reentry import EMERGENCY_DIR, ResumePoint
 from .row_sources import RowSource
 from .window import TrainingFault, Window
 from .wrapping import Instrument
 
 
 __all__ = [
+    "EMERGENCY_DIR",
     "Instrument",
     "RandomState",
     "ResumePoint",

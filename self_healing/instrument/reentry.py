@@ -19,6 +19,9 @@ from .row_sources import DataPosition
 from .window import TrainingFault, Window
 
 
+EMERGENCY_DIR = "emergency"
+
+
 @dataclass(slots=True)
 class Pending:
     """What the Trainer still owed a finished step when it was interrupted."""
@@ -294,7 +297,7 @@ class Reentry:
 
     def emergency_dir(self) -> str:
         """Where emergency checkpoints lie while the run may still go on."""
-        return os.path.join(self._trainer.args.output_dir, "emergency")
+        return os.path.join(self._trainer.args.output_dir, EMERGENCY_DIR)
 
     def checkpoint_path(self) -> str:
         """Where the emergency checkpoint of the current step is or would be."""
