@@ -127,7 +127,7 @@ BY_EPOCH = {
         "order drawn from the global generator, epoch 2",
     ],
 )
-@pytest.mark.parametrize("times", ["once", "and again at once"])
+@pytest.mark.parametrize("times", ["once", pytest.param("and again at once", marks=pytest.mark.slow)])
 def test_nothing_differs_from_the_run_without_the_fault(
     tmp_path: Path, tokenizer: Any, arguments: dict[str, Any], arm: Arm, times: str
 ) -> None:
