@@ -120,7 +120,11 @@ class HealingActions:
         results: dict[str, Any] = {}
         for action in [_known(action) for action in actions]:
             result = self._carry_out[action](context, training_args)
-            self.session.journal.acted(context.incident, action.value, **result)
+            # Where a remedy turned into the next rung of its ladder, that is what was done.
+            done = Action.SKIP_STEP if result.get("skipped") else action
+            self.session.journal.acted(
+                context.incident, done.value, happened=result.get("checkpoint", "") is not None, **result
+            )
             results.update(result)
         return results
 

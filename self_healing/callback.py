@@ -246,7 +246,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def _diagnose(self, window: Window, instrument: Instrument, session: Session) -> Diagnosis:
         if self.config.on_nonfinite != "heal" or not self._acts(instrument):
             return Diagnosis(
-                FailureType.NONFINITE_NUMERICAL, "not looked for", {"on_nonfinite": self.config.on_nonfinite}
+                FailureType.NONFINITE_UNDIAGNOSED, "not looked for", {"on_nonfinite": self.config.on_nonfinite}
             )
         return diagnose(window, instrument, self.config, session.healthy_inputs)
 
@@ -278,6 +278,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         )
         if stop is not None:
             context.verdict = stop
+            session.policy.start_anew()
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, args)
         session.journal.dealt_with(incident)
 

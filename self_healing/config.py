@@ -63,7 +63,8 @@ class HealingConfig:
             the step out without a diagnosis, `"warn"` only reports it (the step is applied as the plain trainer
             would), `"raise"` stops with an error before it is applied.
         nan_patience (`int`, *optional*, defaults to `3`):
-            Consecutive steps that could not be healed, and so were skipped, after which the run stops. At least 1.
+            Consecutive steps that were skipped without an explanation, after which the run stops; a step with poison
+            rows starts the count again. At least 1.
         reexecute_attempts (`int`, *optional*, defaults to `1`):
             Times the micro-batches of the step are computed again from their saved random states before the fault
             counts as persistent. From 0 to 10.
@@ -137,7 +138,10 @@ class HealingConfig:
     )
     nan_patience: Annotated[int, Setting("nonfinite", at_least=1)] = field(
         default=3,
-        metadata={"help": "Consecutive steps that could not be healed (were skipped) after which the run stops."},
+        metadata={
+            "help": "Consecutive steps skipped without an explanation after which the run stops; a step with poison rows "
+            "starts the count again."
+        },
     )
     reexecute_attempts: Annotated[int, Setting("nonfinite", at_least=0, at_most=10)] = field(
         default=1,
@@ -177,8 +181,8 @@ class HealingConfig:
     scaler_patience: Annotated[int, Setting("nonfinite", at_least=1)] = field(
         default=3,
         metadata={
-            "help": "fp16 only: consecutive overflowing steps that are left to the GradScaler, whose own skipping is "
-            "normal."
+            "help": "fp16 only: consecutive overflowing steps that count as a fault; fewer are left to the GradScaler, "
+            "whose own skipping is normal."
         },
     )
 

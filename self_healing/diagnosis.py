@@ -94,7 +94,10 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
         # Many bad rows look the same as a model that overflows on most of them. A batch that was fine before tells.
         control_is_finite = healthy_inputs is not None and window.probe_batch(healthy_inputs)
         if consensus.any_rank(not control_is_finite, device):
-            return _numerical(f"{count} of {total} rows are non-finite, and no earlier batch is finite any more")
+            control = (
+                "there is no earlier batch to compare with" if healthy_inputs is None else "so is an earlier batch"
+            )
+            return _numerical(f"{count} of {total} rows are non-finite, and {control}")
     return Diagnosis(
         FailureType.NONFINITE_POISON_ROWS,
         "poison rows",

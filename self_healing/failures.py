@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +18,7 @@ class FailureType(StrEnum):
     NONFINITE_TRANSIENT = "nonfinite_transient"
     NONFINITE_POISON_ROWS = "nonfinite_poison_rows"
     NONFINITE_NUMERICAL = "nonfinite_numerical"
+    NONFINITE_UNDIAGNOSED = "nonfinite_undiagnosed"
     CORRUPTED_STATE = "corrupted_state"
     OUT_OF_MEMORY = "out_of_memory"
     NETWORK = "network"
@@ -79,11 +81,17 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
     ),
     FailureType.NONFINITE_NUMERICAL: Recipe(
-        diagnosis="Computing the step again gives the same result, weights and optimizer state are finite, and no row "
-        "explains it: the computation overflows.",
+        diagnosis="Computing the step again did not cure it, weights and optimizer state are finite, and the data "
+        "does not explain it: the computation overflows.",
         ladder=(Action.SKIP_STEP, Action.STOP),
-        advice="Lower the learning rate, train in bf16 or fp32 instead of fp16, check custom losses for log(0) or "
-        "division by zero.",
+        advice="Resume from a checkpoint well before it, with a lower learning rate, or in bf16 or fp32 instead of "
+        "fp16; check custom losses for log(0) or division by zero.",
+        severity="warning",
+    ),
+    FailureType.NONFINITE_UNDIAGNOSED: Recipe(
+        diagnosis="Loss or gradient norm is not finite; the cause was not looked for.",
+        ladder=(Action.SKIP_STEP, Action.STOP),
+        advice="Set on_nonfinite='heal' to have the cause found.",
         severity="warning",
     ),
     FailureType.CORRUPTED_STATE: Recipe(
@@ -266,7 +274,21 @@ def _classify_one(error: BaseException) -> FailureType | None:
             return FailureType.DEVICE
         if any(marker in text for marker in _OOM_TEXTS):
             return FailureType.OUT_OF_MEMORY
+        return _classify_worker_report(text)
     return None
+
+
+def _classify_worker_report(text: str) -> FailureType | None:
+    """A data loader worker reports an exception it cannot build anew (HTTP errors) as text."""
+    caught = re.search(r"Caught (\w+) in DataLoader worker", text)
+    if caught is None:
+        return None
+    status = re.search(r"\b(\d{3}) (?:Client|Server) Error|\bHTTP Error (\d{3})\b", text)
+    if status is not None:
+        code = int(status.group(1) or status.group(2))
+        return FailureType.NETWORK if code in _RETRYABLE_STATUS else None
+    names = {name.rsplit(".", 1)[-1] for name in _NETWORK_TYPES}
+    return FailureType.NETWORK if caught.group(1) in names else None
 
 
 def _http_status(error: BaseException) -> int | None:

@@ -159,9 +159,10 @@ class Journal:
             "diagnosed", incident.step, incident=incident.id, failure=failure.value, cause=cause, evidence=evidence
         )
 
-    def acted(self, incident: Incident, action: str, **result: Any) -> None:
-        """Records one action and what came of it."""
-        incident.actions.append(action)
+    def acted(self, incident: Incident, action: str, happened: bool = True, **result: Any) -> None:
+        """Records one action and what came of it; one that was tried in vain is not among those of the incident."""
+        if happened:
+            incident.actions.append(action)
         self.event("action", incident.step, incident=incident.id, action=action, **result)
 
     def dealt_with(self, incident: Incident) -> None:
@@ -320,6 +321,8 @@ def describe(incident: Incident) -> str:
     lost = "no step lost" if incident.steps_lost == 0 else f"{incident.steps_lost} step(s) lost"
     done = ", ".join(action.replace("_", " ") for action in incident.actions) or "nothing"
     failure = "" if incident.failure is None else f" {FAILURE_RECIPES[incident.failure].diagnosis}"
+    if "why" in incident.evidence:
+        failure += f" ({incident.evidence['why']}.)"
     return (
         f"Step {incident.step}: {incident.symptom.replace('_', ' ')}; cause: {incident.cause}.{failure} "
         f"Done: {done}; {lost}, {incident.seconds_lost:.1f} s. Incident {incident.id}."

@@ -95,6 +95,11 @@ class StepPolicy:
             )
         return None
 
+    def start_anew(self) -> None:
+        """The run ends on this policy's verdict: whoever resumes it has decided to try again."""
+        self.unhealed_in_a_row = 0
+        self.recent.clear()
+
     def state_dict(self) -> dict[str, Any]:
         return {"unhealed_in_a_row": self.unhealed_in_a_row, "recent": [list(entry) for entry in self.recent]}
 

@@ -96,7 +96,9 @@ class Session:
 
     def _close(self, incident: Incident, trend: tuple[float, float] | None, after: list[float]) -> None:
         typical = sorted(after)[len(after) // 2] if after else None
-        if typical is None:
+        if not incident.actions:
+            outcome = "unresolved"
+        elif typical is None:
             # Nothing followed: the run ended with this step, or on a step that was skipped.
             outcome = "resolved" if incident.steps_lost == 0 else "unresolved"
         elif trend is None:

@@ -237,6 +237,7 @@ class SelfHealingTrainer:
     def _end(
         self, session: Session, incident: Incident, failure: FailureType, error: BaseException, point: Any
     ) -> None:
+        session.journal.acted(incident, Action.STOP.value)
         session.close_as_fatal(incident)
         verdict = f"{type(error).__name__}: {error}"
         path = point if isinstance(point, str) else None

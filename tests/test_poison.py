@@ -339,6 +339,7 @@ def test_a_batch_of_one_bad_row_is_told_from_a_broken_model_by_an_earlier_batch(
     assert fault.fired
     assert {row["dataset_index"] for row in quarantined(tmp_path)} == set(POISONED)
     assert [event["steps_lost"] for event in journal(tmp_path, "outcome")] == [1, 1, 1]
+    assert trainer.state.log_history[-1]["healing/skipped_steps"] == 3
 
 
 def test_without_leave_to_drop_rows_the_step_is_skipped_and_the_rows_are_named(tmp_path: Path, tokenizer: Any) -> None:

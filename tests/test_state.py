@@ -110,3 +110,17 @@ def test_added_to_a_run_that_began_without_it(tmp_path: Path, tokenizer: Any) ->
     assert_same_weights(weights(trainer), weights(plain))
     assert losses(trainer) == losses(plain)
     assert journal(tmp_path, "run_started")[-1]["resumed_from"] == str(tmp_path / "checkpoint-3")
+
+
+def test_a_run_that_ended_on_its_patience_starts_it_anew_when_resumed(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(nan_patience=3)
+    first = sft_trainer(tmp_path, tokenizer, max_steps=10)
+    OutputFault(first.model, strike=lambda _: first.state.global_step >= 2)
+    with pytest.raises(UnrecoverableTrainingError, match="3 steps in a row"):
+        SelfHealingTrainer(first, config).train()
+    checkpoint = json.loads((tmp_path / "postmortem.json").read_text())["emergency_checkpoint"]
+    second = sft_trainer(tmp_path, tokenizer, max_steps=10)
+    fault = OutputFault(second.model, strike=lambda _: second.state.global_step == 4)
+    output = SelfHealingTrainer(second, config).train(resume_from_checkpoint=checkpoint)
+    assert fault.fired
+    assert output.global_step == 10
