@@ -139,8 +139,8 @@ class HealingConfig:
     nan_patience: Annotated[int, Setting("nonfinite", at_least=1)] = field(
         default=3,
         metadata={
-            "help": "Consecutive steps skipped without an explanation after which the run stops; a step with poison rows "
-            "starts the count again."
+            "help": "Consecutive steps skipped without an explanation after which the run stops; a step with poison "
+            "rows starts the count again."
         },
     )
     reexecute_attempts: Annotated[int, Setting("nonfinite", at_least=0, at_most=10)] = field(
@@ -181,8 +181,8 @@ class HealingConfig:
     scaler_patience: Annotated[int, Setting("nonfinite", at_least=1)] = field(
         default=3,
         metadata={
-            "help": "fp16 only: consecutive overflowing steps that count as a fault; fewer are left to the GradScaler, "
-            "whose own skipping is normal."
+            "help": "fp16 only: consecutive overflowing steps that count as a fault; fewer are left to the "
+            "GradScaler, whose own skipping is normal."
         },
     )
 

@@ -61,11 +61,11 @@ def caused_by(outer: Exception, inner: Exception) -> Exception:
         (RuntimeError("shape mismatch"), FailureType.USER_CODE),
         (caused_by(RuntimeError("dataset failed"), ConnectionError("x")), FailureType.NETWORK),
         (
-            RuntimeError("Caught HfHubHTTPError in DataLoader worker process 0.\\n503 Server Error: x"),
+            RuntimeError("Caught HfHubHTTPError in DataLoader worker process 0.\n503 Server Error: x"),
             FailureType.NETWORK,
         ),
         (
-            RuntimeError("Caught HfHubHTTPError in DataLoader worker process 0.\\n404 Client Error: x"),
+            RuntimeError("Caught HfHubHTTPError in DataLoader worker process 0.\n404 Client Error: x"),
             FailureType.USER_CODE,
         ),
         (KeyboardInterrupt(), FailureType.INTERRUPTED),
