@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from ..signals import StepSignals
+from .symptom import Symptom
 
 
 # float32 has 127 powers of two above 1: a scaler that has not found its scale by then never will.
 _OVERFLOWS_BEFORE_FIRST_STEP = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Symptom:
-    """
-    What a detector saw in one step.
-
-    Args:
-        name (`str`):
-            `"nonfinite_loss"` or `"nonfinite_gradient"`.
-        step (`int`):
-            The step it was seen in.
-        evidence (`dict[str, float | None]`):
-            The values that were judged.
-    """
-
-    name: str
-    step: int
-    evidence: dict[str, float | None]
 
 
 class NonFiniteDetector:
