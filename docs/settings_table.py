@@ -18,6 +18,8 @@ PAGE = Path(__file__).parent / "configuration.md"
 BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
 TITLES = {
     "nonfinite": "A step whose loss or gradient norm is not finite",
+    "detection": "Steps that are finite and wrong all the same",
+    "clipping": "Gradients clipped by what is usual in the run",
     "recovery": "Exceptions that end `train()`",
     "journal": "What is written down, and where",
 }

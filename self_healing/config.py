@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 
-SECTIONS = ("nonfinite", "recovery", "journal")
+SECTIONS = ("nonfinite", "detection", "clipping", "recovery", "journal")
 
 
 class ConfigurationError(ValueError):
@@ -84,6 +84,66 @@ class HealingConfig:
         scaler_patience (`int`, *optional*, defaults to `3`):
             Consecutive overflowing steps that are left to the `GradScaler`, whose own skipping is normal. Only for
             fp16. At least 1.
+
+        > Section `detection`: steps that are finite and wrong all the same
+
+        on_spike (`str`, *optional*, defaults to `"heal"`):
+            What to do about a step whose gradient is far outside of what is usual, alone or together with its loss:
+            `"heal"` computes it again and, if it comes out the same, leaves it out; `"warn"` only reports it.
+        loss_spike_z (`float`, *optional*, defaults to `8.0`):
+            Robust z of the log-loss above which a loss is a spike. No checkpoint is written until it is over. Above 0.
+        loss_spike_factor (`float`, *optional*, defaults to `0.0`):
+            Multiple of its baseline above which a loss is a spike whatever its z; 0 for none. At least 0.
+        gradient_spike_z (`float`, *optional*, defaults to `10.0`):
+            Robust z of the log gradient norm above which it is a spike. Above 0.
+        gradient_explosion (`float`, *optional*, defaults to `10000.0`):
+            Gradient norm (before clipping) above which it has exploded, unless such norms are usual in the run; 0 for
+            none. At least 0.
+        max_spike_skips (`int`, *optional*, defaults to `3`):
+            Steps among the last `skip_window` that may be left out for a spike; further ones are applied and reported.
+            At least 0.
+        on_divergence (`str`, *optional*, defaults to `"warn"`):
+            What to do about a loss that rises and stays up: `"warn"` reports it and writes no checkpoint until it is
+            back, `"stop"` ends the run with a postmortem.
+        divergence_slack (`float`, *optional*, defaults to `0.5`):
+            Part of each robust z of the loss that a CUSUM forgives. Above 0.
+        divergence_limit (`float`, *optional*, defaults to `11.0`):
+            Sum of what is not forgiven at which a loss has diverged. Above 0.
+        divergence_patience (`int`, *optional*, defaults to `100`):
+            Steps after which a diverged loss that keeps to another level is taken to have settled there. At least 1.
+        vanishing_gradient_steps (`int`, *optional*, defaults to `20`):
+            Steps in a row with a gradient norm below 1e-7 that are reported. At least 1.
+        on_dead_loss (`str`, *optional*, defaults to `"stop"`):
+            What to do about a loss of exactly 0.0, which is a wiring bug: `"stop"` ends the run with a postmortem,
+            `"warn"` reports it.
+        dead_loss_steps (`int`, *optional*, defaults to `20`):
+            Steps in a row with such a loss. At least 1.
+        plateau_window (`int`, *optional*, defaults to `500`):
+            Steps without progress that are reported as a plateau; 0 for never. At least 0.
+        overfitting_evaluations (`int`, *optional*, defaults to `3`):
+            Evaluation losses in a row that rise while the training loss falls before it is reported. At least 1.
+        rules_file (`str`, *optional*):
+            TOML file of metric rules, merged over the table in the package. `self-healing rules` prints both.
+        on_red_flag (`str`, *optional*, defaults to `"act"`):
+            What to do when a metric rule fires whose action is to stop: `"act"` ends the run with a postmortem,
+            `"warn"` reports it.
+
+        > Section `clipping`: gradients that are clipped by what is usual in the run, below `max_grad_norm`
+
+        zclip_mode (`str`, *optional*, defaults to `"observe"`):
+            `"off"`; `"observe"` keeps the statistic and logs what would be clipped; `"clip"` clips.
+        clip_algorithm (`str`, *optional*, defaults to `"zclip"`):
+            `"zclip"` clips the norm of the whole gradient by its z-score, `"adagc"` the gradient of each parameter
+            by the running mean of its norm (not for LoRA).
+        zclip_variant (`str`, *optional*, defaults to `"reciprocal"`):
+            What an outlier is clipped to: `"reciprocal"` (the further out, the closer to the mean), `"mean"`, or
+            `"percentile"` (to the threshold).
+        zclip_z (`float`, *optional*, defaults to `2.5`):
+            z-score above which a gradient norm is an outlier. Above 0.
+        zclip_decay (`float`, *optional*, defaults to `0.97`):
+            Share of the running mean and variance that each step keeps. Above 0, at most 0.9999.
+        zclip_warmup_steps (`int`, *optional*, defaults to `25`):
+            Steps the statistic starts from, in which nothing is clipped. At least 2.
 
         > Section `recovery`: exceptions that end `train()`; only [`SelfHealingTrainer`] can enter it again
 
@@ -186,6 +246,127 @@ class HealingConfig:
         },
     )
 
+    on_spike: Annotated[Literal["heal", "warn"], Setting("detection")] = field(
+        default="heal",
+        metadata={
+            "help": "What to do about a step whose gradient is far outside of what is usual, alone or "
+            "together with its loss: `heal` computes it again and, if it comes out the same, leaves it "
+            "out; `warn` only reports it."
+        },
+    )
+    loss_spike_z: Annotated[float, Setting("detection", above=0)] = field(
+        default=8.0,
+        metadata={
+            "help": "Robust z of the log-loss above which a loss is a spike. No checkpoint is written until "
+            "it is over."
+        },
+    )
+    loss_spike_factor: Annotated[float, Setting("detection", at_least=0)] = field(
+        default=0.0,
+        metadata={"help": "Multiple of its baseline above which a loss is a spike whatever its z; 0 for none."},
+    )
+    gradient_spike_z: Annotated[float, Setting("detection", above=0)] = field(
+        default=10.0, metadata={"help": "Robust z of the log gradient norm above which it is a spike."}
+    )
+    gradient_explosion: Annotated[float, Setting("detection", at_least=0)] = field(
+        default=1e4,
+        metadata={
+            "help": "Gradient norm before clipping above which it has exploded, unless such norms are usual "
+            "in the run; 0 for none."
+        },
+    )
+    max_spike_skips: Annotated[int, Setting("detection", at_least=0)] = field(
+        default=3,
+        metadata={
+            "help": "Steps among the last `skip_window` that may be left out for a spike; further ones are "
+            "applied and reported."
+        },
+    )
+    on_divergence: Annotated[Literal["warn", "stop"], Setting("detection")] = field(
+        default="warn",
+        metadata={
+            "help": "What to do about a loss that rises and stays up: `warn` reports it and writes no "
+            "checkpoint until it is back, `stop` ends the run with a postmortem."
+        },
+    )
+    divergence_slack: Annotated[float, Setting("detection", above=0)] = field(
+        default=0.5, metadata={"help": "Part of each robust z of the loss that a CUSUM forgives."}
+    )
+    divergence_limit: Annotated[float, Setting("detection", above=0)] = field(
+        default=11.0, metadata={"help": "Sum of what is not forgiven at which a loss has diverged."}
+    )
+    divergence_patience: Annotated[int, Setting("detection", at_least=1)] = field(
+        default=100,
+        metadata={
+            "help": "Steps after which a diverged loss that keeps to another level is taken to have settled there."
+        },
+    )
+    vanishing_gradient_steps: Annotated[int, Setting("detection", at_least=1)] = field(
+        default=20, metadata={"help": "Steps in a row with a gradient norm below 1e-7 that are reported."}
+    )
+    on_dead_loss: Annotated[Literal["stop", "warn"], Setting("detection")] = field(
+        default="stop",
+        metadata={
+            "help": "What to do about a loss of exactly 0.0, which is a wiring bug: `stop` ends the run with a "
+            "postmortem, `warn` reports it."
+        },
+    )
+    dead_loss_steps: Annotated[int, Setting("detection", at_least=1)] = field(
+        default=20, metadata={"help": "Steps in a row with a loss of exactly 0.0 that make it dead."}
+    )
+    plateau_window: Annotated[int, Setting("detection", at_least=0)] = field(
+        default=500, metadata={"help": "Steps without progress that are reported as a plateau; 0 for never."}
+    )
+    overfitting_evaluations: Annotated[int, Setting("detection", at_least=1)] = field(
+        default=3,
+        metadata={"help": "Evaluation losses in a row that rise while the training loss falls before it is reported."},
+    )
+    rules_file: Annotated[str | None, Setting("detection")] = field(
+        default=None,
+        metadata={
+            "help": "TOML file of metric rules, merged over the table in the package. `self-healing rules` "
+            "prints both."
+        },
+    )
+    on_red_flag: Annotated[Literal["act", "warn"], Setting("detection")] = field(
+        default="act",
+        metadata={
+            "help": "What to do when a metric rule fires whose action is to stop: `act` ends the run with a "
+            "postmortem, `warn` reports it."
+        },
+    )
+
+    zclip_mode: Annotated[Literal["off", "observe", "clip"], Setting("clipping")] = field(
+        default="observe",
+        metadata={
+            "help": "Adaptive clipping by what is usual in the run, below `max_grad_norm`: `observe` keeps the "
+            "statistic and logs what would be clipped, `clip` clips."
+        },
+    )
+    clip_algorithm: Annotated[Literal["zclip", "adagc"], Setting("clipping")] = field(
+        default="zclip",
+        metadata={
+            "help": "`zclip` clips the norm of the whole gradient by its z-score, `adagc` the gradient of each "
+            "parameter by the running mean of its norm (not for LoRA)."
+        },
+    )
+    zclip_variant: Annotated[Literal["reciprocal", "mean", "percentile"], Setting("clipping")] = field(
+        default="reciprocal",
+        metadata={
+            "help": "What an outlier is clipped to: `reciprocal` (the further out, the closer to the mean), "
+            "`mean`, or `percentile` (to the threshold)."
+        },
+    )
+    zclip_z: Annotated[float, Setting("clipping", above=0)] = field(
+        default=2.5, metadata={"help": "z-score above which a gradient norm is an outlier."}
+    )
+    zclip_decay: Annotated[float, Setting("clipping", above=0, at_most=0.9999)] = field(
+        default=0.97, metadata={"help": "Share of the running mean and variance that each step keeps."}
+    )
+    zclip_warmup_steps: Annotated[int, Setting("clipping", at_least=2)] = field(
+        default=25, metadata={"help": "Steps the statistic starts from, in which nothing is clipped."}
+    )
+
     max_recovery_attempts: Annotated[int, Setting("recovery", at_least=0)] = field(
         default=5, metadata={"help": "Re-entries into `train()` without progress before giving up."}
     )
@@ -258,6 +439,8 @@ class HealingConfig:
             "nan_patience": 8,
             "max_skipped_fraction": 0.25,
             "max_quarantined_fraction": 0.5,
+            "max_spike_skips": 10,
+            "zclip_mode": "clip",
             "max_recovery_attempts": 20,
             "retry_max_seconds": 900.0,
         }
@@ -277,6 +460,8 @@ class HealingConfig:
             "drop_poison_rows": False,
             "max_skipped_fraction": 0.02,
             "max_quarantined_fraction": 0.05,
+            "max_spike_skips": 1,
+            "on_divergence": "stop",
             "max_recovery_attempts": 2,
         }
         return cls.from_dict({**preset, **overrides})
@@ -433,6 +618,11 @@ def _value_problems(values: Mapping[str, Any]) -> list[str]:
                 f"`{name}` is {reprlib.repr(value)} ({type(value).__name__}), but must be {allowed}. Please change "
                 f"it, or leave it out for the default, {_defaults()[name]!r}."
             )
+    if not problems and values["clip_algorithm"] == "adagc" and values["zclip_mode"] == "observe":
+        problems.append(
+            "`clip_algorithm` is 'adagc' and `zclip_mode` is 'observe', but AdaGC cannot observe without clipping. "
+            "Please set `zclip_mode` to 'clip', or `clip_algorithm` to 'zclip'."
+        )
     if not problems and values["retry_max_seconds"] < values["retry_initial_seconds"]:
         problems.append(
             f"`retry_max_seconds` is {values['retry_max_seconds']}, but must be at least `retry_initial_seconds`, "

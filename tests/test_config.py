@@ -3,6 +3,7 @@ import inspect
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import trl
@@ -193,6 +194,11 @@ class TestValidation:
             ("retry_initial_seconds", -0.1),
             ("retry_max_seconds", -1),
             ("outcome_steps", 0),
+            ("loss_spike_z", 0),
+            ("gradient_explosion", -1),
+            ("max_spike_skips", -1),
+            ("zclip_decay", 1.0),
+            ("zclip_warmup_steps", 1),
         ],
     )
     def test_a_number_out_of_range_is_refused(self, name, value):
@@ -241,6 +247,11 @@ class TestValidation:
         with pytest.raises(ConfigurationError, match=r"`retry_max_seconds` is 0\.5, but must be at least"):
             HealingConfig(retry_max_seconds=0.5)
 
+    def test_adagc_cannot_observe(self):
+        with pytest.raises(ConfigurationError, match="AdaGC cannot observe without clipping"):
+            HealingConfig(clip_algorithm="adagc")
+        assert HealingConfig(clip_algorithm="adagc", zclip_mode="clip").clip_algorithm == "adagc"
+
     def test_the_message_says_what_is_allowed_and_what_to_do(self):
         with pytest.raises(ConfigurationError) as error:
             HealingConfig(reexecute_attempts="2")
@@ -269,6 +280,8 @@ class TestPresets:
             "nan_patience": 8,
             "max_skipped_fraction": 0.25,
             "max_quarantined_fraction": 0.5,
+            "max_spike_skips": 10,
+            "zclip_mode": "clip",
             "max_recovery_attempts": 20,
             "retry_max_seconds": 900.0,
         }
@@ -279,6 +292,8 @@ class TestPresets:
             "drop_poison_rows": False,
             "max_skipped_fraction": 0.02,
             "max_quarantined_fraction": 0.05,
+            "max_spike_skips": 1,
+            "on_divergence": "stop",
             "max_recovery_attempts": 2,
         }
 
@@ -347,18 +362,21 @@ class TestDict:
 
 def values_of(name: str) -> st.SearchStrategy:
     default = HealingConfig.__dataclass_fields__[name].default
-    if name == "on_nonfinite":
-        return st.sampled_from(["heal", "skip", "warn", "raise"])
+    kind, setting = get_args(get_type_hints(HealingConfig, include_extras=True)[name])
+    if name == "clip_algorithm":
+        return st.just("zclip")  # the other one does not go with every mode
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
     if isinstance(default, bool):
         return st.booleans()
     if isinstance(default, int):
-        return st.integers(1, 10) | st.just(10**6 if name != "reexecute_attempts" else 10)
+        return st.integers(2, 10) | st.just(10**6 if name != "reexecute_attempts" else 10)
     if name == "retry_initial_seconds":
         return st.floats(0, 1e3)
     if name == "retry_max_seconds":
         return st.floats(1e3, allow_infinity=False)
     if isinstance(default, float):
-        return st.floats(0, 1, exclude_min=True)
+        return st.floats(0, 1 if setting.at_most is None else setting.at_most, exclude_min=True)
     return st.none() | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")).filter(str.strip)
 
 
