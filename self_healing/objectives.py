@@ -1,6 +1,6 @@
 """
-What differs between SFT, DPO, GRPO and the rest: how a prepared batch falls into rows, and how a step without some of
-them is normalised.
+What differs between SFT, DPO, GRPO and the rest: how a prepared batch falls into rows, how a step without some of them
+is normalised, and which detectors apply.
 
 Shape suffixes: B rows of a batch, N preference pairs (B = 2N), T tokens, S segments of a flattened batch.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,43 +25,100 @@ class Objective:
 
     Args:
         name (`str`):
-            `"sft"`, `"dpo"`, `"kto"`, `"reward"`, `"grpo"`, `"rloo"`, `"distillation"` or `"generic"`.
+            `"sft"`, `"dpo"`, `"kto"`, `"reward"`, `"grpo"`, `"rloo"`, `"distillation"`, `"generic"` (the Trainer's own
+            loss) or `"unknown"` (a loss of the user's).
         paired (`bool`):
             Whether a batch holds N chosen rows followed by their N rejected ones.
         online (`bool`):
             Whether the trainer makes its training rows itself (generation), from raw examples.
         counts_own_tokens (`bool`):
             Whether the loss is divided by a token count that travels in the batch, not by the accumulation steps.
+        detectors (`frozenset[str]`):
+            Names of the step detectors that apply ([`DetectorPanel`]). Non-finite numbers are wrong everywhere and not
+            among them.
     """
 
     name: str
     paired: bool = False
     online: bool = False
     counts_own_tokens: bool = False
+    detectors: frozenset[str] = frozenset()
+
+
+# Every other detector judges a logarithm or a ratio, and these need a loss that is positive.
+_ANY_POSITIVE_LOSS = frozenset({"loss_spike", "divergence"})
+_OFFLINE = _ANY_POSITIVE_LOSS | {
+    "co_spike",
+    "gradient_spike",
+    "gradient_explosion",
+    "vanishing_gradient",
+    "plateau",
+}
+# ln(vocabulary) bounds a mean cross-entropy per token, and nothing else; exactly 0 is wrong for it, and only for it.
+_CROSS_ENTROPY = _OFFLINE | {"above_chance", "dead_loss"}
+# Policy gradients: the loss is near 0 and has a sign, and a batch in which all rewards are equal has no gradient.
+_POLICY_GRADIENT = frozenset({"gradient_explosion"})
 
 
 # By class name over the MRO, so that a subclass of a TRL trainer is known and TRL itself need not be installed.
 _BY_CLASS_NAME = {
-    "SFTTrainer": Objective("sft"),
-    "DPOTrainer": Objective("dpo", paired=True),
-    "KTOTrainer": Objective("kto"),
-    "RewardTrainer": Objective("reward", paired=True),
-    "RLOOTrainer": Objective("rloo", online=True),
-    "DistillationTrainer": Objective("distillation", online=True),
+    "SFTTrainer": Objective("sft", detectors=_CROSS_ENTROPY),
+    "DPOTrainer": Objective("dpo", paired=True, detectors=_OFFLINE),
+    "KTOTrainer": Objective("kto", detectors=_OFFLINE),
+    "RewardTrainer": Objective("reward", paired=True, detectors=_OFFLINE),
+    "GRPOTrainer": Objective("grpo", online=True, detectors=_POLICY_GRADIENT),
+    "RLOOTrainer": Objective("rloo", online=True, detectors=_POLICY_GRADIENT),
+    "DistillationTrainer": Objective(
+        "distillation", online=True, detectors=_ANY_POSITIVE_LOSS | {"gradient_explosion"}
+    ),
 }
+# The Trainer's own loss is most often a cross-entropy, but need not be: exactly 0 may be right for it.
+# Overfitting is a metric rule for the objectives of TRL, with a remedy; here there is none.
+_GENERIC = Objective("generic", detectors=_OFFLINE | {"above_chance", "overfitting"})
+_UNKNOWN = Objective("unknown", detectors=_ANY_POSITIVE_LOSS)
 # TRL 1.16, GRPOTrainer._compute_loss: the loss types that divide by `num_items_in_batch` of the generation batch.
 _TOKEN_NORMALISED_GRPO = frozenset({"dapo", "cispo", "vespo"})
 
 
 def objective_of(trainer: Any) -> Objective:
-    """The objective a trainer trains; an unknown one is `"generic"`: rows are whatever its tensors share."""
+    """The objective a trainer trains; of one that is not known, rows are whatever its tensors share."""
+    own_loss = _has_own_loss(trainer)
     for cls in type(trainer).__mro__:
-        if cls.__name__ == "GRPOTrainer":
+        if cls.__name__ not in _BY_CLASS_NAME:
+            continue
+        objective = _BY_CLASS_NAME[cls.__name__]
+        if objective.name == "grpo":
             token_normalised = getattr(trainer, "loss_type", None) in _TOKEN_NORMALISED_GRPO
-            return Objective("grpo", online=True, counts_own_tokens=token_normalised)
-        if cls.__name__ in _BY_CLASS_NAME:
-            return _BY_CLASS_NAME[cls.__name__]
-    return Objective("generic")
+            objective = replace(objective, counts_own_tokens=token_normalised)
+        if own_loss:
+            # What comes out may be anything; what stays true of it is what the safe subset judges.
+            objective = replace(objective, detectors=objective.detectors & _ANY_POSITIVE_LOSS)
+        return objective
+    return _UNKNOWN if own_loss else _GENERIC
+
+
+def objective_named(name: str) -> Objective:
+    """
+    The objective of a TRL trainer by its name, or `"generic"`.
+
+    Raises:
+        ValueError: For a name that is not known.
+    """
+    known = {objective.name: objective for objective in (*_BY_CLASS_NAME.values(), _GENERIC, _UNKNOWN)}
+    if name not in known:
+        raise ValueError(f"There is no objective {name!r}. There are: {', '.join(sorted(known))}.")
+    return known[name]
+
+
+def _has_own_loss(trainer: Any) -> bool:
+    """Whether the loss is the user's: a function given to the trainer, or a subclass that computes it itself."""
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        return True
+    for method in ("compute_loss", "training_step"):
+        owner = next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
+        if owner is not None and owner.__module__.partition(".")[0] not in ("transformers", "trl"):
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,16 @@ class StepSignals:
             Number of optimizer steps finished before this one (the Trainer's `global_step`).
         loss (`float`):
             Sum of the micro-batch losses as the Trainer adds them up, in nats for language models.
-        grad_norm (`float` or `None`):
+        grad_norm (`float`, *optional*):
             Total gradient norm before clipping. `None` where the trainer computes none.
-        seconds (`float`):
+        seconds (`float`, *optional*, defaults to 0.0):
             Time from the first forward of the step to now.
     """
 
     step: int
     loss: float
-    grad_norm: float | None
-    seconds: float
+    grad_norm: float | None = None
+    seconds: float = 0.0
 
     @property
     def finite(self) -> bool:

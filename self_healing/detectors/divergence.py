@@ -1,0 +1,178 @@
+"""A loss that goes up and does not come down by itself."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import Any
+
+from .symptom import Symptom
+from .trend import Reading
+
+
+# Before there is a baseline, the loss is held against the median of this many first steps.
+_FIRST_STEPS = 5
+_EARLY_WINDOW = 10
+
+
+class DivergenceDetector:
+    """
+    Reports a loss that rises and stays up.
+
+    Three tests, the first that strikes is reported:
+
+    - **drift**: one-sided CUSUM of the robust z of log-loss, `S = max(0, S + min(z, cap) - slack)`, above `limit`
+      (Page 1954, doi:10.1093/biomet/41.1-2.100). Many small rises add up; one spike, capped, cannot reach the limit;
+    - **above chance**: loss above `ln(vocabulary) + 1` nats for `chance_steps` steps, after having been below
+      `ln(vocabulary)`: worse than guessing every token, by a factor e;
+    - **early**, while there is no baseline: loss above the median of the first 5 plus `early_rise` nats in at least 5
+      of 10 steps.
+
+    It then stays alarmed, without reporting again, until the loss has been back (z of at most `recovered_below`) for
+    `recover_steps` in a row. After `patience` steps it is [`overdue`]: the loss may have found another level for good
+    ([`LogTrend.relearn`], then [`settle`]). Costs O(1).
+
+    Args:
+        slack (`float`, *optional*, defaults to 0.5):
+            Part of each z that is forgiven.
+        limit (`float`, *optional*, defaults to 11.0):
+            Sum at which a drift is a divergence. Slack and limit are measured (`benchmarks/detectors.py`): fewer than
+            one false alarm in 50,000 steps.
+        cap (`float`, *optional*, defaults to 4.0):
+            Largest part a single step may add.
+        vocabulary (`int`, *optional*):
+            Number of tokens, for losses that are a mean cross-entropy per token in nats; `None` for others.
+        chance_steps (`int`, *optional*, defaults to 10):
+            Steps in a row above chance.
+        early_rise (`float`, *optional*, defaults to 1.0):
+            Rise above the first losses, in nats.
+        recovered_below (`float`, *optional*, defaults to 2.0):
+            z at which a loss is back.
+        recover_steps (`int`, *optional*, defaults to 5):
+            Steps in a row it has to be back.
+        patience (`int`, *optional*, defaults to 100):
+            Steps after which a loss that has not come back may have settled where it is.
+    """
+
+    def __init__(
+        self,
+        slack: float = 0.5,
+        limit: float = 11.0,
+        cap: float = 4.0,
+        vocabulary: int | None = None,
+        chance_steps: int = 10,
+        early_rise: float = 1.0,
+        recovered_below: float = 2.0,
+        recover_steps: int = 5,
+        patience: int = 100,
+    ) -> None:
+        self.slack = slack
+        self.limit = limit
+        self.cap = cap
+        self.chance = None if vocabulary is None else math.log(vocabulary)
+        self.chance_steps = chance_steps
+        self.early_rise = early_rise
+        self.recovered_below = recovered_below
+        self.recover_steps = recover_steps
+        self.patience = patience
+        self.sum = 0.0
+        self.alarmed = False
+        self._since = 0
+        self._back = 0
+        self._above_chance = 0
+        self._was_below_chance = False
+        self._first: list[float] = []
+        self._early: deque[bool] = deque(maxlen=_EARLY_WINDOW)
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether a rise is building up: until it is known for what it is, losses had better not enter a baseline."""
+        return self.alarmed or self.sum > 3 * self.slack
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the loss has stayed away for `patience` steps."""
+        return self.alarmed and self._since >= self.patience
+
+    def observe(self, reading: Reading) -> Symptom | None:
+        """Judges one loss; `"divergence"`, once for each."""
+        if not math.isfinite(reading.value):
+            return None
+        above_chance = self._observe_chance(reading.value)
+        early = self._observe_early(reading)
+        if reading.z is not None:
+            self.sum = max(0.0, self.sum + min(reading.z, self.cap) - self.slack)
+        if self.alarmed:
+            self._watch_recovery(reading)
+            return None
+        if self.sum > self.limit:
+            return self._alarm(reading, "drift", cusum=self.sum, limit=self.limit)
+        if above_chance and self.chance is not None:
+            return self._alarm(reading, "above chance", limit=self.chance + 1, steps=self._above_chance)
+        if early:
+            return self._alarm(reading, "early", limit=median(self._first) + self.early_rise, steps=sum(self._early))
+        return None
+
+    def reset(self) -> None:
+        """Ends the alarm: the loss has come back, or has been brought back."""
+        self.alarmed, self.sum, self._above_chance = False, 0.0, 0
+        self._early.clear()
+
+    def settle(self) -> None:
+        """Ends the alarm: the loss stays where it is, and has to fall below chance again before it can rise above."""
+        self.reset()
+        self._was_below_chance = False
+
+    def _observe_chance(self, loss: float) -> bool:
+        if self.chance is None:
+            return False
+        self._was_below_chance = self._was_below_chance or loss < self.chance
+        self._above_chance = self._above_chance + 1 if loss > self.chance + 1 else 0
+        return self._was_below_chance and self._above_chance >= self.chance_steps
+
+    def _observe_early(self, reading: Reading) -> bool:
+        if reading.z is not None:
+            return False
+        if len(self._first) < _FIRST_STEPS:
+            self._first.append(reading.value)
+            return False
+        self._early.append(reading.value > median(self._first) + self.early_rise)
+        return sum(self._early) >= _EARLY_WINDOW // 2
+
+    def _alarm(self, reading: Reading, test: str, **evidence: float) -> Symptom:
+        self.alarmed, self._since, self._back = True, 0, 0
+        return Symptom("divergence", reading.step, reading.evidence() | {"test": test} | evidence, "error")
+
+    def _watch_recovery(self, reading: Reading) -> None:
+        self._since += 1
+        if reading.z is not None:
+            back = reading.z <= self.recovered_below
+        else:
+            back = not self._first or reading.value <= median(self._first)
+        back = back and (self.chance is None or not self._was_below_chance or reading.value <= self.chance + 1)
+        self._back = self._back + 1 if back else 0
+        if self._back >= self.recover_steps:
+            self.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sum": self.sum,
+            "alarmed": self.alarmed,
+            "since": self._since,
+            "back": self._back,
+            "above_chance": self._above_chance,
+            "was_below_chance": self._was_below_chance,
+            "first": list(self._first),
+            "early": list(self._early),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sum = state["sum"]
+        self.alarmed = state["alarmed"]
+        self._since = state["since"]
+        self._back = state["back"]
+        self._above_chance = state["above_chance"]
+        self._was_below_chance = state["was_below_chance"]
+        self._first = list(state["first"])
+        self._early = deque(state["early"], maxlen=_EARLY_WINDOW)

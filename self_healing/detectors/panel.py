@@ -1,0 +1,201 @@
+"""All step detectors of a run, fed with one `StepSignals` a step: which of them apply is the objective's matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+from ..config import HealingConfig
+from ..signals import StepSignals
+from .divergence import DivergenceDetector
+from .progress import OverfittingDetector, PlateauDetector
+from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
+from .stillness import DeadLossDetector, VanishingGradientDetector
+from .symptom import Symptom
+from .trend import LogTrend, Reading
+
+
+# A gradient norm varies from step to step by at least 5 %, and at first, while the learning rate warms up, by 20 %.
+_GRADIENT_FLOOR, _EARLY_GRADIENT_FLOOR = 0.05, 0.2
+
+
+class DetectorPanel:
+    """
+    The detectors of one run and the two baselines they share.
+
+    A step is shown to it twice: [`alarming`] before anything is decided, which changes nothing, and [`observe`] once
+    the step is as it will be applied. A step that is left out is never observed.
+
+    Args:
+        config ([`HealingConfig`], *optional*):
+            Thresholds. Defaults to `HealingConfig()`.
+        apply (`Collection[str]`, *optional*):
+            Which detectors apply: names out of [`DETECTORS`]. Defaults to all of them.
+        vocabulary (`int`, *optional*):
+            Tokens the model knows, for `"above_chance"`.
+
+    Example, a training loop written by hand:
+
+    ```python
+    >>> panel = DetectorPanel()
+    >>> for step, (loss, grad_norm) in enumerate([(2.1, 0.9), (2.0, 1.1)] * 30 + [(7.5, 1.0)]):
+    ...     symptoms = panel.observe(StepSignals(step=step, loss=loss, grad_norm=grad_norm))
+    >>> [symptom.name for symptom in symptoms]
+    ['loss_spike']
+
+    ```
+    """
+
+    DETECTORS = frozenset(
+        {
+            "loss_spike",
+            "co_spike",
+            "gradient_spike",
+            "gradient_explosion",
+            "vanishing_gradient",
+            "divergence",
+            "above_chance",
+            "dead_loss",
+            "plateau",
+            "overfitting",
+        }
+    )
+
+    def __init__(
+        self,
+        config: HealingConfig | None = None,
+        apply: Collection[str] = DETECTORS,
+        vocabulary: int | None = None,
+    ) -> None:
+        config = config or HealingConfig()
+        unknown = set(apply) - self.DETECTORS
+        if unknown:
+            raise ValueError(
+                f"There is no detector {', '.join(sorted(unknown))}. There are: {', '.join(sorted(self.DETECTORS))}."
+            )
+        self.apply = frozenset(apply)
+        self.loss_trend = LogTrend()
+        self.gradient_trend = LogTrend(
+            floor=_GRADIENT_FLOOR, early_floor=_EARLY_GRADIENT_FLOOR, reject_above=config.gradient_spike_z
+        )
+        self.loss_spike = LossSpikeDetector(config.loss_spike_z, factor=config.loss_spike_factor)
+        self.co_spike = CoSpikeDetector()
+        self.gradient_spike = GradientSpikeDetector(
+            config.gradient_spike_z if "gradient_spike" in self.apply else math.inf,
+            config.gradient_explosion if "gradient_explosion" in self.apply else 0.0,
+        )
+        self.divergence = DivergenceDetector(
+            slack=config.divergence_slack,
+            limit=config.divergence_limit,
+            vocabulary=vocabulary if "above_chance" in self.apply else None,
+            patience=config.divergence_patience,
+        )
+        self.vanishing = VanishingGradientDetector(steps=config.vanishing_gradient_steps)
+        self.dead_loss = DeadLossDetector(config.dead_loss_steps)
+        self.plateau = PlateauDetector(config.plateau_window) if config.plateau_window else None
+        self.overfitting = OverfittingDetector(config.overfitting_evaluations)
+        self.signed_loss = False
+        self.relearned = False
+        self.loss_reading: Reading | None = None
+
+    @property
+    def loss_level(self) -> float | None:
+        """Baseline of the loss, in its own units."""
+        return self.loss_trend.level
+
+    def read(self, signals: StepSignals) -> tuple[Reading, Reading | None]:
+        """Loss and gradient norm next to their baselines. Changes nothing."""
+        gradient = signals.grad_norm
+        return (
+            self.loss_trend.read(signals.step, signals.loss),
+            None if gradient is None else self.gradient_trend.read(signals.step, gradient),
+        )
+
+    def alarming(self, signals: StepSignals) -> Symptom | None:
+        """Why a step should not be applied as it is: explosion, co-spike, gradient spike. Changes nothing."""
+        loss, gradient = self.read(signals)
+        if gradient is None:
+            return None
+        symptom = self.gradient_spike.observe(gradient)
+        if symptom is not None and symptom.name == "gradient_explosion":
+            return symptom
+        if "co_spike" in self.apply and not self.signed_loss:
+            together = self.co_spike.observe(loss, gradient)
+            if together is not None:
+                return together
+        return symptom
+
+    def observe(self, signals: StepSignals) -> list[Symptom]:
+        """Takes in a step that is applied; what there is to say about it."""
+        self.relearned = False
+        loss, gradient = self.read(signals)
+        self.loss_reading = loss
+        symptoms = self._observe_loss(loss)
+        if gradient is not None:
+            symptoms += self._observe_gradient(gradient)
+        return symptoms
+
+    def observe_evaluation(self, step: int, evaluation_loss: float) -> Symptom | None:
+        """Takes in an evaluation loss."""
+        level = self.loss_level
+        if "overfitting" not in self.apply or level is None or self.signed_loss:
+            return None
+        return self.overfitting.observe(step, evaluation_loss, level)
+
+    def _observe_loss(self, reading: Reading) -> list[Symptom]:
+        symptoms: list[Symptom | None] = []
+        if "dead_loss" in self.apply:
+            symptoms.append(self.dead_loss.observe(reading.step, reading.value))
+        if reading.value < 0 and not self.signed_loss and self.apply & {"loss_spike", "divergence", "co_spike"}:
+            # Its logarithm and its ratios mean nothing: an objective with a sign, or a bonus taken off the loss.
+            self.signed_loss = True
+            symptoms.append(Symptom("signed_loss", reading.step, {"value": reading.value}, "info"))
+        if self.signed_loss:
+            return [symptom for symptom in symptoms if symptom is not None]
+        if "loss_spike" in self.apply:
+            symptoms.append(self.loss_spike.observe(reading))
+        if "divergence" in self.apply:
+            symptoms.append(self.divergence.observe(reading))
+            if self.divergence.overdue and self.loss_trend.relearn():
+                self.divergence.settle()
+                self.relearned = True
+        if self.divergence.alarmed:
+            self.loss_trend.refuse(reading)
+        else:
+            self.loss_trend.accept(reading, hold=self.divergence.suspicious)
+        if self.plateau is not None and "plateau" in self.apply:
+            symptoms.append(self.plateau.observe(reading.step, reading.value))
+        return [symptom for symptom in symptoms if symptom is not None]
+
+    def _observe_gradient(self, reading: Reading) -> list[Symptom]:
+        if not self.gradient_trend.accept(reading) and self.gradient_trend.overdue:
+            self.gradient_trend.relearn()
+        if "vanishing_gradient" not in self.apply:
+            return []
+        symptom = self.vanishing.observe(reading.step, reading.value)
+        return [] if symptom is None else [symptom]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the detectors remember, as JSON; exact."""
+        return {name: detector.state_dict() for name, detector in self._stateful().items()} | {
+            "signed_loss": self.signed_loss
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, detector in self._stateful().items():
+            if name in state:
+                detector.load_state_dict(state[name])
+        self.signed_loss = state["signed_loss"]
+
+    def _stateful(self) -> dict[str, Any]:
+        detectors = {
+            "loss_trend": self.loss_trend,
+            "gradient_trend": self.gradient_trend,
+            "loss_spike": self.loss_spike,
+            "divergence": self.divergence,
+            "vanishing": self.vanishing,
+            "dead_loss": self.dead_loss,
+            "overfitting": self.overfitting,
+        }
+        return detectors if self.plateau is None else detectors | {"plateau": self.plateau}

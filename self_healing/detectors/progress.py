@@ -1,0 +1,127 @@
+"""What one would want to know about the course of a run, without anything being wrong. Never acted on."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from itertools import combinations, pairwise
+from statistics import median
+from typing import Any
+
+from .symptom import Symptom
+
+
+_BLOCKS = 20
+
+
+def theil_sen(values: list[float]) -> float:
+    """Median slope over all pairs of equally spaced values (Sen 1968), per step from one to the next."""
+    return median((later - earlier) / (j - i) for (i, earlier), (j, later) in combinations(enumerate(values), 2))
+
+
+class PlateauDetector:
+    """
+    Reports that a loss has stopped falling: over the last `window` steps its trend, the Theil–Sen slope of the medians
+    of 20 blocks of log-loss, amounts to less than `improvement`. Once for each plateau. A run whose learning rate has
+    decayed ends on one, as it should.
+
+    O(1) a step, and 190 slopes at the end of each block.
+
+    Args:
+        window (`int`, *optional*, defaults to 500):
+            Steps the trend is taken over, a multiple of 20.
+        improvement (`float`, *optional*, defaults to 0.01):
+            Relative fall of the loss over the window that counts as progress.
+    """
+
+    def __init__(self, window: int = 500, improvement: float = 0.01) -> None:
+        self.window = window
+        self.improvement = improvement
+        self._block: list[float] = []
+        self._medians: deque[float] = deque(maxlen=_BLOCKS)
+        self._flat = False
+
+    def observe(self, step: int, loss: float) -> Symptom | None:
+        """Judges the trend when a block is full; `"plateau"` (info)."""
+        if not math.isfinite(loss) or loss <= 0:
+            return None
+        self._block.append(math.log(loss))
+        if len(self._block) < max(self.window // _BLOCKS, 1):
+            return None
+        self._medians.append(median(self._block))
+        self._block.clear()
+        if len(self._medians) < _BLOCKS:
+            return None
+        change = theil_sen(list(self._medians)) * _BLOCKS
+        was_flat, self._flat = self._flat, change > -self.improvement
+        if was_flat or not self._flat:
+            return None
+        evidence = {"change": change, "improvement": self.improvement, "window": self.window, "value": loss}
+        return Symptom("plateau", step, evidence, "info")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"block": list(self._block), "medians": list(self._medians), "flat": self._flat}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._block = list(state["block"])
+        self._medians = deque(state["medians"], maxlen=_BLOCKS)
+        self._flat = state["flat"]
+
+
+class OverfittingDetector:
+    """
+    Reports an evaluation loss that has risen `evaluations` times in a row while the training loss fell. Once, until
+    the evaluation loss has a new best. Costs O(1).
+
+    Args:
+        evaluations (`int`, *optional*, defaults to 3):
+            Rises in a row.
+    """
+
+    def __init__(self, evaluations: int = 3) -> None:
+        self.evaluations = evaluations
+        self._recent: deque[tuple[float, float]] = deque(maxlen=evaluations + 1)
+        self._best = math.inf
+        self._reported = False
+
+    def observe(self, step: int, evaluation_loss: float, training_loss: float) -> Symptom | None:
+        """
+        Judges one evaluation; `"overfitting"` (info).
+
+        Args:
+            step (`int`):
+                The optimizer step it was made at.
+            evaluation_loss (`float`), training_loss (`float`):
+                Of the evaluation, and the level of the training loss at that time.
+        """
+        if not (math.isfinite(evaluation_loss) and math.isfinite(training_loss)):
+            return None
+        self._recent.append((evaluation_loss, training_loss))
+        if evaluation_loss < self._best:
+            self._best, self._reported = evaluation_loss, False
+        evaluated = [evaluation for evaluation, _ in self._recent]
+        rising = len(evaluated) > self.evaluations and all(a < b for a, b in pairwise(evaluated))
+        falling = self._recent[-1][1] < self._recent[0][1]
+        if self._reported or not (rising and falling):
+            return None
+        self._reported = True
+        evidence = {
+            "value": evaluation_loss,
+            "best": self._best,
+            "evaluations": evaluated,
+            "training_loss": [training for _, training in self._recent],
+        }
+        return Symptom("overfitting", step, evidence, "info")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "recent": [list(pair) for pair in self._recent],
+            # JSON has no infinity.
+            "best": None if math.isinf(self._best) else self._best,
+            "reported": self._reported,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._recent = deque(((pair[0], pair[1]) for pair in state["recent"]), maxlen=self.evaluations + 1)
+        self._best = math.inf if state["best"] is None else state["best"]
+        self._reported = state["reported"]

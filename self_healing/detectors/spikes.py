@@ -1,0 +1,153 @@
+"""A value far above its baseline in one step: loss spikes, gradient spikes, both at once."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+from .symptom import Symptom
+from .trend import Reading
+
+
+# Steps over which spikes count as usual.
+_USUAL_STEPS = 200
+
+
+class LossSpikeDetector:
+    """
+    Reports a loss far above its baseline. A spike is a step whose robust z of log-loss is above `threshold`.
+
+    Most spikes pass by themselves (one odd batch); one that lasts is a divergence and [`DivergenceDetector`]'s to
+    report. A first reading above the threshold is reported, the ones that follow it without a break are not. Where
+    spikes are usual (small batches of mixed length), only those that stand out from them are: once there have been two
+    in the last 200 steps, the next has to be half as high again as the second-highest. Costs O(1).
+
+    Args:
+        threshold (`float`, *optional*, defaults to 8.0):
+            z above which a loss is a spike. Healthy public fine-tuning curves stay below 5.5 (`docs/detection.md`).
+        notice_threshold (`float`, *optional*, defaults to 6.0):
+            z above which it is worth a note.
+        factor (`float`, *optional*, defaults to 0.0):
+            Multiple of the baseline above which a loss is a spike whatever its z; 0 for none. Off by default: the
+            per-step losses of small batches reach several times their median in healthy runs.
+
+    Example:
+
+    ```python
+    >>> trend, spikes = LogTrend(warmup=5), LossSpikeDetector()
+    >>> for step, loss in enumerate([2.1, 2.0, 2.2, 2.1, 2.0, 2.1, 6.3]):
+    ...     reading = trend.read(step, loss)
+    ...     symptom = spikes.observe(reading)
+    ...     _ = trend.accept(reading)
+    >>> symptom.name, symptom.step
+    ('loss_spike', 6)
+
+    ```
+    """
+
+    def __init__(self, threshold: float = 8.0, notice_threshold: float = 6.0, factor: float = 0.0) -> None:
+        self.threshold = threshold
+        self.notice_threshold = notice_threshold
+        self.factor = factor
+        self._above = False
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_USUAL_STEPS)
+
+    def observe(self, reading: Reading) -> Symptom | None:
+        """Judges one loss; `"loss_spike"` (warning) or `"loss_notice"` (info)."""
+        if reading.z is None or reading.level is None:
+            return None
+        beyond_factor = self.factor > 0 and reading.value > self.factor * reading.level
+        spike = reading.z > self.threshold or beyond_factor
+        first, self._above = spike and not self._above, spike
+        while self._recent and self._recent[0][0] <= reading.step - _USUAL_STEPS:
+            self._recent.popleft()
+        heights = sorted(z for _, z in self._recent)
+        stands_out = len(heights) < 2 or reading.z > 1.5 * heights[-2]
+        if first:
+            self._recent.append((reading.step, reading.z))
+        if first and stands_out:
+            limits = {"threshold": self.threshold} | ({"factor": self.factor} if beyond_factor else {})
+            return Symptom("loss_spike", reading.step, reading.evidence() | limits)
+        if (first or not spike) and reading.z > self.notice_threshold:
+            evidence = reading.evidence() | {"threshold": self.notice_threshold}
+            return Symptom("loss_notice", reading.step, evidence, "info")
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"above": self._above, "recent": [list(spike) for spike in self._recent]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._above = state["above"]
+        self._recent = deque(((step, z) for step, z in state["recent"]), maxlen=_USUAL_STEPS)
+
+
+class GradientSpikeDetector:
+    """
+    Reports a gradient norm far above its baseline, or above an absolute limit.
+
+    Args:
+        threshold (`float`, *optional*, defaults to 10.0):
+            z of the log gradient norm above which it is a spike. Healthy runs reach 8.2.
+        explosion (`float`, *optional*, defaults to 1e4):
+            Norm above which a gradient has exploded, unless the baseline itself is within a factor 10 of it; 0 for
+            none. Counts from the first step on, when there is no baseline yet.
+
+    Example:
+
+    ```python
+    >>> GradientSpikeDetector().observe(LogTrend().read(0, 2e5)).name
+    'gradient_explosion'
+
+    ```
+    """
+
+    def __init__(self, threshold: float = 10.0, explosion: float = 1e4) -> None:
+        self.threshold = threshold
+        self.explosion = explosion
+
+    def observe(self, reading: Reading) -> Symptom | None:
+        """Judges one norm; `"gradient_spike"` or `"gradient_explosion"`. Every step above is reported."""
+        if not math.isfinite(reading.value):
+            return None
+        usual = reading.level is not None and 10 * reading.level > self.explosion
+        if 0 < self.explosion < reading.value and not usual:
+            return Symptom(
+                "gradient_explosion", reading.step, reading.evidence() | {"threshold": self.explosion}, "error"
+            )
+        if reading.z is not None and reading.z > self.threshold:
+            return Symptom("gradient_spike", reading.step, reading.evidence() | {"threshold": self.threshold})
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load: a norm is judged by its baseline alone."""
+
+
+class CoSpikeDetector:
+    """
+    Reports loss and gradient norm far above their baselines in the same step: the batch or the computation is at
+    fault, not the usual noise of one of them.
+
+    Args:
+        threshold (`float`, *optional*, defaults to 6.0):
+            z that both must exceed.
+    """
+
+    def __init__(self, threshold: float = 6.0) -> None:
+        self.threshold = threshold
+
+    def observe(self, loss: Reading, gradient: Reading) -> Symptom | None:
+        """Judges one step; `"co_spike"`."""
+        if loss.z is None or gradient.z is None or min(loss.z, gradient.z) <= self.threshold:
+            return None
+        evidence = {"loss": loss.evidence(), "grad_norm": gradient.evidence(), "threshold": self.threshold}
+        return Symptom("co_spike", loss.step, evidence)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load: a step is judged by the two baselines alone."""

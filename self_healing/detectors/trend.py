@@ -1,0 +1,293 @@
+"""Where a positive quantity stands and how far it usually strays: the baseline of spikes and drifts."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+
+# Turns a median absolute deviation into the standard deviation of a normal distribution, 1 / Φ⁻¹(3/4).
+MAD_TO_SIGMA = 1.4826
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """
+    One value next to its baseline.
+
+    Args:
+        step (`int`):
+            The optimizer step it belongs to.
+        value (`float`):
+            As it was observed, in its own units.
+        z (`float` or `None`):
+            Distance of its logarithm from the baseline, in scales. `None` while there is no baseline yet, and for a
+            value that has no logarithm (zero, negative, NaN, Inf).
+        level (`float` or `None`):
+            The baseline, in the value's units.
+        scale (`float` or `None`):
+            Usual distance from the baseline, in natural-log units: 0.05 is about 5 %.
+        window (`int`):
+            Number of accepted values the baseline rests on.
+    """
+
+    step: int
+    value: float
+    z: float | None
+    level: float | None
+    scale: float | None
+    window: int
+
+    def evidence(self) -> dict[str, Any]:
+        """What a symptom shows of it."""
+        return {
+            "value": self.value,
+            "baseline": self.level,
+            "z": self.z,
+            "scale": self.scale,
+            "window": self.window,
+        }
+
+
+class SortedWindow:
+    """
+    The last `size` numbers, in order of arrival and in order of size.
+
+    Args:
+        size (`int`):
+            Numbers that are kept.
+        values (`Sequence[float]`, *optional*):
+            The first ones.
+    """
+
+    def __init__(self, size: int, values: Sequence[float] = ()) -> None:
+        self.size = size
+        self.values: deque[float] = deque(values, maxlen=size)
+        self.ordered = sorted(self.values)
+
+    def __len__(self) -> int:
+        return len(self.ordered)
+
+    def add(self, value: float) -> None:
+        if len(self.values) == self.size:
+            del self.ordered[bisect_left(self.ordered, self.values[0])]
+        self.values.append(value)
+        insort(self.ordered, value)
+
+    def median(self) -> float:
+        middle = len(self.ordered) // 2
+        if len(self.ordered) % 2:
+            return self.ordered[middle]
+        return 0.5 * (self.ordered[middle - 1] + self.ordered[middle])
+
+    def median_distance(self, centre: float) -> float:
+        """Median distance from a centre (upper median for an even count). Walks outwards from it: O(size / 2)."""
+        ordered = self.ordered
+        above = bisect_left(ordered, centre)
+        below = above - 1
+        distance = 0.0
+        for _ in range(len(ordered) // 2 + 1):
+            if below >= 0 and (above >= len(ordered) or centre - ordered[below] <= ordered[above] - centre):
+                distance = centre - ordered[below]
+                below -= 1
+            else:
+                distance = ordered[above] - centre
+                above += 1
+        return distance
+
+    def winsorized_mean(self, low: float, high: float) -> float:
+        """Mean after values outside of `[low, high]` have been moved to its ends."""
+        first, last = bisect_left(self.ordered, low), bisect_left(self.ordered, high)
+        inside = math.fsum(islice(self.ordered, first, last))
+        return (first * low + inside + (len(self.ordered) - last) * high) / len(self.ordered)
+
+
+class LogTrend:
+    """
+    Robust baseline of the logarithm of a positive quantity (a loss, a gradient norm).
+
+    The level is the mean of the last `level_window` accepted values, after what lies more than two scales from their
+    median has been moved there: as robust as the median, and less noisy, which is what decides how small a drift can
+    be seen. The scale is 1.4826 times the median absolute deviation of the last `scale_window` accepted values *from
+    the level of their time*: a loss that falls steeply does not look like a noisy one, as it does when the deviation
+    is taken from one median over the whole window. Logarithms, because the noise of a loss grows with it.
+
+    A value enters only through [`accept`], which refuses spikes and values without a logarithm. Where a quantity has
+    found another level for good, [`relearn`] takes that level over, if it is one. A step costs O(window).
+
+    Args:
+        level_window (`int`, *optional*, defaults to 50):
+            Accepted values behind the level. Measured in `benchmarks/detectors.py`: shorter is noisier, longer lags
+            behind a falling loss.
+        scale_window (`int`, *optional*, defaults to 200):
+            Accepted values behind the scale.
+        warmup (`int`, *optional*, defaults to 20):
+            Accepted values before the first z.
+        floor (`float`, *optional*, defaults to 0.01):
+            Smallest scale, in natural-log units: without it a loss that repeats itself makes every change a spike.
+        early_floor (`float`, *optional*, defaults to 0.1):
+            Smallest scale that values are judged by until `level_window` have been accepted: a scale from few values
+            is often too small by half.
+        reject_above (`float`, *optional*, defaults to 6.0):
+            Largest z that still enters the baseline.
+
+    Example:
+
+    ```python
+    >>> trend = LogTrend(warmup=5)
+    >>> for step, loss in enumerate([2.1, 2.0, 2.2, 2.1, 2.0, 2.1]):
+    ...     _ = trend.accept(trend.read(step, loss))
+    >>> round(trend.read(6, 6.3).z)
+    11
+
+    ```
+    """
+
+    def __init__(
+        self,
+        level_window: int = 50,
+        scale_window: int = 200,
+        warmup: int = 20,
+        floor: float = 0.01,
+        early_floor: float = 0.1,
+        reject_above: float = 6.0,
+    ) -> None:
+        self.warmup = warmup
+        self.floor = floor
+        self.early_floor = early_floor
+        self.reject_above = reject_above
+        self._recent = SortedWindow(level_window)
+        self._deviations = SortedWindow(scale_window)
+        self._level = 0.0
+        self._scale = floor
+        self._accepted = 0
+        self._held: deque[float] = deque()
+        self._outside: deque[float] = deque(maxlen=level_window)
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough values have been accepted to judge others by them."""
+        return self._accepted >= self.warmup
+
+    @property
+    def level(self) -> float | None:
+        """The baseline in the quantity's own units; `None` before the first accepted value."""
+        return math.exp(self._level) if self._accepted else None
+
+    @property
+    def scale(self) -> float:
+        """Usual distance from the baseline, in natural-log units; what a z is counted in."""
+        if self._accepted < self._recent.size:
+            return max(self._scale, self.early_floor)
+        return self._scale
+
+    def read(self, step: int, value: float) -> Reading:
+        """Sets a value next to the baseline. Changes nothing."""
+        if not self.ready:
+            return Reading(step, value, None, None, None, len(self._recent))
+        scale = self.scale
+        z = (math.log(value) - self._level) / scale if _has_logarithm(value) else None
+        return Reading(step, value, z, self.level, scale, len(self._recent))
+
+    def accept(self, reading: Reading, hold: bool = False) -> bool:
+        """
+        Takes a value into the baseline, unless it is a spike or has no logarithm.
+
+        Args:
+            reading ([`Reading`]):
+                The value, as [`read`] gave it.
+            hold (`bool`, *optional*, defaults to `False`):
+                Whether something is building up: the value then waits and enters once it turns out that nothing was
+                (the next value without `hold`), so that a slow drift does not pull its own baseline along. At most
+                `level_window` values wait.
+
+        Returns:
+            `bool`: whether it was taken, now or to wait.
+        """
+        if not _has_logarithm(reading.value):
+            return False
+        if reading.z is not None and reading.z > self.reject_above:
+            self.refuse(reading)
+            return False
+        self._outside.clear()
+        self._held.append(math.log(reading.value))
+        while self._held and (not hold or len(self._held) > self._recent.size):
+            self._enter(self._held.popleft())
+        return True
+
+    def refuse(self, reading: Reading) -> None:
+        """Keeps a value out of the baseline, and those that waited: something was indeed building up."""
+        self._outside.extend(self._held)
+        self._held.clear()
+        if _has_logarithm(reading.value):
+            self._outside.append(math.log(reading.value))
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a whole window of values has been refused, with none accepted in between."""
+        return len(self._outside) == self._recent.size
+
+    def relearn(self) -> bool:
+        """
+        Makes the values that were refused, with none accepted in between, the new baseline, if they have a level:
+        at least 20 of them that stray no more than four times as far as the accepted ones did (or 10 %).
+
+        Returns:
+            `bool`: whether it did. Values that jump about leave the old baseline as it is.
+        """
+        outside = SortedWindow(self._recent.size, self._outside)
+        if len(outside) < 20:
+            return False
+        if MAD_TO_SIGMA * outside.median_distance(outside.median()) > max(4 * self._scale, 0.1):
+            return False
+        values = list(self._outside)
+        self._recent = SortedWindow(self._recent.size)
+        self._deviations = SortedWindow(self._deviations.size)
+        self._outside.clear()
+        self._accepted = max(self._accepted, self.warmup)
+        for value in values:
+            self._enter(value)
+        return True
+
+    def _enter(self, logarithm: float) -> None:
+        # The first few deviations would be from a level that is not one yet.
+        if len(self._recent) >= 5:
+            self._deviations.add(logarithm - self._level)
+            spread = self._deviations.median_distance(self._deviations.median())
+            self._scale = max(MAD_TO_SIGMA * spread, self.floor)
+        self._recent.add(logarithm)
+        self._accepted += 1
+        median = self._recent.median()
+        reach = 2 * self._scale
+        # Before there is a scale, the median alone.
+        self._level = self._recent.winsorized_mean(median - reach, median + reach) if self._deviations else median
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything it remembers, as JSON; exact."""
+        return {
+            "recent": list(self._recent.values),
+            "deviations": list(self._deviations.values),
+            "held": list(self._held),
+            "level": self._level,
+            "scale": self._scale,
+            "accepted": self._accepted,
+            "outside": list(self._outside),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._recent = SortedWindow(self._recent.size, state["recent"])
+        self._deviations = SortedWindow(self._deviations.size, state["deviations"])
+        self._held = deque(state["held"])
+        self._level = state["level"]
+        self._scale = state["scale"]
+        self._accepted = state["accepted"]
+        self._outside = deque(state["outside"], maxlen=self._recent.size)
+
+
+def _has_logarithm(value: float) -> bool:
+    return math.isfinite(value) and value > 0
