@@ -1,5 +1,5 @@
 """
-The command line: `self-healing demo`, `report` and `config`.
+The command line: `self-healing demo`, `report`, `config` and `rules`.
 
 What a command needs is imported when it runs, so that one that needs little does not wait for TRL and the model code.
 """
@@ -106,6 +106,61 @@ def config(
         Preset.CONSERVATIVE: HealingConfig.conservative,
     }
     typer.echo(makers[preset]().to_toml(), nl=False)
+
+
+@app.command("rules")
+def show_rules(
+    objective: Annotated[
+        str | None,
+        typer.Option(help="Only the rules for this kind of training, such as grpo.", show_default=False),
+    ] = None,
+    own: Annotated[
+        Path | None,
+        typer.Option("--rules", help="A TOML file of your own, merged over the table.", show_default=False),
+    ] = None,
+    toml: Annotated[bool, typer.Option("--toml", help="Print TOML, to be edited and given to --rules.")] = False,
+) -> None:
+    """Print the table of rules on logged metrics that is in force."""
+    from .detectors.rules import OBJECTIVES, RuleError, load_rules, rules_for, rules_to_toml
+
+    if objective is not None and objective not in OBJECTIVES:
+        typer.echo(f"There is no objective {objective!r}. Please choose one of: {', '.join(OBJECTIVES)}.", err=True)
+        raise typer.Exit(2)
+    try:
+        table = load_rules(own)
+    except OSError as error:
+        typer.echo(f"{own} cannot be read: {error.strerror}. Please check the path.", err=True)
+        raise typer.Exit(2) from None
+    except RuleError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if toml:
+        # Also those that are switched off: left out, they would be on again when the file is read.
+        chosen = [rule for rule in table if objective is None or objective in rule.objectives]
+        typer.echo(rules_to_toml(chosen), nl=False)
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    wide = console.width >= 120
+    picture = Table(show_lines=True, expand=True)
+    picture.add_column("rule, metric", ratio=5, overflow="fold")
+    picture.add_column("healthy", ratio=3, overflow="fold")
+    picture.add_column("red flag", ratio=4, overflow="fold")
+    if wide:
+        picture.add_column("remedy", ratio=7, overflow="fold")
+    picture.add_column("then", width=8)
+    for rule in rules_for(table, objective) if objective is not None else [rule for rule in table if rule.enabled]:
+        name = Text.assemble((rule.name, "bold"), f"\n{rule.metric}")
+        if objective is None:
+            name.append(f"\n{', '.join(rule.objectives)}", "dim")
+        lasting = f"{rule.steps} steps, {rule.observations} logs" if rule.steps > 1 else f"{rule.observations} logs"
+        cells = [name, Text(rule.healthy), Text(f"{rule.describe()}; for {lasting}"), Text(rule.remedy)]
+        picture.add_row(*cells[: 4 if wide else 3], Text(f"{rule.severity}\n{rule.action}"))
+    console.print(picture)
 
 
 if __name__ == "__main__":

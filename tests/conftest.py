@@ -94,6 +94,19 @@ def tiny_model(tokenizer: Any, dropout: float = 0.1, seed: int = 0, **overrides:
     return LlamaForCausalLM(tiny_config(tokenizer, dropout, **overrides))
 
 
+def leaning(tokenizer: Any, directory: Path, token: int, strength: float) -> LlamaForCausalLM:
+    """A model that prefers one token everywhere: one hidden dimension is a constant, which only that token reads."""
+    model = tiny_model(tokenizer)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 5.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[token, 0] = strength
+    # With beta > 0, GRPO loads its reference model from where the model came from.
+    model.save_pretrained(directory / "leaning")
+    model.config._name_or_path = str(directory / "leaning")
+    return model
+
+
 def common_arguments(output_dir: Path, **overrides: Any) -> dict[str, Any]:
     return {
         "output_dir": str(output_dir),
@@ -230,8 +243,9 @@ def _prompts() -> Dataset:
 
 
 def grpo_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> GRPOTrainer:
+    dropout = arguments.pop("dropout", 0.1)
     return GRPOTrainer(
-        model=tiny_model(tokenizer, arguments.pop("dropout", 0.1)),
+        model=arguments.pop("model", None) or tiny_model(tokenizer, dropout),
         reward_funcs=arguments.pop("reward_funcs", count_of_the),
         args=GRPOConfig(
             **common_arguments(
@@ -245,7 +259,8 @@ def grpo_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **a
 
 
 def rloo_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> RLOOTrainer:
-    model = tiny_model(tokenizer, arguments.pop("dropout", 0.1))
+    dropout = arguments.pop("dropout", 0.1)
+    model = arguments.pop("model", None) or tiny_model(tokenizer, dropout)
     # RLOO's reference model is loaded from where the model came from.
     model.save_pretrained(output_dir.parent / "rloo-model")
     model.config._name_or_path = str(output_dir.parent / "rloo-model")

@@ -1,0 +1,970 @@
+"""Rules on logged metrics: the engine, the table that comes with the package, the command line, and real TRL runs."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import doctest
+import importlib.util
+import json
+import math
+import random
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from conftest import TEXTS, dpo_trainer, grpo_trainer, leaning, rloo_trainer, sft_trainer
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Trainer, TrainerCallback
+from typer.testing import CliRunner, Result
+
+from self_healing.cli import app
+from self_healing.detectors import Symptom, rules
+from self_healing.detectors.rules import (
+    OBJECTIVES,
+    Condition,
+    MetricRule,
+    MetricRules,
+    RuleError,
+    load_rules,
+    rules_for,
+    rules_to_toml,
+)
+
+
+CURVES = Path(__file__).parent / "data" / "curves"
+TABLE = {rule.name: rule for rule in load_rules()}
+LN2 = math.log(2)
+
+LOW = MetricRule("low", "entropy", (Condition("below", 0.01),), steps=20)
+
+Log = Mapping[str, Any]
+
+
+def feed(watch: MetricRules, logs: Mapping[int, Log]) -> list[tuple[int, str]]:
+    """What is reported for logs given by step."""
+    return [(step, symptom.name) for step, log in logs.items() for symptom in watch.observe(step, log)]
+
+
+def constant(log: Log, steps: range) -> dict[int, Log]:
+    return dict.fromkeys(steps, log)
+
+
+def steps_reported(rule: MetricRule, values: Mapping[int, Any]) -> list[int]:
+    logs = {step: {rule.metric: value} for step, value in values.items()}
+    return [step for step, _ in feed(MetricRules([rule]), logs)]
+
+
+# ---- how long a red flag must be up ----
+
+
+def test_it_is_reported_once_after_its_steps() -> None:
+    assert steps_reported(LOW, dict.fromkeys(range(1, 200), 0.001)) == [20]
+
+
+def test_the_report_says_what_was_seen_and_what_helps() -> None:
+    rule = replace(LOW, severity="error", action="stop", healthy="0.05 to 0.5", diagnosis="d", remedy="r", source="s")
+    watch = MetricRules([rule])
+    assert not feed(watch, {1: {"entropy": 0.4}} | constant({"entropy": 0.001}, range(2, 21)))
+    assert watch.observe(21, {"entropy": 0.002}) == [
+        Symptom(
+            name="rule:low",
+            step=21,
+            severity="error",
+            evidence={
+                "metric": "entropy",
+                "value": 0.002,
+                "bound": 0.01,
+                "red_flag": "below 0.01",
+                "healthy": "0.05 to 0.5",
+                "since_step": 2,
+                "observations": 20,
+                "action": "stop",
+                "diagnosis": "d",
+                "remedy": "r",
+                "source": "s",
+            },
+        )
+    ]
+
+
+def test_steps_are_optimizer_steps_also_when_every_tenth_is_logged() -> None:
+    # The log of step 10 is the average of steps 1 to 10; how far back the very first one reaches is not assumed.
+    values = {step: 0.5 if step == 10 else 0.001 for step in range(10, 200, 10)}
+    assert steps_reported(replace(LOW, steps=30), values) == [40]
+    assert steps_reported(replace(LOW, steps=50), dict.fromkeys(range(10, 200, 10), 0.001)) == [60]
+
+
+def test_however_rare_the_logs_it_takes_the_minimum_of_them() -> None:
+    assert steps_reported(LOW, dict.fromkeys(range(500, 5000, 500), 0.001)) == [1500]
+    assert steps_reported(replace(LOW, observations=5), dict.fromkeys(range(500, 5000, 500), 0.001)) == [2500]
+
+
+def test_one_healthy_value_starts_the_count_again() -> None:
+    values = dict.fromkeys(range(1, 100), 0.001) | {19: 0.5, 38: 0.5}
+    assert steps_reported(LOW, values) == [58]
+
+
+def test_it_is_armed_again_when_the_flag_was_down_as_long_as_it_must_be_up() -> None:
+    def run(down: int) -> list[int]:
+        return steps_reported(LOW, {step: 0.5 if 20 < step <= 20 + down else 0.001 for step in range(1, 100)})
+
+    assert run(down=19) == [20]
+    assert run(down=20) == [20, 60]
+
+
+def test_after_a_rollback_stretches_begin_anew() -> None:
+    watch = MetricRules([LOW])
+    assert not feed(watch, constant({"entropy": 0.001}, range(100, 119)))
+    assert feed(watch, constant({"entropy": 0.001}, range(50, 100))) == [(69, "rule:low")]
+
+
+# ---- what was not observed ----
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, False, None, "0.001", [0.001], 10**400])
+def test_what_is_no_finite_number_was_not_observed(value: Any) -> None:
+    assert (
+        steps_reported(replace(LOW, red_flag=(Condition("at_most", 1.0),)), dict.fromkeys(range(1, 60), value)) == []
+    )
+    assert steps_reported(LOW, {step: value if step % 2 else 0.001 for step in range(1, 60)}) == [22]
+
+
+@pytest.mark.parametrize("value", [0, Fraction(1, 1000), 1e-320])
+def test_any_real_number_is_a_value(value: Any) -> None:
+    assert steps_reported(LOW, dict.fromkeys(range(1, 30), value)) == [20]
+
+
+def test_an_absent_metric_is_not_a_healthy_one() -> None:
+    watch = MetricRules([LOW])
+    logs = {step: {"entropy": 0.001} if step % 4 == 0 else {"loss": 0.0} for step in range(1, 40)}
+    assert feed(watch, logs) == [(24, "rule:low")]
+
+
+garbage = st.one_of(
+    st.just(math.nan),
+    st.just(math.inf),
+    st.booleans(),
+    st.none(),
+    st.text(),
+    st.lists(st.floats()),
+    st.complex_numbers(),
+)
+names = st.one_of(st.sampled_from(["loss", "entropy", "grad_norm", "rewards/a/mean", "logps/chosen"]), st.text())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.dictionaries(names, garbage, max_size=6), max_size=20), st.sampled_from(OBJECTIVES))
+def test_garbage_changes_nothing(logs: list[dict[str, Any]], objective: str) -> None:
+    watch = MetricRules(rules_for(TABLE.values(), objective))
+    feed(watch, {step: {"loss": 1.0, "entropy": 0.005, "grad_norm": 20.0} for step in range(1, 16)})
+    before = watch.state_dict()
+    assert feed(watch, dict(enumerate(logs, start=16))) == []
+    after = watch.state_dict()
+    observed = {name: series for name, series in after["series"].items() if series["log"]}
+    assert observed == before["series"]
+    # A rule may have been asked for the first time, but nothing was judged.
+    assert all(
+        after["tracks"][rule][metric] == kept for rule, of in before["tracks"].items() for metric, kept in of.items()
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-10, 10**6),
+            st.dictionaries(
+                st.one_of(names, st.integers(), st.none()), st.one_of(st.floats(), st.integers(), garbage)
+            ),
+        ),
+        max_size=30,
+    )
+)
+def test_nothing_in_a_log_raises_and_the_state_is_always_json(logs: list[tuple[int, Any]]) -> None:
+    watch = MetricRules(TABLE.values(), {"max_completion_length": 1e308})
+    for step, log in logs:
+        watch.observe(step, log)
+    state = watch.state_dict()
+    assert json.loads(json.dumps(state, allow_nan=False)) == state
+
+
+# ---- what a red flag can say ----
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds", "fails"),
+    [
+        (Condition("below", 2.0), 1.9, 2.0),
+        (Condition("above", 2.0), 2.1, 2.0),
+        (Condition("at_least", 2.0), 2.0, 1.9),
+        (Condition("at_most", 2.0), 2.0, 2.1),
+        (Condition("near", 2.0, tolerance=0.25), 2.25, 2.26),
+        (Condition("near", 2.0), 2.0, math.nextafter(2.0, 3.0)),
+        (Condition("above", 0.5, of="args.limit"), 50.1, 50.0),
+    ],
+    ids=str,
+)
+def test_comparisons(condition: Condition, holds: float, fails: float) -> None:
+    rule = MetricRule("rule", "metric", (condition,), steps=1, observations=1)
+    assert MetricRules([rule], {"limit": 100}).observe(1, {"metric": holds})
+    assert not MetricRules([rule], {"limit": 100}).observe(1, {"metric": fails})
+
+
+@pytest.mark.parametrize("limits", [None, {}, {"limit": None}, {"limit": math.inf}, {"limit": True}])
+def test_without_the_argument_it_is_silent(limits: Any) -> None:
+    rule = MetricRule("rule", "metric", (Condition("at_least", 0.9, of="args.limit"),), steps=1, observations=1)
+    assert not feed(MetricRules([rule], limits), constant({"metric": 1e9}, range(1, 50)))
+
+
+def test_the_early_level_is_the_median_of_the_first_ten() -> None:
+    rule = MetricRule("rule", "metric", (Condition("above", 1.5, of="start"),), steps=1, observations=1)
+    values = dict(enumerate([9, 9, 9, 1, 1, 2, 2, 2, 3, 3, 3.7, 3.7, 3.8], start=1))  # median 2.5
+    assert steps_reported(rule, values) == [13]
+
+
+def test_of_the_lowest_so_far() -> None:
+    rule = MetricRule("rule", "metric", (Condition("above", 1.5, of="lowest"),), steps=1, observations=1)
+    assert steps_reported(rule, {1: 3.0, 2: 2.0, 3: 2.9, 4: 3.1, 5: 2.0}) == [4]
+
+
+def test_a_share_of_the_last_observations() -> None:
+    condition = Condition("above", 10.0, share=0.5, window=20)
+    rule = MetricRule("rule", "grad_norm", (condition,), steps=20)
+    assert steps_reported(rule, {step: 11.0 if step % 2 else 1.0 for step in range(1, 100)}) == [20]
+    assert steps_reported(rule, {step: 11.0 if step % 3 == 0 else 1.0 for step in range(1, 100)}) == []
+    # Nine in a row, then never again: not regularly.
+    assert steps_reported(rule, {step: 11.0 if 50 <= step < 59 else 1.0 for step in range(1, 200)}) == []
+
+
+TREND = MetricRule("rule", "metric", (Condition("rising", 1.0, window=30),), steps=1, observations=1)
+
+
+def test_a_trend_is_a_movement_of_at_least_its_size_within_the_window() -> None:
+    # Medians of thirds of 30 points on a line are 20 steps apart.
+    assert steps_reported(TREND, {step: 0.051 * step for step in range(1, 60)}) == [30]
+    assert steps_reported(TREND, {step: 0.049 * step for step in range(1, 60)}) == []
+    assert steps_reported(TREND, {step: -0.051 * step for step in range(1, 60)}) == []
+    falling = replace(TREND, red_flag=(Condition("falling", 1.0, window=30),))
+    assert steps_reported(falling, {step: -0.051 * step for step in range(1, 60)}) == [30]
+
+
+def test_the_size_of_a_trend_is_a_share_of_the_early_level_whatever_its_sign() -> None:
+    rule = replace(TREND, red_flag=(Condition("falling", 0.1, of="start", window=30),))
+    assert steps_reported(rule, {step: -50.0 - 0.2 * step for step in range(1, 60)}) == []
+    assert steps_reported(rule, {step: -50.0 - 0.3 * step for step in range(1, 60)}) == [30]
+
+
+def test_up_and_down_again_is_no_trend() -> None:
+    assert steps_reported(TREND, dict(enumerate([0.0] * 10 + [9.0] * 10 + [1.5] * 10, start=1))) == []
+
+
+def test_a_few_outliers_are_no_trend() -> None:
+    assert steps_reported(TREND, {step: 1e6 if step % 9 == 0 else 0.0 for step in range(1, 300)}) == []
+
+
+@pytest.mark.parametrize("relation", ["rising", "falling"])
+def test_noise_is_no_trend_however_small_the_asked_size(relation: Any) -> None:
+    rule = replace(TREND, red_flag=(Condition(relation, 1e-9, window=30),), steps=10)
+    generator = random.Random(0)
+    assert steps_reported(rule, {step: generator.gauss(0, 1) for step in range(1, 5000)}) == []
+
+
+def test_flat_is_less_than_its_size() -> None:
+    rule = replace(TREND, red_flag=(Condition("flat", 0.1, of="start", window=30),))
+    generator = random.Random(0)
+    assert steps_reported(rule, {step: 5.0 + generator.gauss(0, 0.1) for step in range(1, 60)}) == [30]
+    assert steps_reported(rule, {step: 5.0 - 0.1 * step for step in range(1, 60)}) == []
+
+
+def test_all_conditions_must_hold_in_one_log() -> None:
+    rule = MetricRule("rule", "a", (Condition("above", 1.0), Condition("below", 0.0, metric="b")), steps=5)
+    assert not feed(MetricRules([rule]), {step: {"a": 2.0, "b": 1.0} for step in range(1, 30)})
+    assert not feed(MetricRules([rule]), {step: {"a": 2.0} for step in range(1, 30)})
+    # A value of `b` from an earlier log says nothing about this one.
+    assert not feed(MetricRules([rule]), {1: {"a": 0.0, "b": -1.0}} | constant({"a": 2.0}, range(2, 30)))
+    for log in ({"a": 2.0, "b": -1.0}, {"b": -1.0, "a": 2.0}):
+        watch = MetricRules([rule])
+        assert not feed(watch, constant(log, range(1, 5)))
+        (symptom,) = watch.observe(5, log)
+        assert symptom.evidence["other_values"] == {"b": -1.0}
+
+
+def test_metrics_of_other_logs_count_when_they_are_new() -> None:
+    """The evaluation logs its loss by itself, after the training logs of the same steps."""
+    rule = MetricRule("rule", "eval_loss", (Condition("above", 1.0), Condition("below", 1.0, metric="loss")), steps=1)
+    watch, seen = MetricRules([rule]), []
+    for step in range(1, 61):
+        seen += watch.observe(step, {"loss": 0.5})
+        if step % 20 == 0:
+            seen += watch.observe(step, {"eval_loss": 2.0})
+    assert [symptom.step for symptom in seen] == [60]
+
+
+# ---- patterns ----
+
+
+def test_each_metric_that_matches_a_pattern_is_watched_on_its_own() -> None:
+    rule = MetricRule("rule", "rewards/*/mean", (Condition("near", 0.0),))
+    watch = MetricRules([rule])
+    symptoms = [
+        symptom
+        for step in range(1, 40)
+        for symptom in watch.observe(
+            step,
+            {
+                "rewards/format/mean": 0.0,
+                "rewards/length/mean": float(step < 10),
+                "rewards/format/std": 0.0,
+                "mean": 0.0,
+            },
+        )
+    ]
+    assert [(symptom.step, symptom.evidence["metric"]) for symptom in symptoms] == [
+        (20, "rewards/format/mean"),
+        (29, "rewards/length/mean"),
+    ]
+
+
+@pytest.mark.parametrize("metric", ["reward_std", "*", "*reward_std", "reward*"])
+def test_metrics_of_the_evaluation_are_other_metrics(metric: str) -> None:
+    rule = MetricRule("rule", metric, (Condition("near", 0.0),))
+    assert not feed(MetricRules([rule]), constant({"eval_reward_std": 0.0}, range(1, 50)))
+    evaluation = replace(rule, metric="eval_reward_std")
+    assert feed(MetricRules([evaluation]), constant({"eval_reward_std": 0.0}, range(1, 50)))
+
+
+def test_names_are_matched_once_and_not_at_every_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    matches = MetricRule.matches
+    monkeypatch.setattr(MetricRule, "matches", lambda self, metric: asked.append(metric) or matches(self, metric))
+    watch = MetricRules(rules_for(TABLE.values(), "grpo"))
+    watch.observe(1, {"loss": 0.0, "rewards/a/mean": 1.0})
+    assert set(asked) == {"loss", "rewards/a/mean"}
+    asked.clear()
+    feed(watch, constant({"loss": 0.0, "rewards/a/mean": 1.0}, range(2, 50)))
+    assert not asked
+
+
+def test_memory_does_not_grow_with_the_run() -> None:
+    watch = MetricRules(TABLE.values())
+    generator = random.Random(0)
+
+    def run(steps: range) -> int:
+        for step in steps:
+            log = {metric: generator.random() for rule in TABLE.values() for metric in rule.metrics}
+            watch.observe(step, log | {f"metric_{step}_{number}": 1.0 for number in range(10)})
+        return len(json.dumps(watch.state_dict()))
+
+    early = run(range(1000, 1200))
+    assert run(range(1200, 3000)) < 1.1 * early
+    assert len(watch._plan) < 5000
+
+
+# ---- state ----
+
+
+@pytest.mark.parametrize("cut", [1, 7, 19, 20, 25, 60, 110])
+def test_saved_and_loaded_it_goes_on_as_if_nothing_had_happened(cut: int) -> None:
+    generator = random.Random(3)
+    logs = {
+        step: {
+            "entropy": 0.001 if step < 45 or step > 80 else 0.5,
+            "grad_norm": generator.choice([1.0, 11.0, 20.0]),
+            "rewards/a/mean": 0.0 if step > 15 else 1.0,
+            "completions/mean_length": min(100.0, 20.0 + 2 * step),
+            "kl": math.nan if step % 3 else 3.0,
+        }
+        for step in range(1, 140)
+    }
+    limits = {"max_completion_length": 100}
+    whole = MetricRules(rules_for(TABLE.values(), "grpo"), limits)
+    expected = [symptom for step, log in logs.items() for symptom in whole.observe(step, log)]
+    assert len({symptom.name for symptom in expected}) >= 4
+
+    first = MetricRules(rules_for(TABLE.values(), "grpo"), limits)
+    seen = [symptom for step, log in logs.items() if step <= cut for symptom in first.observe(step, log)]
+    second = MetricRules(rules_for(TABLE.values(), "grpo"), limits)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    assert second.state_dict() == first.state_dict()
+    seen += [symptom for step, log in logs.items() if step > cut for symptom in second.observe(step, log)]
+    assert seen == expected
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_a_state_from_another_table_is_taken_as_far_as_it_goes() -> None:
+    watch = MetricRules([LOW, replace(LOW, name="gone", metric="kl")])
+    feed(watch, constant({"entropy": 0.001, "kl": 0.001}, range(1, 11)))
+    other = MetricRules([LOW, replace(LOW, name="new")])
+    other.load_state_dict(watch.state_dict())
+    assert feed(other, constant({"entropy": 0.001}, range(11, 40))) == [(20, "rule:low"), (30, "rule:new")]
+
+
+# ---- a table of one's own ----
+
+
+def own(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "my_rules.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_one_number_of_one_rule_can_be_changed(tmp_path: Path) -> None:
+    table = {rule.name: rule for rule in load_rules(own(tmp_path, "[entropy_collapse]\nsteps = 50\n"))}
+    assert table.pop("entropy_collapse") == replace(TABLE["entropy_collapse"], steps=50)
+    assert table == {name: rule for name, rule in TABLE.items() if name != "entropy_collapse"}
+
+
+def test_a_rule_can_be_switched_off(tmp_path: Path) -> None:
+    table = load_rules(own(tmp_path, "[entropy_collapse]\nenabled = false\n"))
+    assert "entropy_collapse" in {rule.name for rule in rules_for(TABLE.values(), "grpo")}
+    assert "entropy_collapse" not in {rule.name for rule in rules_for(table, "grpo")}
+    # Also where the table is handed over as it is.
+    assert not feed(MetricRules(table), constant({"entropy": 0.001}, range(1, 60)))
+
+
+def test_a_rule_can_be_added(tmp_path: Path) -> None:
+    path = own(
+        tmp_path,
+        """
+        [my_score]
+        metric = "score/*"
+        objectives = ["generic"]
+        red_flag = [{ is = "below", value = 0.5, of = "start" }, { metric = "loss", is = "at_most", value = 0 }]
+        steps = 5
+        action = "stop"
+        """,
+    )
+    rule = load_rules(path)[-1]
+    assert rule == MetricRule(
+        "my_score",
+        "score/*",
+        (Condition("below", 0.5, of="start"), Condition("at_most", 0.0, metric="loss")),
+        objectives=("generic",),
+        steps=5,
+        action="stop",
+    )
+    logs = {step: {"score/a": 10.0 if step <= 10 else 4.0, "loss": 0.0} for step in range(1, 30)}
+    assert feed(MetricRules(rules_for([rule], "MyTrainer")), logs) == [(15, "rule:my_score")]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps = 5", ["`steps` stands at the top", "below the rule"]),
+        (
+            "[entropy_colapse]\nsteps = 5",
+            ["[entropy_colapse] is a new rule", "`metric`", "Did you mean [entropy_collapse]?"],
+        ),
+        ("[entropy_collapse]\nstep = 5", ["`step` in [entropy_collapse]", "Did you mean `steps`?"]),
+        ("[entropy_collapse]\nqwertz = 5", ["`qwertz` in [entropy_collapse]", "There are: metric, objectives"]),
+        ("[entropy_collapse]\nsteps = 0", ["`steps` in [entropy_collapse] is 0 (int)", "an integer, at least 1"]),
+        ("[entropy_collapse]\nsteps = true", ["True (bool)", "an integer, at least 1"]),
+        ("[entropy_collapse]\nsteps = 2.5", ["2.5 (float)"]),
+        ('[entropy_collapse]\nseverity = "bad"', ["'bad' (str)", "'info', 'warning', 'error'"]),
+        ('[entropy_collapse]\naction = "pray"', ["'alert', 'rollback', 'stop'"]),
+        ('[entropy_collapse]\nobjectives = ["grop"]', ["['grop'] (list)", "'grpo'"]),
+        ("[entropy_collapse]\nobjectives = []", ["[] (list)"]),
+        ("[entropy_collapse]\nmetric = ''", ["the name of a metric"]),
+        ("[entropy_collapse]\nremedy = 3", ["must be text"]),
+        ("[entropy_collapse]\nenabled = 'no'", ["true or false"]),
+        ("[entropy_collapse]\nred_flag = []", ["one or more conditions"]),
+        ("[entropy_collapse]\nred_flag = { is = 'below', value = 1 }", ["a list of one or more conditions"]),
+        (
+            "[entropy_collapse]\nred_flag = [{ value = 1 }]",
+            ["condition 1 of `red_flag` in [entropy_collapse]", "set `is`"],
+        ),
+        ("[entropy_collapse]\nred_flag = [{ is = 'below' }]", ["has no `value`"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'less', value = 1 }]", ["'less' (str)", "'below', 'above'"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'below', valeu = 1 }]", ["Did you mean `value`?"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'below', value = nan }]", ["a finite number"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'below', value = 1, metric = 'a*' }]", ["exact name"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'below', value = 1, of = 'args' }]", ["args.max_completion_length"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'below', value = 1, share = 0 }]", ["above 0 and at most 1"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'below', value = 1, window = 5 }]", ["Please set `share`"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'below', value = 1, tolerance = 1 }]", ['only `is = "near"`']),
+        ("[entropy_collapse]\nred_flag = [{ is = 'near', value = 1, tolerance = -1 }]", ["at least 0"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'rising', value = 0 }]", ["above 0"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'rising', value = 1, window = 5 }]", ["at least 15"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'rising', value = 1, window = 9999 }]", ["from 1 to 1000"]),
+        ("[entropy_collapse]\nred_flag = [{ is = 'rising', value = 1, share = 0.5 }]", ["cannot have a `share`"]),
+        ("[entropy_collapse\n", ["is not valid TOML", "line 1"]),
+    ],
+    ids=lambda value: value.replace("\n", " ") if isinstance(value, str) else "",
+)
+def test_an_error_says_where_what_and_what_is_allowed(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = own(tmp_path, text)
+    with pytest.raises(RuleError) as raised:
+        load_rules(path)
+    message = str(raised.value)
+    assert message.startswith(str(path))
+    assert [word for word in words if word not in message] == []
+
+
+def test_all_errors_are_named_at_once(tmp_path: Path) -> None:
+    text = (
+        "[entropy_collapse]\nsteps = 0\nactoin = 'stop'\n[kl_high]\nred_flag = [{ is = 'above' }]\n[mine]\nsteps = 1"
+    )
+    with pytest.raises(RuleError) as raised:
+        load_rules(own(tmp_path, text))
+    first, *problems = str(raised.value).split("\n- ")
+    assert "4 things" in first
+    assert len(problems) == 4
+
+
+def test_a_file_that_is_not_text_is_said_to_be_none(tmp_path: Path) -> None:
+    path = tmp_path / "my_rules.toml"
+    path.write_bytes(b"[kl_high]\nsteps = 3 # \xff\n")
+    with pytest.raises(RuleError, match="not UTF-8 text at line 2"):
+        load_rules(path)
+
+
+def test_the_byte_order_mark_of_some_editors_is_read_over(tmp_path: Path) -> None:
+    path = tmp_path / "my_rules.toml"
+    path.write_bytes(b"\xef\xbb\xbf[kl_high]\nsteps = 3")
+    assert {rule.name: rule.steps for rule in load_rules(path)}["kl_high"] == 3
+
+
+def test_toml_is_read_back_to_the_same_table(tmp_path: Path) -> None:
+    strange = MetricRule(
+        'a "quoted" name.x',
+        "rewards/*/mean",
+        (
+            Condition("near", 0.0, metric="b", tolerance=0.1),
+            Condition("above", 1e-7, of="args.x", share=0.3, window=7),
+        ),
+        healthy='"quotes", \\backslashes\\ and\nlines\x7f',
+        enabled=False,
+    )
+    table = (*TABLE.values(), strange)
+    assert load_rules(own(tmp_path, rules_to_toml(table))) == table
+
+
+# ---- the table of the package ----
+
+
+def test_the_table_is_whole() -> None:
+    for rule in TABLE.values():
+        assert all([rule.objectives, rule.healthy, rule.diagnosis, rule.remedy, rule.source]), rule.name
+        assert set(rule.objectives) <= set(OBJECTIVES), rule.name
+        assert rule.severity in get_args(rules.Severity), rule.name
+        assert rule.action in get_args(rules.RuleAction), rule.name
+    assert all(rules_for(TABLE.values(), objective) for objective in OBJECTIVES)
+
+
+def test_the_table_itself_would_be_accepted_from_a_user() -> None:
+    table = tomllib.loads(Path(rules.__file__).with_name("metric_rules.toml").read_text(encoding="utf-8"))
+    assert rules._problems(table, {}) == []
+
+
+def test_an_unknown_objective_gets_the_generic_rules() -> None:
+    generic = rules_for(TABLE.values(), "generic")
+    assert rules_for(TABLE.values(), "MyTrainer") == generic
+    # What these rules read means the same whoever logs it; a loss, a gradient norm or an entropy does not.
+    assert not {"loss", "grad_norm", "entropy", "kl"} & {metric for rule in generic for metric in rule.metrics}
+
+
+def test_only_a_run_that_cannot_train_is_stopped() -> None:
+    assert [rule.name for rule in TABLE.values() if rule.action == "stop"] == ["dpo_not_training"]
+
+
+@dataclass(frozen=True)
+class Example:
+    """What the metrics of a rule are, at each log, when all is well and when the flag is up; it is up from `after`."""
+
+    healthy: Callable[[int], Log]
+    red: Callable[[int], Log]
+    after: int = 0
+
+
+def levels(healthy: Log, red: Log, start: Log | None = None) -> Example:
+    """Constant values; with `start`, ten logs of these first."""
+    if start is None:
+        return Example(lambda _: healthy, lambda _: red)
+    return Example(lambda _: healthy, lambda log: start if log <= 10 else red, after=10)
+
+
+def of_one(metric: str, healthy: float, red: float, start: float | None = None) -> Example:
+    return levels({metric: healthy}, {metric: red}, None if start is None else {metric: start})
+
+
+EXAMPLES: dict[str, Example] = {
+    "reward_stuck_at_zero": of_one("rewards/format_reward/mean", 0.2, 0.0),
+    "reward_std_zero": of_one("reward_std", 0.3, 0.0),
+    "no_group_has_signal": of_one("frac_reward_zero_std", 0.5, 1.0),
+    "few_groups_have_signal": of_one("frac_reward_zero_std", 0.5, 0.9),
+    "entropy_collapse": of_one("entropy", 0.3, 0.005),
+    "entropy_high": of_one("entropy", 0.4, 1.6, start=0.4),
+    "kl_high": of_one("kl", 0.3, 2.5),
+    "clip_ratio_high": of_one("clip_ratio/region_mean", 0.05, 0.4),
+    "grad_norm_high": Example(lambda _: {"grad_norm": 0.5}, lambda log: {"grad_norm": 15.0 if log % 2 else 0.5}),
+    "sampling_logp_difference": of_one("sampling/sampling_logp_difference/mean", 0.05, 1.5),
+    "importance_ratio_near_zero": levels(
+        # One masked sequence puts the minimum at 0: TRL's default mode does that in healthy runs.
+        {"sampling/importance_sampling_ratio/min": 0.0, "sampling/importance_sampling_ratio/mean": 0.97},
+        {"sampling/importance_sampling_ratio/min": 0.0, "sampling/importance_sampling_ratio/mean": 0.3},
+    ),
+    "completions_grow_to_limit": of_one("completions/mean_length", 120.0, 250.0, start=120.0),
+    "completions_clipped": of_one("completions/clipped_ratio", 0.2, 0.95),
+    "ebft_alignment_low": of_one("ebft/alignment", 0.5, 0.05),
+    "ebft_diversity_collapse": of_one("ebft/diversity", 0.05, 1.2),
+    "ebft_cfm_loss_high": of_one("ebft/cfm_loss", 5.0, 150.0),
+    "dpo_not_training": levels(
+        {"loss": 0.6925, "rewards/margins": 0.001}, {"loss": round(LN2, 4), "rewards/margins": 0.0}
+    ),
+    "likelihood_displacement": Example(
+        lambda log: {"logps/chosen": -50.0 + 0.1 * log, "rewards/margins": 0.01 * log, "rewards/chosen": 0.001 * log},
+        lambda log: {"logps/chosen": -50.0 - 0.3 * log, "rewards/margins": 0.01 * log, "rewards/chosen": -0.03 * log},
+        after=49,
+    ),
+    "dpo_saturated": levels({"loss": 0.4, "rewards/accuracies": 1.0}, {"loss": 0.004, "rewards/accuracies": 1.0}),
+    "sft_grad_norm_high": of_one("grad_norm", 2.0, 150.0),
+    "sft_loss_plateau": Example(
+        lambda log: {"loss": 1.0 + 1.5 * math.exp(-log / 100)}, lambda log: {"loss": 2.5}, after=99
+    ),
+    "overfitting": Example(
+        lambda log: {"loss": 2.0 - 0.01 * log, "eval_loss": 2.1 - 0.008 * log},
+        lambda log: {"loss": 2.0 - 0.01 * log, "eval_loss": 1.5 + abs(log - 50) / 200},
+        after=65,
+    ),
+}
+LIMITS = {"max_completion_length": 256}
+
+
+def test_every_rule_has_an_example() -> None:
+    assert EXAMPLES.keys() == TABLE.keys(), "please give the new rule an example of a healthy and of a bad run"
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_rule_reports_its_red_flag_once_and_not_too_early(name: str) -> None:
+    rule, example = TABLE[name], EXAMPLES[name]
+    seen = feed(MetricRules([rule], LIMITS), {log: example.red(log) for log in range(1, 150)})
+    assert seen == [(example.after + max(rule.steps, rule.observations), f"rule:{name}")]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_rule_is_silent_while_its_metric_is_healthy(name: str) -> None:
+    """With some noise, and alone or among the other rules."""
+    generator = random.Random(1)
+    logs = {}
+    for log in range(1, 180):
+        exact = EXAMPLES[name].healthy(log)
+        logs[log] = {metric: value * (1 + generator.gauss(0, 0.02)) for metric, value in exact.items()}
+    for objective in TABLE[name].objectives:
+        assert feed(MetricRules(rules_for(TABLE.values(), objective), LIMITS), logs) == []
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_no_rule_reads_what_the_evaluation_logs_of_a_training_metric(name: str) -> None:
+    logs = {
+        log: {f"eval_{metric}": value for metric, value in EXAMPLES[name].red(log).items()} for log in range(1, 150)
+    }
+    assert feed(MetricRules(TABLE.values(), LIMITS), logs) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, None, "0.0"])
+@pytest.mark.parametrize("name", TABLE)
+def test_no_rule_takes_a_missing_value_for_a_red_flag(name: str, value: Any) -> None:
+    logs = {log: dict.fromkeys(EXAMPLES[name].red(log), value) for log in range(1, 150)}
+    assert feed(MetricRules(TABLE.values(), LIMITS), logs) == []
+
+
+def test_what_is_normal_in_grpo_is_no_alarm() -> None:
+    """A loss near 0 and signed, a gradient norm that is often 0, no `kl` with beta=0, the entropy of a base model."""
+    generator = random.Random(0)
+    logs = {
+        step: {
+            "loss": generator.choice([0.0, -0.0, 1e-8, -1e-3]),
+            "grad_norm": generator.choice([0.0, 0.0, 0.5]),
+            "entropy": 10.2 + generator.gauss(0, 0.3),
+            "reward_std": generator.choice([0.0, 0.0, 0.7]),
+            "frac_reward_zero_std": generator.choice([1.0, 1.0, 0.0]),
+            "rewards/accuracy/mean": generator.choice([0.0, 0.0, 0.25]),
+        }
+        for step in range(1, 500)
+    }
+    assert feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs) == []
+
+
+def test_a_constant_reward_is_not_reported_as_few_groups_as_well() -> None:
+    logs = constant({"reward_std": 0.0, "frac_reward_zero_std": 1.0}, range(1, 100))
+    names = {name for _, name in feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs)}
+    assert names == {"rule:reward_std_zero", "rule:no_group_has_signal"}
+
+
+def test_longer_answers_in_later_batches_are_no_likelihood_displacement() -> None:
+    """The log-probabilities fall because the sequences get longer; against the reference, the chosen gain."""
+    logs = {
+        log: {"logps/chosen": -50.0 - 0.3 * log, "rewards/margins": 0.01 * log, "rewards/chosen": 0.003 * log}
+        for log in range(1, 300)
+    }
+    assert feed(MetricRules([TABLE["likelihood_displacement"]]), logs) == []
+
+
+@pytest.mark.parametrize("path", sorted(CURVES.glob("healthy_*.csv")), ids=lambda path: path.stem)
+def test_the_curves_of_healthy_runs_raise_nothing(path: Path) -> None:
+    objective = "grpo" if "grpo" in path.name else "sft"
+    watch = MetricRules(rules_for(TABLE.values(), objective), {"max_completion_length": 200})
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) >= 100
+    for row in rows:
+        log = {name: float(value) for name, value in row.items() if value}
+        if "completion_length" in log:  # as this metric was called then
+            log["completions/mean_length"] = log["completion_length"]
+        assert watch.observe(int(row["step"]), log) == []
+
+
+def test_the_example_in_the_documentation_is_true() -> None:
+    assert doctest.testmod(rules).failed == 0
+    assert doctest.testmod(rules).attempted > 0
+
+
+# ---- the command line ----
+
+
+def run(*arguments: str, columns: int = 120) -> Result:
+    return CliRunner().invoke(app, ["rules", *arguments], env={"COLUMNS": str(columns)})
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_in_force_is_printed(columns: int) -> None:
+    result = run("--objective", "dpo", columns=columns)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    for rule in TABLE.values():
+        assert (rule.name in result.stdout) == ("dpo" in rule.objectives)
+    assert "0.693147" in result.stdout
+    assert "stop" in result.stdout
+    assert ("requires_grad" in result.stdout) == (columns == 120)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_without_an_objective_all_rules_are_printed_and_nothing_is_cut_off(columns: int) -> None:
+    result = run(columns=columns)
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    assert [rule.name for rule in TABLE.values() if rule.name not in result.stdout] == []
+
+
+def test_a_table_of_ones_own_is_merged_in(tmp_path: Path) -> None:
+    path = own(
+        tmp_path,
+        "[kl_high]\nenabled = false\n[entropy_high]\nsteps = 77\n"
+        "[mine]\nmetric = '[b]x[/b]'\nred_flag = [{ is = 'above', value = 3 }]\n",
+    )
+    result = run("--objective", "grpo", "--rules", str(path))
+    assert result.exit_code == 0
+    assert "kl_high" not in result.stdout
+    assert "77 steps" in result.stdout
+    assert "[b]x[/b]" in result.stdout
+
+
+def test_the_toml_it_prints_is_read_back(tmp_path: Path) -> None:
+    path = own(tmp_path, "[kl_high]\nenabled = false\n[entropy_high]\nsteps = 77\nseverity = 'info'\n")
+    printed = run("--rules", str(path), "--toml")
+    assert printed.exit_code == 0
+    expected = load_rules(path)
+    assert load_rules(own(tmp_path, printed.stdout)) == expected
+
+    of_grpo = run("--rules", str(path), "--objective", "grpo", "--toml")
+    assert rules_for(load_rules(own(tmp_path, of_grpo.stdout)), "grpo") == rules_for(expected, "grpo")
+
+
+def test_an_unknown_objective_is_an_error() -> None:
+    result = run("--objective", "gpro")
+    assert result.exit_code == 2
+    assert "'gpro'" in result.stderr
+    assert "grpo" in result.stderr
+
+
+def test_a_table_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
+    result = run("--rules", str(own(tmp_path, "[kl_high]\nstep = 3")))
+    assert result.exit_code == 2
+    assert "Did you mean `steps`?" in result.stderr
+    result = run("--rules", str(tmp_path / "nowhere.toml"))
+    assert result.exit_code == 2
+    assert "nowhere.toml cannot be read" in result.stderr
+
+
+# ---- real runs ----
+
+
+class Watching(TrainerCallback):
+    """Asks the rules at each log, as a callback does."""
+
+    def __init__(self, objective: str) -> None:
+        self.objective = objective
+        self.symptoms: list[Symptom] = []
+        self.rules: MetricRules | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.rules = MetricRules(rules_for(TABLE.values(), self.objective), vars(args))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        assert self.rules is not None
+        self.symptoms += self.rules.observe(state.global_step, logs)
+
+    @property
+    def names(self) -> set[str]:
+        return {symptom.name.removeprefix("rule:") for symptom in self.symptoms}
+
+
+def logged_names(trainer: Trainer) -> set[str]:
+    return {name for entry in trainer.state.log_history for name in entry}
+
+
+# What the rules read that these runs do not log, with a piece of TRL's source that logs it (None: not in TRL).
+NEED_VLLM = {
+    "sampling/sampling_logp_difference/mean": "grpo_trainer",
+    "sampling/importance_sampling_ratio/min": "grpo_trainer",
+    "sampling/importance_sampling_ratio/mean": "grpo_trainer",
+}
+NEED_AXOLOTL = {"ebft/alignment", "ebft/diversity", "ebft/cfm_loss"}
+
+
+def unlogged(trainer: Trainer, objective: str) -> set[str]:
+    """The metrics that the rules for an objective read and a run did not log."""
+    logged = logged_names(trainer)
+    return {
+        metric
+        for rule in rules_for(TABLE.values(), objective)
+        for metric in rule.metrics
+        if not any(replace(rule, metric=metric).matches(name) for name in logged)
+    }
+
+
+def test_a_healthy_grpo_run_logs_what_the_rules_read_and_raises_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    watch = Watching("grpo")
+    trainer = grpo_trainer(
+        tmp_path / "run",
+        tokenizer,
+        # Most of its completions end by themselves.
+        model=leaning(tokenizer, tmp_path, tokenizer.eos_token_id, 0.7),
+        max_completion_length=16,
+        beta=0.04,
+        max_steps=30,
+        callbacks=[watch],
+    )
+    trainer.train()
+    assert watch.symptoms == []
+    assert unlogged(trainer, "grpo") == NEED_VLLM.keys() | NEED_AXOLOTL
+
+
+def test_the_metrics_that_need_vllm_are_in_the_source_of_trl() -> None:
+    for metric, module in NEED_VLLM.items():
+        spec = importlib.util.find_spec(f"trl.trainer.{module}")
+        assert spec is not None
+        assert spec.origin is not None
+        assert f'"{metric}"' in Path(spec.origin).read_text(encoding="utf-8")
+
+
+def test_a_healthy_rloo_run_logs_what_the_rules_read_and_raises_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    watch = Watching("rloo")
+    trainer = rloo_trainer(
+        tmp_path / "run",
+        tokenizer,
+        model=leaning(tokenizer, tmp_path, tokenizer.eos_token_id, 0.7),
+        max_completion_length=16,
+        max_steps=25,
+        callbacks=[watch],
+    )
+    trainer.train()
+    assert watch.symptoms == []
+    assert unlogged(trainer, "rloo") == set()
+
+
+def test_a_constant_reward_raises_the_reward_std_rule(tmp_path: Path, tokenizer: Any) -> None:
+    watch = Watching("grpo")
+    grpo_trainer(
+        tmp_path / "run",
+        tokenizer,
+        model=leaning(tokenizer, tmp_path, tokenizer.eos_token_id, 0.7),
+        max_completion_length=16,
+        reward_funcs=lambda completions, **_: [0.3] * len(completions),
+        max_steps=25,
+        callbacks=[watch],
+    ).train()
+    assert watch.names == {"reward_std_zero", "no_group_has_signal"}
+    assert {symptom.step for symptom in watch.symptoms} == {20}
+
+
+def test_a_collapsing_policy_raises_the_entropy_rule(tmp_path: Path, tokenizer: Any) -> None:
+    class Collapse(TrainerCallback):
+        """From step 5 on, the model says the same word whatever it read."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                with torch.no_grad():
+                    model.lm_head.weight[tokenizer(" row")["input_ids"][0], 0] = 6.0
+
+    watch = Watching("grpo")
+    grpo_trainer(
+        tmp_path / "run",
+        tokenizer,
+        model=leaning(tokenizer, tmp_path, tokenizer.eos_token_id, 0.7),
+        max_steps=30,
+        callbacks=[Collapse(), watch],
+    ).train()
+    (symptom,) = [symptom for symptom in watch.symptoms if symptom.name == "rule:entropy_collapse"]
+    assert (symptom.evidence["since_step"], symptom.step) == (6, 25)
+    assert symptom.severity == "error"
+    assert symptom.evidence["value"] < 0.01
+
+
+def test_a_healthy_dpo_run_logs_what_the_rules_read_and_raises_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    watch = Watching("dpo")
+    trainer = dpo_trainer(tmp_path / "run", tokenizer, max_steps=30, callbacks=[watch])
+    trainer.train()
+    assert watch.symptoms == []
+    assert unlogged(trainer, "dpo") == {"eval_loss"}  # which an SFT run below logs
+
+
+@pytest.mark.parametrize("logging_steps", [1, 5])
+def test_a_dpo_run_with_a_detached_model_raises_the_ln2_rule(
+    tmp_path: Path, tokenizer: Any, logging_steps: int
+) -> None:
+    watch = Watching("dpo")
+    trainer = dpo_trainer(
+        tmp_path / "run", tokenizer, dropout=0.0, max_steps=25, logging_steps=logging_steps, callbacks=[watch]
+    )
+    # The classic: the optimizer holds the parameters of a copy that was made before the model was wrapped.
+    trainer.optimizer = torch.optim.AdamW(copy.deepcopy(trainer.model).parameters(), lr=1e-3)
+    trainer.train()
+    (symptom,) = watch.symptoms
+    assert symptom.name == "rule:dpo_not_training"
+    assert (symptom.severity, symptom.evidence["action"]) == ("error", "stop")
+    assert symptom.evidence["other_values"] == {"rewards/margins": 0.0}
+    assert symptom.step == (20 if logging_steps == 1 else 25)
+
+
+def test_a_healthy_dpo_run_without_dropout_moves_away_from_ln2(tmp_path: Path, tokenizer: Any) -> None:
+    watch = Watching("dpo")
+    trainer = dpo_trainer(
+        tmp_path / "run", tokenizer, dropout=0.0, max_steps=25, learning_rate=1e-5, warmup_steps=20, callbacks=[watch]
+    )
+    trainer.train()
+    assert watch.symptoms == []
+
+
+def test_a_healthy_sft_run_logs_what_the_rules_read_and_raises_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    watch = Watching("sft")
+    trainer = sft_trainer(
+        tmp_path / "run",
+        tokenizer,
+        max_steps=60,
+        eval_strategy="steps",
+        eval_steps=10,
+        trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:8]})},
+        callbacks=[watch],
+    )
+    trainer.train()
+    assert watch.symptoms == []
+    assert unlogged(trainer, "sft") == set()
