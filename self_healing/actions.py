@@ -81,6 +81,7 @@ class HealingActions:
             Action.QUARANTINE_ROWS: self._quarantine_rows,
             Action.DROP_ROWS: self._drop_rows,
             Action.SKIP_STEP: self._skip_step,
+            Action.HOLD_CHECKPOINTS: self._hold_checkpoints,
             Action.EMERGENCY_CHECKPOINT: self._emergency_checkpoint,
             Action.WAIT_AND_RESUME: self._wait,
             Action.STOP: self._stop,
@@ -169,6 +170,10 @@ class HealingActions:
         _window(context).skip(self.session.detector.last_loss)
         context.incident.steps_lost += 1
         return {"skipped": True}
+
+    def _hold_checkpoints(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
+        # The open watch is what the instrument asks before it lets a checkpoint be written.
+        return {}
 
     # ---- outside of train() ----
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from .actions import HealingActions, HealingContext, save_offending_batch
+from .actions import HealingActions
 from .checkpoints import read_marker, write_marker
-from .config import HealingConfig
-from .diagnosis import Diagnosis, diagnose
-from .failures import Action, FailureType
-from .instrument import Instrument, TrainingFault, Window, find_resume_path, find_trainer
+from .config import ConfigurationError, HealingConfig
+from .detectors.rules import load_rules
+from .instrument import Instrument, TrainingFault, find_resume_path, find_trainer
 from .journal import Incident
-from .policy import Decision
+from .judge import StepJudge
 from .session import Session
 
 
@@ -60,6 +58,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         self.config = config
         self.session: Session | None = None
         self.actions = HealingActions(config, self)
+        # Read now, so that a mistake in the file is known before the run begins.
+        self._rules = load_rules(config.rules_file)
+        self._judge: StepJudge | None = None
         self._trainer = trainer
         self._saved_state: dict[str, Any] | None = None
 
@@ -95,6 +96,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self._attach(trainer, state, resumed_from)
         except TrainingFault as caught:
             fault = caught
+        except ConfigurationError:
+            # Asked for, and not possible with this model: training without it is not what was asked for.
+            if self.session is not None and self.session.instrument is not None:
+                self.session.instrument.detach()
+            raise
         except Exception as error:
             logger.error("self_healing could not attach; training goes on without it.", exc_info=error)
             if self.session is not None and self.session.instrument is not None:
@@ -118,10 +124,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
         )
         session.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
+        self._judge = StepJudge(self.config, session, self.actions)
         instrument = Instrument(
             trainer,
-            judge=self._judge,
-            extra_logs=session.journal.metrics,
+            judge=self._judge.judge,
+            extra_logs=session.metrics,
+            hold=session.watch,
             broken=self._give_up_quietly,
             heals_exceptions=self.config.on_nonfinite in ("heal", "skip"),
             started_at=session.started_at,
@@ -132,6 +140,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if session.entries == 0:
             session.journal.set_aside_postmortem()
+            session.begin_watching(instrument, self._rules)
             self._restore_state(session, state)
             session.first_resume = resumed_from
         session.entries += 1
@@ -146,7 +155,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             if marker is not None and marker.get("step") == state.global_step:
                 instrument.ledger.take_over(marker["bookkeeping"])
         session.journal.event(
-            "run_started", int(state.global_step), objective=instrument.objective.name, resumed_from=resumed_from
+            "run_started",
+            int(state.global_step),
+            objective=instrument.objective.name,
+            detectors=["nonfinite", *sorted(instrument.objective.detectors)],
+            rules=[] if session.rules is None else sorted(rule.name for rule in session.rules.rules),
+            resumed_from=resumed_from,
         )
         if not instrument.can_reexecute:
             logger.warning(
@@ -219,80 +233,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if self._instrument is not None:
             self._instrument.epoch_ends()
 
-    def _judge(self, window: Window) -> None:
-        """One step, with gradients computed and nothing applied: is it fit to be applied, and if not, why not?"""
-        session, instrument = self._require_session()
-        signals = window.signals()
-        symptom = session.detector.observe(signals, window.scaler_active)
-        if symptom is None:
-            if signals.finite:
-                session.healthy_step(window, signals)
-            return
-        began = time.perf_counter()
-        if not self._acts(instrument) and session.reported_step == symptom.step - 1:
-            # Nothing is done about it, so it stays that way: one incident for all of it.
-            session.reported_step = symptom.step
-            return
-        session.reported_step = symptom.step
-        incident = session.journal.open(symptom.step, symptom.name, symptom.evidence)
-        diagnosis = self._diagnose(window, instrument, session)
-        session.journal.diagnosed(incident, diagnosis.failure, diagnosis.cause, diagnosis.evidence)
-        self._heal(window, instrument, session, incident, diagnosis, began)
-
-    def _acts(self, instrument: Instrument) -> bool:
-        """Whether anything is done about a step that is not finite."""
-        return self.config.on_nonfinite != "warn" and instrument.can_reexecute
-
-    def _diagnose(self, window: Window, instrument: Instrument, session: Session) -> Diagnosis:
-        if self.config.on_nonfinite != "heal" or not self._acts(instrument):
-            return Diagnosis(
-                FailureType.NONFINITE_UNDIAGNOSED, "not looked for", {"on_nonfinite": self.config.on_nonfinite}
-            )
-        return diagnose(window, instrument, self.config, session.healthy_inputs)
-
-    def _heal(
-        self,
-        window: Window,
-        instrument: Instrument,
-        session: Session,
-        incident: Incident,
-        diagnosis: Diagnosis,
-        began: float,
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        args = instrument.trainer.args
-        context = HealingContext(incident, instrument, window, diagnosis)
-        decision = self._decide(session, instrument, diagnosis)
-        if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT and self.config.save_offending_batch:
-            incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
-        context.verdict = decision.verdict
-        self.actions.apply(decision.actions, context, args)
-        incident.seconds_lost = time.perf_counter() - began
-        poison = diagnosis.failure is FailureType.NONFINITE_POISON_ROWS
-        if not window.skipped and decision.actions:
-            healed = window.signals()
-            session.detector.observe(healed)
-            session.judge_outcomes(healed.loss)
-        session.await_outcome(incident)
-        stop = session.policy.note(
-            window.skipped, explained=poison, rows=diagnosis.rows, dropped=diagnosis.poison_rows
-        )
-        if stop is not None:
-            context.verdict = stop
-            session.policy.start_anew()
-            self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, args)
-        session.journal.dealt_with(incident)
-
-    def _decide(self, session: Session, instrument: Instrument, diagnosis: Diagnosis) -> Decision:
-        if not self._acts(instrument):
-            return Decision(())
-        if self.config.on_nonfinite == "raise":
-            return Decision(
-                (Action.EMERGENCY_CHECKPOINT, Action.STOP),
-                "loss or gradient norm is not finite (on_nonfinite='raise')",
-            )
-        if self.config.on_nonfinite == "skip":
-            return Decision((Action.SKIP_STEP,))
-        return session.policy.decide(diagnosis)
+        instrument, judge = self._instrument, self._judge
+        if instrument is not None and instrument.attached and judge is not None and logs:
+            with instrument.contained():
+                judge.read_logs(int(state.global_step), logs)
 
     # ---- checkpoints and callbacks ----
 
@@ -312,6 +259,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         """Takes another configuration; between runs, not during one."""
         self.config = config
         self.actions = HealingActions(config, self)
+        self._rules = load_rules(config.rules_file)
 
     def _tell_callbacks(self, trainer: Trainer, incident: Incident) -> None:
         """`on_instability(args, state, control, incident, **kwargs)` of every callback that has it."""
@@ -323,11 +271,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 handler(trainer.args, trainer.state, trainer.control, incident, model=trainer.model)
             except Exception:
                 logger.warning("on_instability of %s raised.", type(callback).__name__, exc_info=True)
-
-    def _require_session(self) -> tuple[Session, Instrument]:
-        if self.session is None or self.session.instrument is None:
-            raise RuntimeError("the callback is not attached to a running trainer")
-        return self.session, self.session.instrument
 
 
 def adopt_session(trainer: Trainer, session: Session | None) -> None:

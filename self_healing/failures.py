@@ -20,6 +20,13 @@ class FailureType(StrEnum):
     NONFINITE_NUMERICAL = "nonfinite_numerical"
     NONFINITE_UNDIAGNOSED = "nonfinite_undiagnosed"
     CORRUPTED_STATE = "corrupted_state"
+    SPIKE_TRANSIENT = "spike_transient"
+    GRADIENT_SPIKE = "gradient_spike"
+    LOSS_SPIKE = "loss_spike"
+    DIVERGENCE = "divergence"
+    VANISHING_GRADIENT = "vanishing_gradient"
+    DEAD_LOSS = "dead_loss"
+    RED_FLAG = "red_flag"
     OUT_OF_MEMORY = "out_of_memory"
     NETWORK = "network"
     DISK = "disk"
@@ -35,6 +42,7 @@ class Action(StrEnum):
     QUARANTINE_ROWS = "quarantine_rows"
     DROP_ROWS = "drop_rows"
     SKIP_STEP = "skip_step"
+    HOLD_CHECKPOINTS = "hold_checkpoints"
     EMERGENCY_CHECKPOINT = "emergency_checkpoint"
     WAIT_AND_RESUME = "wait_and_resume"
     STOP = "stop"
@@ -100,6 +108,62 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Resume from the newest checkpoint whose weights are finite; checkpoints written after the corruption "
         "are no use.",
         severity="error",
+    ),
+    FailureType.SPIKE_TRANSIENT: Recipe(
+        diagnosis="The gradient was far outside of what is usual, and was not when the same micro-batches were "
+        "computed again from the same random states: a passing fault of hardware, driver or a race.",
+        ladder=(Action.USE_REEXECUTED_STEP,),
+        advice="If it comes back, test the device (dcgmi diag, memory test) and look for races in custom kernels.",
+        severity="info",
+        references=("https://arxiv.org/abs/2407.21783",),
+    ),
+    FailureType.GRADIENT_SPIKE: Recipe(
+        diagnosis="The gradient norm was far outside of what is usual in this run, and came out the same when it was "
+        "computed again: the batch, or the place the weights have got to.",
+        ladder=(Action.SKIP_STEP,),
+        advice="One is nothing to worry about. Where they come often, set zclip_mode='clip', lower the learning "
+        "rate or max_grad_norm, and look at the batches kept below incidents/.",
+        severity="warning",
+        references=("https://arxiv.org/abs/2204.02311", "https://arxiv.org/abs/2504.02507"),
+    ),
+    FailureType.LOSS_SPIKE: Recipe(
+        diagnosis="The loss was far above what is usual in this run. Most spikes pass by themselves; no checkpoint is "
+        "written until it is over.",
+        ladder=(Action.HOLD_CHECKPOINTS,),
+        advice="Nothing, if it passes. Where they come often, look at the batches, and lower the learning rate.",
+        severity="warning",
+        references=("https://arxiv.org/abs/2204.02311",),
+    ),
+    FailureType.DIVERGENCE: Recipe(
+        diagnosis="The loss has risen and stays up: the weights are getting worse.",
+        ladder=(Action.HOLD_CHECKPOINTS, Action.STOP),
+        advice="Resume from a checkpoint well before it, with half the learning rate or a longer warm-up. No "
+        "checkpoint was written since it began.",
+        severity="error",
+        references=("https://doi.org/10.1093/biomet/41.1-2.100",),
+    ),
+    FailureType.VANISHING_GRADIENT: Recipe(
+        diagnosis="The gradient norm has been practically zero for many steps: nothing is learned.",
+        ladder=(),
+        advice="Check that the loss depends on parameters that are trained (requires_grad, adapters, frozen layers), "
+        "that labels are not all masked, and that the learning rate has not decayed to zero.",
+        severity="warning",
+    ),
+    FailureType.DEAD_LOSS: Recipe(
+        diagnosis="The loss has been exactly 0.0 for many steps: no token counts in it. That is a wiring bug; a model "
+        "that has learned everything has a small loss that is never the same.",
+        ladder=(Action.STOP,),
+        advice="Look at one batch: are all labels -100 (a chat template without generation markers, "
+        "completion_only_loss on data without completions, a response template that is never found, prompts longer "
+        "than max_length)? Set on_dead_loss='warn' if 0.0 is right for your loss.",
+        severity="error",
+    ),
+    FailureType.RED_FLAG: Recipe(
+        diagnosis="A metric is outside of its healthy range, and has been for long enough to mean something.",
+        ladder=(Action.STOP,),
+        advice="Follow the remedy of the rule (`self-healing rules` prints them all); change or switch off a "
+        "rule that does not fit your run in a TOML file of your own (rules_file).",
+        severity="warning",
     ),
     FailureType.OUT_OF_MEMORY: Recipe(
         diagnosis="The device (or the host) had no memory left for the step.",

@@ -25,6 +25,7 @@ import torch
 import transformers
 
 from .config import HealingConfig
+from .detectors import Symptom
 from .failures import FAILURE_RECIPES, FailureType
 
 
@@ -60,7 +61,8 @@ class Incident:
         seconds_lost (`float`):
             Time diagnosis and remedy took.
         outcome (`str`):
-            `"open"`, `"resolved"` (loss back within 2 scales of its trend), `"unresolved"` or `"fatal"`.
+            `"open"`, `"resolved"` (loss back within 2 scales of its trend), `"self_recovered"` (the same, with nothing
+            done about it), `"unresolved"`, `"reported"` (nothing was to be done) or `"fatal"`.
     """
 
     id: str
@@ -151,6 +153,11 @@ class Journal:
         self.event("detected", step, incident=incident.id, symptom=symptom, evidence=incident.evidence)
         return incident
 
+    def noticed(self, symptom: Symptom) -> None:
+        """Records something worth knowing about which nothing has to be done."""
+        self.event("noticed", symptom.step, symptom=symptom.name, evidence=symptom.evidence)
+        logger.info("Step %d: %s (%s).", symptom.step, symptom.name.replace("_", " "), figures(symptom.evidence))
+
     def diagnosed(self, incident: Incident, failure: FailureType, cause: str, evidence: Mapping[str, Any]) -> None:
         """Records what the experiments showed."""
         incident.failure, incident.cause = failure, cause
@@ -228,7 +235,7 @@ class Journal:
             return {}
         return {
             "healing/incidents": len(self.incidents),
-            "healing/resolved": sum(incident.outcome == "resolved" for incident in self.incidents),
+            "healing/resolved": sum(incident.outcome in ("resolved", "self_recovered") for incident in self.incidents),
             "healing/skipped_steps": sum("skip_step" in incident.actions for incident in self.incidents),
             "healing/quarantined_rows": sum(len(incident.evidence.get("rows", ())) for incident in self.incidents),
             "healing/steps_lost": sum(incident.steps_lost for incident in self.incidents),
@@ -316,11 +323,26 @@ class Journal:
         return str(path) if str(path) not in self._broken_sinks else None
 
 
+def figures(evidence: Mapping[str, Any]) -> str:
+    """The numbers of a detector's evidence in a few words."""
+    shown = [
+        f"{name.replace('_', ' ')} {evidence[name]:.4g}"
+        for name in ("value", "baseline", "z", "bound", "threshold", "limit", "steps", "window")
+        if isinstance(evidence.get(name), int | float)
+    ]
+    return ", ".join(([str(evidence["metric"])] if "metric" in evidence else []) + shown)
+
+
 def describe(incident: Incident) -> str:
     """One incident in a sentence, for a person at 3 a.m."""
     lost = "no step lost" if incident.steps_lost == 0 else f"{incident.steps_lost} step(s) lost"
     done = ", ".join(action.replace("_", " ") for action in incident.actions) or "nothing"
     failure = "" if incident.failure is None else f" {FAILURE_RECIPES[incident.failure].diagnosis}"
+    numbers = figures(incident.evidence)
+    if numbers:
+        failure += f" ({numbers}.)"
+    if "diagnosis" in incident.evidence:
+        failure += f" {incident.evidence['diagnosis']} What to do: {incident.evidence.get('remedy')}"
     if "why" in incident.evidence:
         failure += f" ({incident.evidence['why']}.)"
     return (

@@ -41,9 +41,27 @@ class StepPolicy:
         self.config = config
         self.unhealed_in_a_row = 0
         self.recent: deque[tuple[bool, int, int]] = deque(maxlen=config.skip_window)
+        self.spike_skips: deque[int] = deque(maxlen=max(config.max_spike_skips, 1))
 
-    def decide(self, diagnosis: Diagnosis) -> Decision:
-        """The actions for a diagnosed step."""
+    def decide(self, diagnosis: Diagnosis, acts: bool = True) -> Decision:
+        """
+        The actions for a step that is not finite.
+
+        Args:
+            diagnosis ([`Diagnosis`]):
+                What was found out about it.
+            acts (`bool`, *optional*, defaults to `True`):
+                Whether anything may be done about it.
+        """
+        if not acts:
+            return Decision(())
+        if self.config.on_nonfinite == "raise":
+            return Decision(
+                (Action.EMERGENCY_CHECKPOINT, Action.STOP),
+                "loss or gradient norm is not finite (on_nonfinite='raise')",
+            )
+        if self.config.on_nonfinite == "skip":
+            return Decision((Action.SKIP_STEP,))
         if diagnosis.failure is FailureType.NONFINITE_TRANSIENT:
             return Decision((Action.USE_REEXECUTED_STEP,))
         if diagnosis.failure is FailureType.NONFINITE_POISON_ROWS:
@@ -53,6 +71,42 @@ class StepPolicy:
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
             return Decision((Action.STOP,), FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis)
         return Decision((Action.SKIP_STEP,))
+
+    def may_skip_spike(self, step: int) -> bool:
+        """
+        Whether one more step may be left out for a spike: where spikes are the rule, leaving them out would be another
+        training.
+        """
+        recent = [skip for skip in self.spike_skips if skip > step - self.config.skip_window]
+        return len(recent) < self.config.max_spike_skips
+
+    def decide_spike(self, step: int, transient: bool) -> Decision:
+        """
+        The actions for a step whose gradient is far outside of what is usual.
+
+        Args:
+            step (`int`):
+                Its number.
+            transient (`bool`):
+                Whether it was gone when the step was computed again.
+        """
+        if transient:
+            return Decision((Action.USE_REEXECUTED_STEP,))
+        self.spike_skips.append(step)
+        return Decision((Action.SKIP_STEP,))
+
+    def decide_watched(self, failure: FailureType) -> Decision:
+        """The actions for what was seen in steps that have been applied."""
+        stops = {FailureType.DIVERGENCE: self.config.on_divergence, FailureType.DEAD_LOSS: self.config.on_dead_loss}
+        if stops.get(failure) == "stop":
+            return Decision((Action.EMERGENCY_CHECKPOINT, Action.STOP), FAILURE_RECIPES[failure].diagnosis)
+        if failure in (FailureType.LOSS_SPIKE, FailureType.DIVERGENCE):
+            return Decision((Action.HOLD_CHECKPOINTS,))
+        return Decision(())
+
+    def stops_for(self, action: str) -> bool:
+        """Whether a metric rule whose action this is ends the run."""
+        return action == "stop" and self.config.on_red_flag == "act"
 
     def note(self, skipped: bool, explained: bool, rows: int = 0, dropped: int = 0) -> str | None:
         """
@@ -99,13 +153,19 @@ class StepPolicy:
         """The run ends on this policy's verdict: whoever resumes it has decided to try again."""
         self.unhealed_in_a_row = 0
         self.recent.clear()
+        self.spike_skips.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"unhealed_in_a_row": self.unhealed_in_a_row, "recent": [list(entry) for entry in self.recent]}
+        return {
+            "unhealed_in_a_row": self.unhealed_in_a_row,
+            "recent": [list(entry) for entry in self.recent],
+            "spike_skips": list(self.spike_skips),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.unhealed_in_a_row = state["unhealed_in_a_row"]
         self.recent = deque((tuple(entry) for entry in state["recent"]), maxlen=self.config.skip_window)
+        self.spike_skips = deque(state.get("spike_skips", ()), maxlen=self.spike_skips.maxlen)
 
 
 class RecoveryBudget:

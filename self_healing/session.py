@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .config import HealingConfig
 from .data import Quarantine, QuarantinedRow
-from .detectors import NonFiniteDetector
+from .detectors import DetectorPanel, NonFiniteDetector
+from .detectors.rules import MetricRule, MetricRules, rules_for
 from .instrument import Instrument, ResumePoint, RowSource, Window
 from .journal import Incident, Journal
 from .objectives import content_hash, row_text
 from .policy import RecoveryBudget, StepPolicy
 from .signals import StepSignals
+from .step_clipping import StepClipping
+from .watch import LossWatch
 
 
 class Session:
@@ -47,6 +50,11 @@ class Session:
         self.journal = Journal(directory, config, self.run_id, rank)
         self.quarantine = Quarantine(directory)
         self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
+        self.panel: DetectorPanel | None = None
+        self.rules: MetricRules | None = None
+        self.clipping: StepClipping | None = None
+        self.watch = LossWatch(config, self.journal)
+        self.stop_for: Incident | None = None
         self.policy = StepPolicy(config)
         self.budget = RecoveryBudget(config)
         self.started_at = time.time()
@@ -56,9 +64,29 @@ class Session:
         self.broken = False
         self.entries = 0
         self.reported_step = -2
+        self.reported_spike = -config.skip_window - 1
         self.postmortem_path: str | None = None
         self.first_resume: str | None = None
         self._judging: list[tuple[Incident, tuple[float, float] | None, list[float]]] = []
+
+    def begin_watching(self, instrument: Instrument, rules: Sequence[MetricRule]) -> None:
+        """
+        Sets up what depends on what is trained: detectors, metric rules, clipping.
+
+        Args:
+            instrument ([`Instrument`]):
+                Of the trainer.
+            rules (`Sequence[MetricRule]`):
+                The table of rules; those for the objective are kept.
+        """
+        objective = instrument.objective
+        self.panel = DetectorPanel(self.config, objective.detectors, instrument.vocabulary)
+        self.rules = MetricRules(rules_for(rules, objective.name), instrument.argument_limits())
+        self.clipping = StepClipping(self.config, instrument.trainer.model)
+
+    def metrics(self) -> dict[str, float]:
+        """What is added to the trainer's logs."""
+        return self.journal.metrics() | ({} if self.clipping is None else self.clipping.metrics())
 
     # ---- outcomes ----
 
@@ -87,10 +115,13 @@ class Session:
         for incident, trend, after in self._judging:
             self._close(incident, trend, after)
         self._judging.clear()
+        self.watch.end()
 
     def close_as_fatal(self, incident: Incident) -> None:
         """The run ends with this incident: it is closed, and with it what was still waiting to be judged."""
         self._judging = [entry for entry in self._judging if entry[0] is not incident]
+        if self.watch.incident is incident:
+            self.watch.forget()
         self.close_outcomes()
         self.journal.closed(incident, "fatal")
 
@@ -120,15 +151,28 @@ class Session:
         return {
             "run_id": self.run_id,
             "incidents": len(self.journal.incidents),
-            "detector": self.detector.state_dict(),
-            "policy": self.policy.state_dict(),
-            "quarantine": self.quarantine.state_dict(),
+            **{name: part.state_dict() for name, part in self._parts().items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.detector.load_state_dict(state["detector"])
-        self.policy.load_state_dict(state["policy"])
-        self.quarantine.load_state_dict(state["quarantine"])
+        for name, part in self._parts().items():
+            # Written by an earlier version of the library, or with other settings.
+            if name in state:
+                part.load_state_dict(state[name])
+        if self.panel is not None and self.panel.divergence.alarmed:
+            # The incident is not taken along: what still holds is seen again, and opens one in this run's journal.
+            self.panel.divergence.alarmed = False
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {
+            "detector": self.detector,
+            "policy": self.policy,
+            "quarantine": self.quarantine,
+            "panel": self.panel,
+            "rules": self.rules,
+            "clipping": self.clipping,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 def quarantined_rows(window: Window, poison: Mapping[int, list[int]], tokenizer: Any) -> list[QuarantinedRow]:

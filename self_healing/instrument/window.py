@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import consensus
+from ..clipping import scale_gradients
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
@@ -54,6 +55,7 @@ class Window:
         self.grad_norm: Any = None
         self.judged = False
         self.skipped = False
+        self.stop_wanted = False
         self.prepared: dict[int, Any] = {}
         self.objective: Objective = instrument.objective
         self._calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -101,13 +103,20 @@ class Window:
 
     # ---- what the step looked like ----
 
-    def signals(self) -> StepSignals:
-        """Loss and gradient norm as floats. The one device sync of a healthy step, and its one collective."""
+    def signals(self, stop: bool = False) -> StepSignals:
+        """
+        Loss and gradient norm as floats. The one device sync of a healthy step, and its one collective.
+
+        Args:
+            stop (`bool`, *optional*, defaults to `False`):
+                Whether this rank wants the run to end with this step; [`stop_wanted`] says whether any does.
+        """
         loss = torch.stack([loss.detach().float() for loss in self.losses]).sum()
         # Without a norm the loss stands in for it, so that there is one value per place on every rank.
         norm = loss if self.grad_norm is None else _as_tensor(self.grad_norm, loss.device).float()
-        values = consensus.sum_over_ranks(torch.stack([loss, norm]))
-        loss_sum, norm_sum = values.tolist()
+        values = consensus.sum_over_ranks(torch.stack([loss, norm, torch.full_like(loss, stop)]))
+        loss_sum, norm_sum, stops = values.tolist()
+        self.stop_wanted = stops > 0
         ranks = consensus.world_size()
         return StepSignals(
             step=self.step,
@@ -275,6 +284,10 @@ class Window:
     def accept(self) -> None:
         """Puts the re-executed step in the place of the one that failed: loss, gradients and their norm."""
         self._set_running_loss(self.losses)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies all gradients by a factor."""
+        scale_gradients(self._trainer.model, factor)
 
     def skip(self, substitute_loss: float | None) -> None:
         """

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from accelerate.utils import DistributedType
@@ -27,6 +27,15 @@ from .window import TrainingFault, Window
 logger = logging.getLogger(__name__)
 
 
+class CheckpointHold(Protocol):
+    """Whether checkpoints have to wait (`open`), and whether one does (`owed`)."""
+
+    owed: bool
+
+    @property
+    def open(self) -> bool: ...
+
+
 class Instrument:
     """
     Wraps one trainer instance for the time of a `train()` call.
@@ -38,6 +47,8 @@ class Instrument:
             Called once per optimizer step, with gradients computed and clipped and nothing applied yet.
         extra_logs (`Callable[[], dict[str, float]]`):
             Metrics to add to what the trainer logs.
+        hold ([`CheckpointHold`]):
+            Whether checkpoints that are due have to wait.
         broken (`Callable[[], None]`):
             Told when code of ours failed; by then the trainer is its plain self again.
         heals_exceptions (`bool`):
@@ -51,6 +62,7 @@ class Instrument:
         trainer: Trainer,
         judge: Callable[[Window], None],
         extra_logs: Callable[[], dict[str, float]],
+        hold: CheckpointHold,
         broken: Callable[[], None],
         heals_exceptions: bool,
         started_at: float,
@@ -65,6 +77,8 @@ class Instrument:
         self.started_at = started_at
         self._judge_step = judge
         self._extra_logs = extra_logs
+        self._hold = hold
+        self._maybe_saving = False
         self._broken = broken
         self._heals_exceptions = heals_exceptions
         self._originals: list[tuple[Any, str, Any, bool]] = []
@@ -93,6 +107,9 @@ class Instrument:
         self._replace(trainer, "training_step", self._training_step)
         self._replace(trainer, "log", self._log)
         self._replace(trainer, "_evaluate", self._evaluate)
+        self._replace(trainer, "_maybe_log_save_evaluate", self._maybe_log_save_evaluate)
+        self._replace(trainer, "_save_checkpoint", self._save_checkpoint)
+        self._replace(trainer.callback_handler, "on_save", self._on_save)
         self._replace(trainer.callback_handler, "on_epoch_end", self._on_epoch_end)
         self._replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
         optimizer = innermost(trainer.optimizer)
@@ -132,7 +149,7 @@ class Instrument:
         return getattr(holder, name)  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
-    def _contained(self) -> Iterator[None]:
+    def contained(self) -> Iterator[None]:
         """A failure of ours is logged, the trainer becomes its plain self again, and training goes on."""
         try:
             yield
@@ -163,7 +180,7 @@ class Instrument:
     def epoch_begins(self) -> None:
         """Called in `on_epoch_begin`."""
         if self.attached:
-            with self._contained():
+            with self.contained():
                 self.position.epoch_begins()
                 self.reentry.epoch_begins()
 
@@ -175,19 +192,21 @@ class Instrument:
             window.measured_by(lambda: self.trainer._get_grad_norm(self.trainer.model_wrapped))
             self._judge(window)
         if self.attached:
-            with self._contained():
+            with self.contained():
                 self.reentry.about_to_step()
 
     def step_ends(self) -> None:
         """Called in `on_step_end`."""
         if self.attached:
-            with self._contained():
+            with self.contained():
                 self.reentry.step_ends()
+                if self._hold.owed and not self._hold.open:
+                    self.trainer.control.should_save = True
 
     def epoch_ends(self) -> None:
         """Called in `on_epoch_end`."""
         if self.attached:
-            with self._contained():
+            with self.contained():
                 self.reentry.epoch_ends()
 
     # ---- the wrapped methods, in the order a step calls them ----
@@ -197,13 +216,13 @@ class Instrument:
             # A run that was left after its last step: transformers would train one step too many.
             self.trainer.control.should_training_stop = True
             return [], None
-        with self._contained():
+        with self.contained():
             self.window = None
             self.reentry.fetching()
         with self._leaving_on_exception():
             result = original(*args, **kwargs)
         if self.attached:
-            with self._contained():
+            with self.contained():
                 self.window = Window(self, len(result[0])) if result[0] else None
                 self.reentry.fetched(self.window)
         return result
@@ -212,7 +231,7 @@ class Instrument:
         window = self.window
         if window is None or window.judged or window.complete or self._in_training_step:
             return original(model, inputs, *args, **kwargs)
-        with self._contained():
+        with self.contained():
             finished = self.reentry.finished
             if not window.started and finished is not None:
                 window.begin(self.ledger.capture(finished.running_loss))
@@ -284,12 +303,46 @@ class Instrument:
         self.reentry.evaluation_ends()
         return metrics
 
+    def _maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._maybe_saving = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._maybe_saving = False
+
+    def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._must_hold():
+            self._hold.owed = True
+            return None
+        if self._maybe_saving:
+            self._hold.owed = False
+        return original(*args, **kwargs)
+
+    def _on_save(self, original: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if self._must_hold():
+            # There is no checkpoint to tell of.
+            control.should_save = False
+            return control
+        return original(args, state, control, **kwargs)
+
+    def _must_hold(self) -> bool:
+        """
+        Whether a checkpoint that the Trainer's schedule asks for has to wait. One that is asked for directly (on
+        preemption, in an emergency) never has, and the one at the end of the run has nothing to wait for.
+        """
+        state = self.trainer.state
+        if not self._maybe_saving or self.trainer.control.should_training_stop:
+            return False
+        if 0 < state.max_steps <= state.global_step:
+            return False
+        return self._hold.open
+
     def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.reentry.epoch_end_begins()
         return original(*args, **kwargs)
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        with self._contained():
+        with self.contained():
             logs.update(self._extra_logs())
             if "train_runtime" in logs:
                 self.reentry.finalizing()
@@ -345,6 +398,36 @@ class Instrument:
             raise TrainingFault(error) from error
 
     # ---- used by diagnosis and actions ----
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens the model knows, if the loss is a mean cross-entropy per token; `None` for any other loss."""
+        if "above_chance" not in self.objective.detectors:
+            return None
+        model = self.trainer.model
+        inner = getattr(model, "get_base_model", lambda: model)()
+        if self.objective.name == "sft":
+            counts_tokens = getattr(self.trainer.args, "loss_type", "nll") == "nll"
+        else:
+            counts_tokens = type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        if not counts_tokens or not hasattr(inner.config, "get_text_config"):
+            return None
+        size = getattr(inner.config.get_text_config(), "vocab_size", None)
+        return size if isinstance(size, int) and size > 1 else None
+
+    @property
+    def max_grad_norm(self) -> float:
+        """What the Trainer clips the gradient norm to; 0 if it does not."""
+        return float(self.trainer.args.max_grad_norm or 0.0)
+
+    def argument_limits(self) -> dict[str, float]:
+        """The numbers among the training arguments, for rules whose bounds are taken from them."""
+        arguments = vars(self.trainer.args)
+        return {
+            name: value
+            for name, value in arguments.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
 
     def may_empty_micro_batches(self, keep: Mapping[int, Sequence[int]]) -> bool:
         """With several processes every one must run every micro-batch: the loss may contain collectives."""

@@ -1,0 +1,171 @@
+"""Adaptive clipping inside a real trainer: what the optimizer is handed, and what it costs a run that needs none."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import GradientFault, OutputFault, assert_same_weights, sft_trainer, tiny_model, weights
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+
+from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback
+from self_healing.detectors.norm_statistics import ZClipStatistic
+
+
+RUN = {"max_steps": 60, "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
+CLIP = {"zclip_mode": "clip", "on_spike": "warn"}
+
+
+class Handed(TrainerCallback):
+    """The norm of the gradient that the optimizer is handed in each step; 0 for a step that was left out."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.norms: list[float] = []
+        trainer.add_callback(self)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        gradients = [p.grad for p in self.trainer.model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0)
+
+
+def pre_clip_norms(trainer: Any) -> list[float]:
+    return [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def limits(norms: list[float], ceiling: float, **arguments: Any) -> list[float]:
+    """What each step may have at most, from the norms the Trainer logs (which are those before clipping)."""
+    statistic = ZClipStatistic(**arguments)
+    found = []
+    for norm in norms:
+        limit = statistic.observe(norm).limit
+        found.append(min(limit or math.inf, ceiling))
+    return found
+
+
+@pytest.mark.parametrize("ceiling", [1.0, 1e6], ids=["max_grad_norm=1", "no ceiling"])
+def test_the_norm_handed_to_the_optimizer_never_exceeds_the_threshold(
+    tmp_path: Path, tokenizer: Any, ceiling: float
+) -> None:
+    config = HealingConfig(**CLIP)
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], max_grad_norm=ceiling, **RUN)
+    GradientFault(trainer.model, lambda n: n in (30, 40, 50), value=30.0)
+    handed = Handed(trainer)
+    trainer.train()
+    norms = pre_clip_norms(trainer)
+    allowed = limits(norms, ceiling)
+    clipped = [
+        step for step, (norm, limit) in enumerate(zip(norms, allowed, strict=True)) if limit < min(norm, ceiling)
+    ]
+    assert {29, 39, 49} <= set(clipped) or ceiling == 1.0
+    assert len(handed.norms) == len(norms) == 60
+    for step, (norm, limit) in enumerate(zip(handed.norms, allowed, strict=True)):
+        assert norm <= limit * (1 + 1e-5), step
+    for step in clipped:
+        assert handed.norms[step] == pytest.approx(allowed[step], rel=1e-4)
+
+
+def test_without_a_spike_the_weights_are_bitwise_those_of_the_plain_trainer(tmp_path: Path, tokenizer: Any) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer, **RUN)
+    plain.train()
+    config = HealingConfig(zclip_mode="clip", zclip_z=50.0)
+    healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback(config)], **RUN)
+    healed.train()
+    assert_same_weights(weights(healed), weights(plain))
+    assert sum(entry.get("healing/zclip_clipped", 0) for entry in healed.state.log_history) == 0
+    assert any("healing/zclip_z" in entry for entry in healed.state.log_history)
+
+
+def test_observing_clips_nothing_and_says_what_it_would_clip(tmp_path: Path, tokenizer: Any) -> None:
+    def run(name: str, callbacks: list[Any]) -> Any:
+        trainer = sft_trainer(tmp_path / name, tokenizer, callbacks=callbacks, max_grad_norm=1e6, **RUN)
+        GradientFault(trainer.model, lambda n: n == 40, value=30.0)
+        trainer.train()
+        return trainer
+
+    plain = run("plain", [])
+    observed = run("observed", [SelfHealingCallback(HealingConfig(on_spike="warn"))])
+    assert_same_weights(weights(observed), weights(plain))
+    would = {
+        entry["step"]: entry["healing/zclip_clipped"]
+        for entry in observed.state.log_history
+        if "healing/zclip_clipped" in entry
+    }
+    assert would[40] == 1
+    assert sum(would.values()) < 10
+
+
+def test_off_keeps_no_statistic(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback(HealingConfig(zclip_mode="off"))],
+        **{**RUN, "max_steps": 30},
+    )
+    trainer.train()
+    assert not any(key.startswith("healing/") for entry in trainer.state.log_history for key in entry)
+
+
+def test_a_step_that_is_not_finite_never_enters_the_statistic(tmp_path: Path, tokenizer: Any) -> None:
+    callback = SelfHealingCallback(HealingConfig(**CLIP))
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], **{**RUN, "max_steps": 40})
+    OutputFault(trainer.model, strike=lambda _: trainer.state.global_step == 30)
+    trainer.train()
+    assert callback.healing_state is not None
+    state = callback.healing_state["clipping"]["zclip"]
+    assert all(math.isfinite(value) for value in (state["mean"], state["variance"]))
+
+
+def test_the_statistic_survives_a_resume_exactly(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {**RUN, "save_strategy": "steps", "save_steps": 30}
+    config = HealingConfig(zclip_mode="clip")
+    whole = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], **arguments)
+    whole.train()
+    resumed = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
+    assert_same_weights(weights(resumed), weights(whole))
+
+
+def test_a_step_computed_again_is_clipped_like_any_other(tmp_path: Path, tokenizer: Any) -> None:
+    def run(name: str, fault: bool) -> Any:
+        config = HealingConfig(zclip_mode="clip", zclip_z=0.5)
+        trainer = sft_trainer(tmp_path / name, tokenizer, callbacks=[SelfHealingCallback(config)], **RUN)
+        if fault:
+            OutputFault(trainer.model, strike=lambda n: n == 41)
+        trainer.train()
+        return trainer
+
+    assert_same_weights(weights(run("faulty", True)), weights(run("clean", False)))
+
+
+# ---- AdaGC ----
+
+
+def test_adagc_clips_each_parameter(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(zclip_mode="clip", clip_algorithm="adagc", on_spike="warn")
+    callback = SelfHealingCallback(config)
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], max_grad_norm=1e6, **{**RUN, "max_steps": 120})
+    GradientFault(trainer.model, lambda n: n == 111, value=30.0)
+    handed = Handed(trainer)
+    trainer.train()
+    assert pre_clip_norms(trainer)[110] > 10
+    assert handed.norms[110] < 3
+    assert any("healing/adagc_clipped_tensors" in entry for entry in trainer.state.log_history)
+    assert callback.healing_state is not None
+    state = json.loads(json.dumps(callback.healing_state["clipping"]["adagc"]))
+    assert state["steps"] == 120
+
+
+def test_adagc_is_refused_for_lora_before_the_first_step(tmp_path: Path, tokenizer: Any) -> None:
+    model = get_peft_model(tiny_model(tokenizer), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    config = HealingConfig(zclip_mode="clip", clip_algorithm="adagc")
+    trainer = sft_trainer(tmp_path, tokenizer, model=model, callbacks=[SelfHealingCallback(config)], **RUN)
+    with pytest.raises(ConfigurationError, match=r"AdaGC cannot clip a LoRA model.*Please use ZClip"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert "training_step" not in vars(trainer)

@@ -1,0 +1,551 @@
+"""Detection on real trainers: what is reported, what is held back, what is healed, and what is left alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    TRAINERS,
+    GradientFault,
+    OutputFault,
+    assert_same_weights,
+    dpo_trainer,
+    grpo_trainer,
+    journal,
+    leaning,
+    logged,
+    plain_trainer,
+    sft_trainer,
+    weights,
+)
+from transformers import Trainer, TrainerCallback
+from trl import SFTTrainer
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+
+
+def of_kind(directory: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in journal(directory) if event["kind"] == kind]
+
+
+def checkpoints(directory: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("-")[2]) for path in directory.glob("checkpoint-*"))
+
+
+class LossOffset:
+    """Adds to the loss of chosen steps, without touching gradients: what the trainer sees, not what it trains."""
+
+    def __init__(self, trainer: Any, offset: Callable[[int], float]) -> None:
+        self.trainer = trainer
+        original = trainer.compute_loss
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            nats = offset(trainer.state.global_step) if trainer.model.training else 0.0
+            if isinstance(result, tuple):
+                return (result[0] + nats, *result[1:])
+            return result + nats
+
+        trainer.compute_loss = compute_loss
+
+
+STEADY = {"max_steps": 60, "gradient_accumulation_steps": 1, "learning_rate": 1e-4}
+
+
+# ---- loss spikes and divergence ----
+
+
+def test_a_loss_spike_opens_an_incident_that_closes_by_itself(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **STEADY)
+    LossOffset(trainer, lambda step: 20.0 if step == 40 else 0.0)
+    trainer.train()
+    (detected,) = of_kind(tmp_path, "detected")
+    assert (detected["symptom"], detected["step"]) == ("loss_spike", 40)
+    evidence = detected["evidence"]
+    assert evidence["value"] > 20 > evidence["baseline"] > 0
+    assert evidence["z"] > evidence["threshold"] == 8.0
+    assert evidence["window"] == 40
+    (outcome,) = of_kind(tmp_path, "outcome")
+    assert (outcome["outcome"], outcome["failure"], outcome["steps_lost"]) == ("self_recovered", "loss_spike", 0)
+
+
+def test_no_checkpoint_is_written_while_the_loss_is_away_and_the_one_that_waited_is_written_after(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    saved: list[int] = []
+
+    class Saved(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert (tmp_path / f"checkpoint-{state.global_step}" / "trainer_state.json").is_file()
+            saved.append(state.global_step)
+
+    trainer = sft_trainer(
+        tmp_path, tokenizer, callbacks=[SelfHealingCallback(), Saved()], save_strategy="steps", save_steps=10, **STEADY
+    )
+    LossOffset(trainer, lambda step: 20.0 if step in (39, 40) else 0.0)
+    trainer.train()
+    # Steps 39 and 40 are away, and five steps in a row have to be back.
+    assert checkpoints(tmp_path) == saved == [10, 20, 30, 46, 50, 60]
+    state = json.loads((tmp_path / "checkpoint-46" / "trainer_state.json").read_text())
+    assert state["global_step"] == 46
+
+
+def test_the_checkpoint_at_the_end_of_the_run_never_waits(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(
+        tmp_path, tokenizer, callbacks=[SelfHealingCallback()], save_strategy="steps", save_steps=60, **STEADY
+    )
+    LossOffset(trainer, lambda step: 20.0 if step == 58 else 0.0)
+    trainer.train()
+    assert checkpoints(tmp_path) == [60]
+    assert of_kind(tmp_path, "outcome")[0]["outcome"] == "unresolved"
+
+
+def test_a_held_checkpoint_under_save_strategy_best_is_written_after(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback()],
+        trainer_kwargs={"eval_dataset": sft_trainer(tmp_path, tokenizer).train_dataset.select(range(4))},
+        eval_strategy="steps",
+        eval_steps=20,
+        save_strategy="best",
+        metric_for_best_model="loss",
+        **STEADY,
+    )
+    LossOffset(trainer, lambda step: 20.0 if step == 39 else 0.0)
+    trainer.train()
+    assert checkpoints(tmp_path) == [20, 45, 60]
+
+
+def test_a_spike_that_stays_widens_into_a_divergence_in_the_same_incident(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(
+        tmp_path, tokenizer, callbacks=[SelfHealingCallback()], save_strategy="steps", save_steps=10, **STEADY
+    )
+    LossOffset(trainer, lambda step: 20.0 if step >= 35 else 0.0)
+    trainer.train()
+    assert [event["symptom"] for event in of_kind(tmp_path, "detected")] == ["loss_spike"]
+    diagnosed = of_kind(tmp_path, "diagnosed")
+    assert [event["failure"] for event in diagnosed] == ["loss_spike", "divergence"]
+    assert diagnosed[1]["cause"] == "spike that widened"
+    assert diagnosed[1]["step"] == 35
+    assert checkpoints(tmp_path) == [10, 20, 30, 60]
+    assert of_kind(tmp_path, "outcome")[-1]["outcome"] == "unresolved"
+
+
+def test_a_slow_rise_is_a_divergence_and_can_end_the_run(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(
+        tmp_path, tokenizer, callbacks=[SelfHealingCallback(HealingConfig(on_divergence="stop"))], **STEADY
+    )
+    LossOffset(trainer, lambda step: max(0.0, 0.3 * (step - 30)))
+    with pytest.raises(UnrecoverableTrainingError, match="has risen and stays up") as raised:
+        trainer.train()
+    assert raised.value.failure == "divergence"
+    assert 30 < trainer.state.global_step < 50
+    assert json.loads((tmp_path / "postmortem.json").read_text())["failure"] == "divergence"
+    assert trainer.compute_loss.__name__ == "compute_loss"
+    assert "training_step" not in vars(trainer)
+
+
+def test_a_new_level_of_the_loss_is_learned_and_checkpoints_come_again(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(divergence_patience=30)
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback(config)],
+        save_strategy="steps",
+        save_steps=10,
+        **{**STEADY, "max_steps": 100},
+    )
+    LossOffset(trainer, lambda step: 3.0 if step >= 30 else 0.0)
+    trainer.train()
+    (outcome,) = of_kind(tmp_path, "outcome")
+    assert (outcome["outcome"], outcome["settled"]) == ("unresolved", True)
+    held = set(range(10, 101, 10)) - set(checkpoints(tmp_path))
+    # Noticed within a few steps of step 30, and 30 steps of patience from there.
+    assert held == {40, 50, 60}
+    assert checkpoints(tmp_path)[-1] == 100
+
+
+def test_divergence_caused_by_a_learning_rate_that_is_too_high(tmp_path: Path, tokenizer: Any) -> None:
+    """Nothing injected: the real thing."""
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback()],
+        **{**STEADY, "max_steps": 80, "learning_rate": 1e-3, "lr_scheduler_type": "constant"},
+    )
+
+    class Faster(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 50:
+                for group in optimizer.param_groups:
+                    group["lr"] = 1.0
+
+    trainer.add_callback(Faster())
+    trainer.train()
+    failures = {event["failure"] for event in of_kind(tmp_path, "diagnosed")}
+    assert "divergence" in failures
+    assert all(event["step"] >= 50 for event in of_kind(tmp_path, "detected"))
+
+
+# ---- gradients ----
+
+
+def test_a_passing_gradient_spike_is_undone_bitwise(tmp_path: Path, tokenizer: Any) -> None:
+    """A bit flip that leaves the gradient finite: gone when the step is computed again."""
+    plain = sft_trainer(tmp_path / "plain", tokenizer, **STEADY)
+    plain.train()
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], **STEADY)
+    fault = GradientFault(trainer.model, lambda n: n == 41, value=1e3)
+    trainer.train()
+    assert fault.fired == 1
+    assert_same_weights(weights(trainer), weights(plain))
+    (diagnosed,) = of_kind(tmp_path / "healed", "diagnosed")
+    assert (diagnosed["failure"], diagnosed["step"]) == ("spike_transient", 40)
+    (outcome,) = of_kind(tmp_path / "healed", "outcome")
+    assert (outcome["outcome"], outcome["steps_lost"]) == ("resolved", 0)
+
+
+def test_a_gradient_spike_that_comes_again_is_left_out(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **STEADY)
+    GradientFault(trainer.model, lambda _: trainer.state.global_step == 40, value=1e3)
+    before: dict[int, Any] = {}
+
+    class Weights(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in (40, 41):
+                before[state.global_step] = {name: tensor.clone() for name, tensor in weights(trainer).items()}
+
+    trainer.add_callback(Weights())
+    trainer.train()
+    for name, tensor in before[40].items():
+        assert torch.equal(tensor, before[41][name]), name
+    actions = [event["action"] for event in of_kind(tmp_path, "action")]
+    assert actions == ["skip_step"]
+    assert of_kind(tmp_path, "diagnosed")[0]["evidence"]["again"]["grad_norm"] > 100
+
+
+def test_spikes_are_left_out_only_so_often(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **STEADY)
+    GradientFault(trainer.model, lambda _: trainer.state.global_step >= 30, value=1e3)
+    trainer.train()
+    assert [event["action"] for event in of_kind(tmp_path, "action")] == ["skip_step"] * 3
+    causes = [event["cause"] for event in of_kind(tmp_path, "diagnosed") if event["failure"] == "gradient_spike"]
+    assert causes == ["the same again"] * 3 + ["not acted on"]
+    assert trainer.state.global_step == 60
+
+
+def test_a_batch_that_makes_loss_and_gradient_spike_is_a_co_spike(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **STEADY)
+    # Scales loss and gradient alike: z of both is between the co-spike's and the single thresholds or above them.
+    original = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: (
+        original(*args, **kwargs) * (6.0 if trainer.state.global_step == 50 else 1.0)
+    )
+    trainer.train()
+    (detected,) = of_kind(tmp_path, "detected")
+    assert (detected["symptom"], detected["step"]) == ("co_spike", 50)
+    assert min(detected["evidence"][part]["z"] for part in ("loss", "grad_norm")) > 6
+    assert [event["action"] for event in of_kind(tmp_path, "action")] == ["skip_step"]
+
+
+def test_on_spike_warn_only_reports(tmp_path: Path, tokenizer: Any) -> None:
+    def run(directory: Path, callbacks: list[Any]) -> Any:
+        trainer = sft_trainer(directory, tokenizer, callbacks=callbacks, **STEADY)
+        GradientFault(trainer.model, lambda _: trainer.state.global_step == 40, value=1e3)
+        trainer.train()
+        return trainer
+
+    plain = run(tmp_path / "plain", [])
+    warned = run(tmp_path / "warned", [SelfHealingCallback(HealingConfig(on_spike="warn"))])
+    assert_same_weights(weights(warned), weights(plain))
+    assert of_kind(tmp_path / "warned", "outcome")[0]["outcome"] == "reported"
+
+
+def test_an_explosion_in_the_first_steps_is_left_out(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **{**STEADY, "max_steps": 5})
+    GradientFault(trainer.model, lambda _: trainer.state.global_step == 2, value=1e6)
+    trainer.train()
+    assert [event["symptom"] for event in of_kind(tmp_path, "detected")] == ["gradient_explosion"]
+    assert [event["action"] for event in of_kind(tmp_path, "action")] == ["skip_step"]
+
+
+def test_a_frozen_model_is_reported_as_vanishing_gradient(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **{**STEADY, "max_steps": 30})
+    original = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: (
+        lambda loss: loss.detach() + 0.0 * sum(p.sum() for p in trainer.model.parameters())
+    )(original(*args, **kwargs))
+    trainer.train()
+    (detected,) = of_kind(tmp_path, "detected")
+    assert (detected["symptom"], detected["step"]) == ("vanishing_gradient", 19)
+    assert trainer.state.global_step == 30
+
+
+# ---- a run that does nothing ----
+
+
+def zero_loss(trainer: Any) -> None:
+    original = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: original(*args, **kwargs) * 0.0
+
+
+def test_a_loss_of_exactly_zero_ends_the_run_and_says_why(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **STEADY)
+    zero_loss(trainer)
+    with pytest.raises(UnrecoverableTrainingError, match=r"exactly 0\.0.*labels -100"):
+        trainer.train()
+    assert trainer.state.global_step == 19
+
+
+def test_a_dead_loss_can_be_only_reported(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(on_dead_loss="warn")
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], **{**STEADY, "max_steps": 25})
+    zero_loss(trainer)
+    trainer.train()
+    assert [event["symptom"] for event in of_kind(tmp_path, "detected")] == ["dead_loss", "vanishing_gradient"]
+    assert trainer.state.global_step == 25
+
+
+# ---- objectives ----
+
+
+def test_the_journal_says_which_detectors_and_rules_apply(tmp_path: Path, tokenizer: Any) -> None:
+    expected = {
+        "SFTTrainer": (
+            "sft",
+            {"nonfinite", "loss_spike", "divergence", "above_chance", "dead_loss", "gradient_spike"},
+        ),
+        "DPOTrainer": ("dpo", {"nonfinite", "loss_spike", "divergence", "gradient_spike"}),
+        "GRPOTrainer": ("grpo", {"nonfinite", "gradient_explosion"}),
+        "Trainer": ("generic", {"nonfinite", "loss_spike", "divergence", "above_chance", "gradient_spike"}),
+    }
+    for name, (objective, detectors) in expected.items():
+        trainer = TRAINERS[name](tmp_path / name, tokenizer, callbacks=[SelfHealingCallback()], max_steps=1)
+        trainer.train()
+        started = journal(tmp_path / name)[0]
+        assert started["objective"] == objective
+        assert detectors <= set(started["detectors"]), name
+        assert ("above_chance" in started["detectors"]) == ("above_chance" in detectors)
+        assert set(started["rules"]) or objective == "generic"
+    assert started["detectors"] != []
+
+
+def test_a_trainer_with_a_loss_of_its_own_gets_the_safe_subset(tmp_path: Path, tokenizer: Any) -> None:
+    class Contrastive(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs, *args, **kwargs) - 50.0
+
+    base = plain_trainer(tmp_path, tokenizer)
+    trainer = Contrastive(
+        model=base.model,
+        args=base.args,
+        train_dataset=base.train_dataset,
+        processing_class=tokenizer,
+        callbacks=[SelfHealingCallback()],
+    )
+    trainer.args.max_steps = 30
+    trainer.train()
+    started = journal(tmp_path)[0]
+    assert started["objective"] == "unknown"
+    assert set(started["detectors"]) == {"nonfinite", "loss_spike", "divergence"}
+    # A loss with a sign has no logarithm: said once, and that is all.
+    assert [event["symptom"] for event in of_kind(tmp_path, "noticed")] == ["signed_loss"]
+    assert of_kind(tmp_path, "detected") == []
+
+
+def test_a_subclass_of_sft_with_a_loss_of_its_own_is_not_held_to_cross_entropy(tmp_path: Path, tokenizer: Any) -> None:
+    class Weighted(SFTTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs) * 0.0
+
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback()],
+        trainer_class=Weighted,
+        **{**STEADY, "max_steps": 25},
+    )
+    trainer.train()
+    assert journal(tmp_path)[0]["objective"] == "sft"
+    assert of_kind(tmp_path, "detected") == []
+
+
+def test_a_healthy_grpo_run_raises_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = grpo_trainer(
+        tmp_path / "run",
+        tokenizer,
+        model=leaning(tokenizer, tmp_path, tokenizer.eos_token_id, 0.7),
+        callbacks=[SelfHealingCallback()],
+        max_steps=30,
+        learning_rate=1e-5,
+        beta=0.04,
+        max_completion_length=24,
+    )
+    trainer.train()
+    assert of_kind(tmp_path / "run", "detected") == []
+
+
+def test_a_healthy_dpo_run_raises_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = dpo_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=30, learning_rate=1e-4)
+    trainer.train()
+    assert of_kind(tmp_path, "detected") == []
+
+
+def test_a_policy_that_collapses_is_reported(tmp_path: Path, tokenizer: Any) -> None:
+    model = leaning(tokenizer, tmp_path, tokenizer(" row")["input_ids"][0], 6.0)
+    trainer = grpo_trainer(
+        tmp_path / "run",
+        tokenizer,
+        model=model,
+        callbacks=[SelfHealingCallback()],
+        max_steps=25,
+        gradient_accumulation_steps=1,
+    )
+    trainer.train()
+    assert "rule:entropy_collapse" in {event["symptom"] for event in of_kind(tmp_path / "run", "detected")}
+
+
+# ---- metric rules, through the callback ----
+
+
+def test_a_constant_reward_is_reported(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+    trainer = grpo_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback()],
+        reward_funcs=lambda completions, **_: [1.0] * len(completions),
+        max_steps=25,
+        gradient_accumulation_steps=1,
+    )
+    trainer.train()
+    detected = {event["symptom"]: event for event in of_kind(tmp_path, "detected")}
+    assert "rule:reward_std_zero" in detected
+    assert detected["rule:reward_std_zero"]["evidence"]["remedy"] in caplog.text
+    assert trainer.state.global_step == 25
+    assert {event["outcome"] for event in of_kind(tmp_path, "outcome")} == {"reported"}
+
+
+def detach_policy(trainer: Any) -> None:
+    """The loss does not reach the parameters, which is what a wrongly wrapped model does."""
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(torch.zeros_like)
+
+
+def test_dpo_that_does_not_train_is_stopped_with_the_remedy(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = dpo_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], dropout=0.0, max_steps=40)
+    detach_policy(trainer)
+    with pytest.raises(UnrecoverableTrainingError) as raised:
+        trainer.train()
+    assert raised.value.failure == "red_flag"
+    assert "dpo not training" in str(raised.value)
+    assert 20 <= trainer.state.global_step < 40
+    assert (tmp_path / "postmortem.json").is_file()
+
+
+def test_on_red_flag_warn_lets_the_run_go_on(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(on_red_flag="warn")
+    trainer = dpo_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], dropout=0.0, max_steps=25)
+    detach_policy(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 25
+    assert "rule:dpo_not_training" in {event["symptom"] for event in of_kind(tmp_path, "detected")}
+
+
+def test_a_rule_of_the_users_own_is_merged_in(tmp_path: Path, tokenizer: Any) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        '[loss_too_low]\nmetric = "loss"\nobjectives = ["sft"]\nhealthy = "above 0"\n'
+        'red_flag = [{is = "above", value = 0.0}]\nsteps = 3\naction = "stop"\nseverity = "error"\n'
+        'diagnosis = "It is a loss."\nremedy = "None."\nsource = "the test"\n'
+    )
+    config = HealingConfig(rules_file=str(rules))
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], **STEADY)
+    with pytest.raises(UnrecoverableTrainingError, match=r"It is a loss\."):
+        trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_a_mistake_in_the_rules_is_known_before_the_run(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[entropy_collapse]\nsteps = "many"\n')
+    with pytest.raises(ValueError, match="entropy_collapse"):
+        SelfHealingCallback(HealingConfig(rules_file=str(rules)))
+
+
+# ---- no harm ----
+
+
+def test_a_failure_in_a_rule_never_takes_the_training_down(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    callback = SelfHealingCallback()
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[callback])
+
+    class Broken(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            assert callback.session is not None
+            callback.session.rules = object()  # type: ignore[assignment]
+
+    trainer.add_callback(Broken())
+    trainer.train()
+    assert "has switched itself off" in caplog.text
+    assert_same_weights(weights(trainer), weights(plain))
+    assert "training_step" not in vars(trainer)
+
+
+def test_detector_state_survives_a_resume_exactly(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {**STEADY, "save_strategy": "steps", "save_steps": 30}
+    whole = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **arguments)
+    whole.train()
+    resumed = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
+
+    def state(trainer: Any) -> Any:
+        (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, SelfHealingCallback)]
+        return {name: callback.healing_state[name] for name in ("panel", "clipping", "rules", "detector")}
+
+    assert json.loads(json.dumps(state(resumed))) == json.loads(json.dumps(state(whole)))
+
+
+def test_an_exception_in_the_wrapper_keeps_the_held_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
+    """The incident about the loss, and the checkpoint that waits for it, outlive a re-entry."""
+    trainer = sft_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=10, **STEADY)
+    LossOffset(trainer, lambda step: 20.0 if step == 39 else 0.0)
+    raised: list[int] = []
+
+    class Raising(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 42 and not raised:
+                raised.append(42)
+                raise ConnectionError("gone")
+
+    trainer.add_callback(Raising())
+    SelfHealingTrainer(trainer, HealingConfig(retry_initial_seconds=0.0)).train()
+    assert raised == [42]
+    assert checkpoints(tmp_path) == [10, 20, 30, 45, 50, 60]
+
+
+def test_healthy_logs_gain_only_the_statistic_of_zclip(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **{**STEADY, "max_steps": 30})
+    trainer.train()
+    keys = {key for entry in trainer.state.log_history for key in entry if key.startswith("healing/")}
+    assert keys == {"healing/zclip_z", "healing/zclip_clipped"}
+    assert all(math.isfinite(entry.get("healing/zclip_z", 0.0)) for entry in logged(trainer))
+
+
+def test_a_nonfinite_step_never_reaches_the_baselines(tmp_path: Path, tokenizer: Any) -> None:
+    callback = SelfHealingCallback()
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], **{**STEADY, "max_steps": 40})
+    OutputFault(trainer.model, strike=lambda _: trainer.state.global_step in (30, 31))
+    trainer.train()
+    assert callback.session is not None
+    panel = callback.session.panel
+    assert panel is not None
+    assert len(panel.state_dict()["loss_trend"]["recent"]) == 38
