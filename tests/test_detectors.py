@@ -6,6 +6,7 @@ import doctest
 import json
 import math
 import random
+import statistics
 from itertools import cycle, islice
 from typing import Any
 
@@ -30,7 +31,7 @@ from self_healing.detectors import (
     VanishingGradientDetector,
 )
 from self_healing.detectors.progress import theil_sen
-from self_healing.detectors.trend import Reading
+from self_healing.detectors.trend import Reading, SortedWindow
 
 
 def noise(count: int, level: float = 2.0, spread: float = 0.05, seed: int = 0) -> list[float]:
@@ -59,6 +60,23 @@ def test_the_examples_in_the_docstrings_run(module: str) -> None:
     target = getattr(detectors, module)
     result = doctest.testmod(target, extraglobs={"LogTrend": LogTrend, "StepSignals": StepSignals})
     assert result.failed == 0
+
+
+class TestSortedWindow:
+    @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.integers(1, 20), st.floats(-1e3, 1e3))
+    def test_order_statistics_are_those_of_the_last_values(
+        self, values: list[float], size: int, centre: float
+    ) -> None:
+        window = SortedWindow(size)
+        for value in values:
+            window.add(value)
+        last = values[-size:]
+        assert len(window) == len(last)
+        assert window.median() == statistics.median(last)
+        assert window.median_distance(centre) == sorted(abs(value - centre) for value in last)[len(last) // 2]
+        low, high = min(centre, 0.0), max(centre, 0.0)
+        moved = [min(max(value, low), high) for value in last]
+        assert window.winsorized_mean(low, high) == pytest.approx(statistics.fmean(moved), abs=1e-9)
 
 
 class TestLogTrend:

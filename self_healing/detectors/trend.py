@@ -86,19 +86,27 @@ class SortedWindow:
         return 0.5 * (self.ordered[middle - 1] + self.ordered[middle])
 
     def median_distance(self, centre: float) -> float:
-        """Median distance from a centre (upper median for an even count). Walks outwards from it: O(size / 2)."""
+        """
+        Median distance from a centre (upper median for an even count).
+
+        The distances below and above the centre are sorted already; how many of each are among the smaller half is
+        found by bisection, O(log size).
+        """
         ordered = self.ordered
-        above = bisect_left(ordered, centre)
-        below = above - 1
-        distance = 0.0
-        for _ in range(len(ordered) // 2 + 1):
-            if below >= 0 and (above >= len(ordered) or centre - ordered[below] <= ordered[above] - centre):
-                distance = centre - ordered[below]
-                below -= 1
+        split = bisect_left(ordered, centre)
+        wanted = len(ordered) // 2 + 1
+        fewest, most = max(0, wanted - (len(ordered) - split)), min(wanted, split)
+        while fewest < most:
+            below = (fewest + most) // 2
+            # The next one below against the last one above that would be taken instead.
+            if centre - ordered[split - 1 - below] < ordered[split + wanted - below - 1] - centre:
+                fewest = below + 1
             else:
-                distance = ordered[above] - centre
-                above += 1
-        return distance
+                most = below
+        above = wanted - fewest
+        furthest_below = centre - ordered[split - fewest] if fewest else 0.0
+        furthest_above = ordered[split + above - 1] - centre if above else 0.0
+        return max(furthest_below, furthest_above)
 
     def winsorized_mean(self, low: float, high: float) -> float:
         """Mean after values outside of `[low, high]` have been moved to its ends."""
