@@ -1,0 +1,445 @@
+"""
+How often the detectors cry wolf, and what they catch: on loss curves of real public runs, next to simple alternatives.
+
+```bash
+python benchmarks/detectors.py
+```
+
+False alarms are counted on the healthy curves as they are and on block-bootstrap resamples of them: the trend of a
+curve (local quadratic, 31 points) plus blocks of 20 residuals drawn from it, in log-loss and log-norm, so that noise,
+its tails and its short memory stay what they were. Alarms less than 10 steps apart count once.
+
+Power is measured by putting a fault into each healthy curve at every fifth position and asking whether there is an
+alarm in time. "Matched" is our power with all thresholds scaled by one factor, the best of those with no more false
+alarms than the alternative has: what the statistic can do, whatever one thinks of the thresholds.
+
+The thresholds were chosen on the healthy curves in `tests/data/curves`. Those in `held_out`, from other repositories,
+were collected afterwards and nothing was tuned on them.
+"""
+
+import argparse
+import csv
+import json
+import math
+import pickle
+import platform
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Protocol
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import self_healing
+from self_healing import HealingConfig, StepSignals
+from self_healing.detectors import DetectorPanel, NonFiniteDetector
+from self_healing.objectives import objective_named
+
+
+CURVES = Path(__file__).parent.parent / "tests" / "data" / "curves"
+HELD_OUT = CURVES / "held_out"
+RESULTS = Path(__file__).parent / "results"
+TREND_POINTS = 31
+BLOCK = 20
+REFRACTORY = 10
+# Where a fault may be put first: the detectors have their baseline by then. Earlier ones are measured apart.
+FIRST_POSITION = 50
+EARLY_POSITION = 20
+ACTING = frozenset({"loss_spike", "divergence", "dead_loss"})
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses (nats) and, where they were logged, gradient norms of a run."""
+
+    name: str
+    losses: tuple[float, ...]
+    norms: tuple[float, ...] | None
+
+    def signals(self) -> Iterator[StepSignals]:
+        for step, loss in enumerate(self.losses):
+            yield StepSignals(step, loss, None if self.norms is None else self.norms[step])
+
+
+def read_curve(path: Path) -> Curve:
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["loss"] and row.get("grad_norm") != ""]
+    norms = tuple(float(row["grad_norm"]) for row in rows) if "grad_norm" in rows[0] else None
+    return Curve(path.stem, tuple(float(row["loss"]) for row in rows), norms)
+
+
+def healthy_curves(directory: Path = CURVES, objective: str = "sft") -> list[Curve]:
+    return [read_curve(path) for path in sorted(directory.glob(f"healthy_{objective}_*.csv"))]
+
+
+# ---- bootstrap ----
+
+
+def trend(values: np.ndarray) -> np.ndarray:
+    """Local quadratic fit at each point."""
+    count, half = len(values), TREND_POINTS // 2
+    fitted = np.empty(count)
+    for i in range(count):
+        first = max(0, min(i - half, count - TREND_POINTS))
+        window = np.arange(first, min(first + TREND_POINTS, count))
+        fitted[i] = np.polyval(np.polyfit(window - i, values[window], 2), 0)
+    return fitted
+
+
+def resamples(curve: Curve, steps: int, rng: np.random.Generator) -> Iterator[Curve]:
+    """Curves with the trend of this one and residuals drawn from it in blocks, until there are `steps` in all."""
+    columns = np.log(np.array([curve.losses] if curve.norms is None else [curve.losses, curve.norms]))
+    trends = np.array([trend(column) for column in columns])
+    # A fit of three parameters to 31 points takes a little of the noise with it.
+    residuals = (columns - trends) * math.sqrt(TREND_POINTS / (TREND_POINTS - 3))
+    count = len(curve.losses)
+    for number in range(-(-steps // count)):
+        starts = rng.integers(0, count - BLOCK + 1, size=-(-count // BLOCK))
+        drawn = np.concatenate([residuals[:, start : start + BLOCK] for start in starts], axis=1)[:, :count]
+        values = np.exp(trends + drawn)
+        norms = None if curve.norms is None else tuple(values[1].tolist())
+        yield Curve(f"{curve.name}/{number}", tuple(values[0].tolist()), norms)
+
+
+# ---- detectors ----
+
+
+class Alarm(Protocol):
+    """Says of each step whether it is alarming."""
+
+    def observe(self, signals: StepSignals) -> bool: ...
+
+
+class Ours:
+    """The acting detectors as the callback uses them for SFT."""
+
+    def __init__(self, factor: float = 1.0, apply: Collection[str] = DetectorPanel.DETECTORS) -> None:
+        default = HealingConfig()
+        config = replace(
+            default,
+            loss_spike_z=default.loss_spike_z * factor,
+            gradient_spike_z=default.gradient_spike_z * factor,
+            divergence_limit=default.divergence_limit * factor,
+            plateau_window=0,
+        )
+        self.panel = DetectorPanel(config, apply, vocabulary=32_000)
+        self.panel.co_spike.threshold *= factor
+        self.nonfinite = NonFiniteDetector()
+
+    def observe(self, signals: StepSignals) -> bool:
+        if self.nonfinite.observe(signals) is not None:
+            return True
+        if self.panel.alarming(signals) is not None:
+            return True  # left out: the step is never observed
+        return any(symptom.name in ACTING for symptom in self.panel.observe(signals))
+
+
+class Rolling:
+    """Mean + `sigmas` standard deviations of the last 128 losses and norms (OLMo-core's SkipStepOptimizer)."""
+
+    def __init__(self, sigmas: float = 6.0, window: int = 128) -> None:
+        self.sigmas = sigmas
+        self.histories: list[deque[float]] = [deque(maxlen=window), deque(maxlen=window)]
+
+    def observe(self, signals: StepSignals) -> bool:
+        alarm = False
+        for history, value in zip(self.histories, (signals.loss, signals.grad_norm), strict=True):
+            if value is None:
+                continue
+            if len(history) >= 64:
+                past = np.array(history)
+                alarm = alarm or bool(value > past.mean() + self.sigmas * past.std(ddof=1))
+            history.append(value)
+        return alarm
+
+
+class Ratio:
+    """More than twice the median of the last 100 losses or norms."""
+
+    def __init__(self) -> None:
+        self.histories: list[deque[float]] = [deque(maxlen=100), deque(maxlen=100)]
+
+    def observe(self, signals: StepSignals) -> bool:
+        alarm = False
+        for history, value in zip(self.histories, (signals.loss, signals.grad_norm), strict=True):
+            if value is None:
+                continue
+            alarm = alarm or (len(history) >= 10 and value > 2 * median(history))
+            history.append(value)
+        return alarm
+
+
+class EmaZ:
+    """z above 2.5 of exponential moving averages of mean and variance, decay 0.97, after 25 steps."""
+
+    def __init__(self) -> None:
+        self.moments: list[list[float] | None] = [None, None]
+        self.seen = 0
+
+    def observe(self, signals: StepSignals) -> bool:
+        alarm = False
+        self.seen += 1
+        for index, value in enumerate((signals.loss, signals.grad_norm)):
+            if value is None:
+                continue
+            moments = self.moments[index]
+            if moments is None:
+                self.moments[index] = [value, 0.0]
+                continue
+            mean, variance = moments
+            alarm = alarm or (self.seen > 25 and value > mean + 2.5 * math.sqrt(variance))
+            mean = 0.97 * mean + 0.03 * value
+            self.moments[index] = [mean, 0.97 * variance + 0.03 * (value - mean) ** 2]
+        return alarm
+
+
+class Fixed:
+    """Loss above 5 for 3 steps in a row (as Axolotl's `loss_watchdog_threshold` is commonly set)."""
+
+    def __init__(self) -> None:
+        self.above = 0
+
+    def observe(self, signals: StepSignals) -> bool:
+        self.above = self.above + 1 if signals.loss > 5.0 else 0
+        return self.above >= 3
+
+
+ALTERNATIVES: dict[str, Callable[[], Alarm]] = {
+    "OLMo mean + 6σ (128)": Rolling,
+    "ratio > 2 × median": Ratio,
+    "EMA z > 2.5": EmaZ,
+    "fixed threshold 5.0": Fixed,
+}
+
+
+# ---- faults ----
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Changes the steps from a position on; has to be noticed within `within` steps."""
+
+    name: str
+    within: int
+    change: Callable[[int, StepSignals], StepSignals]
+    needs_norm: bool = False
+
+
+def _add(nats: Callable[[int], float]) -> Callable[[int, StepSignals], StepSignals]:
+    return lambda since, signals: replace(signals, loss=signals.loss + nats(since))
+
+
+def _multiply_norm(since: int, signals: StepSignals) -> StepSignals:
+    norm = signals.grad_norm
+    return signals if since or norm is None else replace(signals, grad_norm=10 * norm)
+
+
+FAULTS = (
+    Fault("spike +1", 1, _add(lambda since: 0.0 if since else 1.0)),
+    Fault("spike +3", 1, _add(lambda since: 0.0 if since else 3.0)),
+    Fault("shift +0.5", 10, _add(lambda since: 0.5)),
+    Fault("ramp 0.01/step", 25, _add(lambda since: 0.01 * (since + 1))),
+    Fault("NaN", 1, lambda since, signals: signals if since else replace(signals, loss=math.nan)),
+    Fault("gradient × 10", 1, _multiply_norm, needs_norm=True),
+)
+
+
+# ---- figures ----
+
+
+def alarms(curve: Curve, alarm: Alarm) -> list[int]:
+    """Steps at which an alarm begins."""
+    began: list[int] = []
+    last = -math.inf
+    for signals in curve.signals():
+        if alarm.observe(signals):
+            if signals.step - last > REFRACTORY:
+                began.append(signals.step)
+            last = signals.step
+    return began
+
+
+def delays(curve: Curve, make: Callable[[], Alarm], fault: Fault, positions: Sequence[int]) -> list[int | None]:
+    """For each position, in which step of the fault it was noticed (1 is its first), `None` if not in time."""
+    if fault.needs_norm and curve.norms is None:
+        return []
+    found: list[int | None] = []
+    steps, alarm, wanted = list(curve.signals()), make(), set(positions)
+    for position, signals in enumerate(steps):
+        if position in wanted:
+            copy = pickle.loads(pickle.dumps(alarm))
+            window = steps[position : position + fault.within]
+            changed = (fault.change(since, each) for since, each in enumerate(window))
+            noticed = (since for since, each in enumerate(changed, start=1) if copy.observe(each))
+            found.append(next(noticed, None))
+        alarm.observe(signals)
+    return found
+
+
+def power(curves: Sequence[Curve], make: Callable[[], Alarm], fault: Fault, every: int = 5) -> dict[str, float]:
+    """Share of the positions at which a fault is noticed in time, for each curve."""
+    shares = {}
+    for curve in curves:
+        positions = range(FIRST_POSITION, len(curve.losses) - fault.within + 1, every)
+        found = delays(curve, make, fault, positions)
+        if found:
+            shares[curve.name] = sum(delay is not None for delay in found) / len(found)
+    return shares
+
+
+def figures(make: Callable[[], Alarm], curves: Sequence[Curve], bank: Sequence[Curve], every: int) -> dict[str, Any]:
+    """False alarms and power of one detector."""
+    healthy_steps = sum(len(curve.losses) for curve in curves)
+    healthy = sum(len(alarms(curve, make())) for curve in curves)
+    steps = sum(len(curve.losses) for curve in bank)
+    false = sum(len(alarms(curve, make())) for curve in bank)
+    result: dict[str, Any] = {
+        "false_alarms_on_curves": healthy,
+        "false_alarms_per_1000_steps_on_curves": 1000 * healthy / healthy_steps,
+        "false_alarms_on_bootstrap": false,
+        "bootstrap_steps": steps,
+        "false_alarms_per_1000_steps_on_bootstrap": 1000 * false / steps,
+        "power": {},
+        "power_by_curve": {},
+        "median_delay": {},
+        "power_from_step_20_to_49": {},
+    }
+    for fault in FAULTS:
+        shares = power(curves, make, fault, every)
+        early, late = [], []
+        for curve in curves:
+            early += delays(curve, make, fault, range(EARLY_POSITION, FIRST_POSITION, 5))
+            late += delays(curve, make, fault, range(FIRST_POSITION, len(curve.losses) - fault.within + 1, every))
+        noticed = [delay for delay in late if delay is not None]
+        result["power"][fault.name] = fmean(shares.values())
+        result["power_by_curve"][fault.name] = shares
+        result["median_delay"][fault.name] = median(noticed) if noticed else None
+        result["power_from_step_20_to_49"][fault.name] = sum(delay is not None for delay in early) / len(early)
+    return result
+
+
+def held_out(directory: Path = HELD_OUT) -> dict[str, Any]:
+    """Alarms on the curves nothing was tuned on, with the detectors that apply to each objective."""
+    detectors = {objective: objective_named(objective).detectors for objective in ("sft", "dpo", "grpo")}
+    found: dict[str, Any] = {}
+    for path in sorted(directory.glob("*.csv")):
+        curve = read_curve(path)
+        apply = detectors[path.stem.split("_")[1]]
+        # A norm that is not finite is a fault of that run and no false alarm.
+        seen = alarms(curve, Ours(apply=apply))
+        nonfinite = {signals.step for signals in curve.signals() if not signals.finite}
+        found[path.stem] = {"steps": len(curve.losses), "alarms": [step for step in seen if step not in nonfinite]}
+    return found
+
+
+# For the trade-off curve, and to match the false alarms of the alternatives.
+FACTORS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5)
+
+
+def least_gain(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, float]:
+    """How far our power is above theirs for the fault where that is least, and on average."""
+    gains = [ours["power"][fault.name] - theirs["power"][fault.name] for fault in FAULTS]
+    return min(gains), fmean(gains)
+
+
+def measure(steps: int, every: int, seed: int) -> dict[str, Any]:
+    curves = healthy_curves()
+    rng = np.random.default_rng(seed)
+    bank = [each for curve in curves for each in resamples(curve, -(-steps // len(curves)), rng)]
+    trade_off = {factor: figures(lambda factor=factor: Ours(factor), curves, bank, every) for factor in FACTORS}
+    alternatives = {}
+    for name, make in ALTERNATIVES.items():
+        theirs = figures(make, curves, bank, every)
+        allowed = theirs["false_alarms_on_bootstrap"]
+        no_worse = [factor for factor in FACTORS if trade_off[factor]["false_alarms_on_bootstrap"] <= allowed]
+        # None has as few as the fixed threshold, which has no alarms at all: then ours with the fewest.
+        matched = max(no_worse or FACTORS[-1:], key=lambda factor: least_gain(trade_off[factor], theirs))
+        alternatives[name] = {
+            **theirs,
+            "matched": {
+                "factor": matched,
+                "false_alarms_on_bootstrap": trade_off[matched]["false_alarms_on_bootstrap"],
+                "power": trade_off[matched]["power"],
+            },
+        }
+    return {
+        "what": "false alarms and power of the step detectors on public loss curves",
+        "command": f"python benchmarks/detectors.py --steps {steps} --every {every} --seed {seed}",
+        "curves": {curve.name: len(curve.losses) for curve in curves},
+        "ours": trade_off[1.0],
+        "held_out": held_out(),
+        "alternatives": alternatives,
+        "trade_off": {
+            str(factor): {key: each[key] for key in ("false_alarms_on_bootstrap", "power")}
+            for factor, each in trade_off.items()
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "self_healing": self_healing.__version__,
+        },
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table of `docs/detection.md`."""
+    names = [fault.name for fault in FAULTS]
+    lines = [
+        f"| detector | false alarms in {result['ours']['bootstrap_steps']:,} steps | {' | '.join(names)} |",
+        "|---|---|" + "---|" * len(names),
+    ]
+
+    def row(title: str, false: int, power: dict[str, float]) -> str:
+        return f"| {title} | {false:,} | " + " | ".join(f"{100 * power[name]:.1f} %" for name in names) + " |"
+
+    ours = result["ours"]
+    lines.append(row("**self_healing**", ours["false_alarms_on_bootstrap"], ours["power"]))
+    for name, each in result["alternatives"].items():
+        lines.append(row(name, each["false_alarms_on_bootstrap"], each["power"]))
+        matched = each["matched"]
+        lines.append(
+            row(f"… ours, matched (× {matched['factor']})", matched["false_alarms_on_bootstrap"], matched["power"])
+        )
+    return "\n".join(lines)
+
+
+def by_curve(result: dict[str, Any]) -> str:
+    """Our power curve by curve."""
+    names = [fault.name for fault in FAULTS]
+    lines = [f"| curve | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    for curve in result["curves"]:
+        shares = (result["ours"]["power_by_curve"][name].get(curve) for name in names)
+        cells = " | ".join("–" if share is None else f"{100 * share:.1f} %" for share in shares)
+        lines.append(f"| `{curve}` | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
+    parser.add_argument("--steps", type=int, default=100_000, help="bootstrap steps, over all curves")
+    parser.add_argument("--every", type=int, default=5, help="distance between the positions of a fault")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    parser.add_argument("--output", type=Path, default=RESULTS / "detectors.json", help="JSON file")
+    options = parser.parse_args()
+    result = measure(options.steps, options.every, options.seed)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    table = Table(title="Detectors: false alarms and power", header_style="bold")
+    for line, row in enumerate(markdown(result).splitlines()):
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if line == 0:
+            for cell in cells:
+                table.add_column(cell, justify="right" if table.columns else "left")
+        elif line > 1:
+            table.add_row(*cells)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"Written to {options.output}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The figures of `benchmarks/detectors.py` that the defaults have to hold, and what the detectors cost a step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from self_healing import HealingConfig, StepSignals
+from self_healing.detectors import DetectorPanel, NonFiniteDetector
+from self_healing.detectors.norm_statistics import ZClipStatistic
+from self_healing.detectors.rules import MetricRules, load_rules, rules_for
+from self_healing.objectives import objective_named
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def load_benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("detectors_benchmark", ROOT / "benchmarks" / "detectors.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+benchmark_module = load_benchmark()
+CURVES = benchmark_module.healthy_curves()
+COMMITTED = json.loads((ROOT / "benchmarks" / "results" / "detectors.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def bank() -> list[Any]:
+    """100,000 bootstrap steps, as many of each curve."""
+    rng = np.random.default_rng(0)
+    return [each for curve in CURVES for each in benchmark_module.resamples(curve, 25_000, rng)]
+
+
+class TestFalseAlarms:
+    @pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+    def test_there_is_none_on_a_healthy_curve(self, curve: Any) -> None:
+        assert benchmark_module.alarms(curve, benchmark_module.Ours()) == []
+
+    def test_there_is_none_on_the_healthy_grpo_curve(self) -> None:
+        (curve,) = benchmark_module.healthy_curves(objective="grpo")
+        ours = benchmark_module.Ours(apply=objective_named("grpo").detectors)
+        assert benchmark_module.alarms(curve, ours) == []
+
+    def test_there_is_at_most_one_in_fifty_thousand_bootstrap_steps(self, bank: list[Any]) -> None:
+        steps = sum(len(curve.losses) for curve in bank)
+        found = sum(len(benchmark_module.alarms(curve, benchmark_module.Ours())) for curve in bank)
+        assert steps >= 100_000
+        assert found <= steps / 50_000
+
+    def test_the_bootstrap_keeps_the_noise_of_the_curve(self, bank: list[Any]) -> None:
+        for curve in CURVES:
+            original = np.diff(np.log(curve.losses)).std()
+            drawn = [np.diff(np.log(each.losses)).std() for each in bank if each.name.startswith(f"{curve.name}/")]
+            assert np.mean(drawn) == pytest.approx(original, rel=0.2)
+
+    def test_curves_that_nothing_was_tuned_on(self) -> None:
+        found = benchmark_module.held_out()
+        healthy = {name: each["alarms"] for name, each in found.items() if name.startswith("healthy")}
+        assert len(healthy) == 14
+        # Three gradients of 3,500 steps in one run stand out; a person looking at the curve would say so, too.
+        assert {name: alarms for name, alarms in healthy.items() if alarms} == {
+            "healthy_sft_llama3_8b_mob_per_step": [371, 950, 1155]
+        }
+        assert found["broken_sft_qlora_poludmik_every10"]["alarms"] == [20]
+
+
+class TestPower:
+    @pytest.mark.parametrize(
+        ("name", "least"),
+        [("spike +3", 0.85), ("shift +0.5", 0.85), ("ramp 0.01/step", 0.85), ("NaN", 1.0), ("gradient × 10", 0.95)],
+    )
+    def test_faults_are_noticed_in_time(self, name: str, least: float) -> None:
+        (fault,) = [fault for fault in benchmark_module.FAULTS if fault.name == name]
+        shares = benchmark_module.power(CURVES, benchmark_module.Ours, fault)
+        assert fmean(shares.values()) >= least
+
+    def test_the_committed_figures_are_those_of_the_code(self) -> None:
+        (fault,) = [fault for fault in benchmark_module.FAULTS if fault.name == "ramp 0.01/step"]
+        assert benchmark_module.power(CURVES, benchmark_module.Ours, fault) == pytest.approx(
+            COMMITTED["ours"]["power_by_curve"][fault.name]
+        )
+        assert COMMITTED["held_out"] == benchmark_module.held_out()
+
+    @pytest.mark.parametrize("alternative", COMMITTED["alternatives"])
+    def test_no_alternative_is_better_at_its_false_alarm_rate(self, alternative: str) -> None:
+        theirs = COMMITTED["alternatives"][alternative]
+        matched = theirs["matched"]
+        assert matched["false_alarms_on_bootstrap"] <= theirs["false_alarms_on_bootstrap"]
+        for fault, power in theirs["power"].items():
+            assert matched["power"][fault] >= power, fault
+
+
+def everything(run_length: int) -> tuple[Any, list[StepSignals], list[dict[str, float]]]:
+    """All that looks at a step: detectors, clipping statistic, and rules on a log of SFT's size."""
+    panel, nonfinite, clipping = (
+        DetectorPanel(HealingConfig(), vocabulary=32_000),
+        NonFiniteDetector(),
+        ZClipStatistic(),
+    )
+    rules = MetricRules(rules_for(load_rules(), "sft"))
+    rng = random.Random(0)
+    steps = [
+        StepSignals(step, 2 * math.exp(rng.gauss(0, 0.05)), math.exp(rng.gauss(0, 0.2))) for step in range(run_length)
+    ]
+    logs = [{"loss": s.loss, "grad_norm": s.grad_norm or 0.0, "learning_rate": 1e-4, "epoch": 0.1} for s in steps]
+
+    def observe(number: int) -> None:
+        signals = steps[number]
+        nonfinite.observe(signals)
+        panel.alarming(signals)
+        panel.observe(signals)
+        clipping.observe(signals.grad_norm or 0.0)
+        rules.observe(signals.step, logs[number])
+
+    return observe, steps, logs
+
+
+def test_all_detectors_together_take_less_than_100_microseconds_a_step(benchmark: Any) -> None:
+    observe, _, _ = everything(40_000)
+    steps = iter(range(40_000))
+    for _ in range(1_000):
+        observe(next(steps))
+    benchmark.pedantic(lambda: observe(next(steps)), rounds=3_000)
+    # The median: a machine that does something else in between is not a slower detector.
+    assert benchmark.stats.stats.median < 100e-6
+
+
+def test_what_they_remember_does_not_grow_with_the_run() -> None:
+    panel = DetectorPanel()
+    rng = random.Random(0)
+    sizes = []
+    for step in range(6_000):
+        panel.observe(StepSignals(step, 2 * math.exp(rng.gauss(0, 0.05)), math.exp(rng.gauss(0, 0.2))))
+        if step in (1_999, 5_999):
+            sizes.append(len(json.dumps(panel.state_dict())))
+    assert sizes[1] < 1.1 * sizes[0]
