@@ -2,7 +2,8 @@
 How often the detectors cry wolf, and what they catch: on loss curves of real public runs, next to simple alternatives.
 
 ```bash
-python benchmarks/detectors.py
+python benchmarks/detectors.py          # measures, and writes the tables into docs/detection.md
+python benchmarks/detectors.py --docs   # writes the tables anew from the figures there are
 ```
 
 False alarms are counted on the healthy curves as they are and on block-bootstrap resamples of them: the trend of a
@@ -43,6 +44,7 @@ from self_healing.objectives import objective_named
 CURVES = Path(__file__).parent.parent / "tests" / "data" / "curves"
 HELD_OUT = CURVES / "held_out"
 RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent.parent / "docs" / "detection.md"
 TREND_POINTS = 31
 BLOCK = 20
 REFRACTORY = 10
@@ -418,16 +420,44 @@ def by_curve(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def page_with_tables(page: str, result: dict[str, Any]) -> str:
+    """The page with the text between its marks replaced by the tables."""
+    for mark, table in (
+        ("detectors", markdown(result)),
+        ("curves", by_curve(result)),
+        ("held out", elsewhere(result)),
+    ):
+        begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = f"{before}{begin}\n\n{table}\n\n{end}{after}"
+    return page
+
+
+def elsewhere(result: dict[str, Any]) -> str:
+    """Alarms on the curves that nothing was tuned on."""
+    lines = ["| curve | steps | alarms begin at row |", "|---|---|---|"]
+    for name, each in result["held_out"].items():
+        lines.append(f"| `{name}` | {each['steps']:,} | {', '.join(map(str, each['alarms'])) or '–'} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
     parser.add_argument("--steps", type=int, default=100_000, help="bootstrap steps, over all curves")
     parser.add_argument("--every", type=int, default=5, help="distance between the positions of a fault")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     parser.add_argument("--output", type=Path, default=RESULTS / "detectors.json", help="JSON file")
+    parser.add_argument("--docs", action="store_true", help="only write the tables of docs/detection.md anew")
     options = parser.parse_args()
-    result = measure(options.steps, options.every, options.seed)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.docs:
+        result = json.loads(options.output.read_text(encoding="utf-8"))
+    else:
+        result = measure(options.steps, options.every, options.seed)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.output == RESULTS / "detectors.json":
+        PAGE.write_text(page_with_tables(PAGE.read_text(encoding="utf-8"), result), encoding="utf-8")
     table = Table(title="Detectors: false alarms and power", header_style="bold")
     for line, row in enumerate(markdown(result).splitlines()):
         cells = [cell.strip() for cell in row.strip("|").split("|")]

@@ -2,6 +2,7 @@
 
 from .actions import HealingActions, HealingContext
 from .callback import SelfHealingCallback
+from .clipping import AdaGC, ZClip
 from .config import ConfigurationError, HealingConfig
 from .dry_run import DryRunReport
 from .failures import FAILURE_RECIPES, Action, FailureType, Recipe, UnrecoverableTrainingError, classify_exception
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FAILURE_RECIPES",
     "Action",
+    "AdaGC",
     "ConfigurationError",
     "DryRunReport",
     "FailureType",
@@ -29,5 +31,6 @@ __all__ = [
     "SelfHealingTrainer",
     "StepSignals",
     "UnrecoverableTrainingError",
+    "ZClip",
     "classify_exception",
 ]

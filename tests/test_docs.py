@@ -125,7 +125,7 @@ def test_settings_that_are_named_exist() -> None:
     """Words in code that look like a setting of ours are one: a renamed setting would be left behind here."""
     parts = {name.split("_")[0] for name in HealingConfig().to_dict()}
     known = {field.name for config in (SFTConfig, HealingConfig) for field in dataclasses.fields(config)}
-    known |= {str(failure) for failure in FailureType} | {"on_instability", "save_model"}
+    known |= {str(failure) for failure in FailureType} | {"on_instability", "save_model", "loss_after"}
     for page in PAGES:
         for word in re.findall(r"`(?:--no_)?([a-z]+(?:_[a-z]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8")):
             if word.split("_")[0] in parts:
@@ -165,6 +165,13 @@ def test_the_table_of_settings_is_up_to_date() -> None:
     assert page == generator["page_with_table"](page), "please run: python docs/settings_table.py"
     for name in HealingConfig().to_dict():
         assert f"| `{name}` |" in page
+
+
+def test_the_tables_of_the_detectors_are_those_that_were_measured() -> None:
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "detectors.py"), run_name="detectors_benchmark")
+    result = json.loads((ROOT / "benchmarks" / "results" / "detectors.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "detection.md").read_text(encoding="utf-8")
+    assert benchmark["page_with_tables"](page, result) == page, "run python benchmarks/detectors.py --docs"
 
 
 def test_the_overhead_is_quoted_as_measured() -> None:

@@ -2,8 +2,10 @@
 
 from .divergence import DivergenceDetector
 from .nonfinite import NonFiniteDetector
+from .norm_statistics import ClipDecision, ZClipStatistic
 from .panel import DetectorPanel
 from .progress import OverfittingDetector, PlateauDetector
+from .rules import MetricRule, MetricRules, RuleError, load_rules, rules_for
 from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
 from .stillness import DeadLossDetector, VanishingGradientDetector
 from .symptom import Symptom
@@ -11,6 +13,7 @@ from .trend import LogTrend, Reading
 
 
 __all__ = [
+    "ClipDecision",
     "CoSpikeDetector",
     "DeadLossDetector",
     "DetectorPanel",
@@ -18,10 +21,16 @@ __all__ = [
     "GradientSpikeDetector",
     "LogTrend",
     "LossSpikeDetector",
+    "MetricRule",
+    "MetricRules",
     "NonFiniteDetector",
     "OverfittingDetector",
     "PlateauDetector",
     "Reading",
+    "RuleError",
     "Symptom",
     "VanishingGradientDetector",
+    "ZClipStatistic",
+    "load_rules",
+    "rules_for",
 ]
