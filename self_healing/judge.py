@@ -146,6 +146,15 @@ class StepJudge:
 
     def _observe(self, window: Window, signals: StepSignals) -> None:
         """Shows the detectors a step that will be applied, and clips its gradient."""
+        session = self.session
+        if session.clipping is not None:
+            session.clipping.apply(
+                window, signals, self._instrument.max_grad_norm, may_clip=self._instrument.can_reexecute
+            )
+        if signals.step <= session.observed_step:
+            # An exception came between this and the update: it is the same step again.
+            return
+        session.observed_step = signals.step
         for symptom in self._panel.observe(signals):
             if symptom.name in ("loss_spike", "divergence"):
                 self.session.watch.begin(symptom, lambda incident, failure: self._tell(incident, failure, window))
@@ -155,8 +164,6 @@ class StepJudge:
             else:
                 self.session.journal.noticed(symptom)
         self.session.watch.follow(self._panel)
-        if self.session.clipping is not None:
-            self.session.clipping.apply(window, signals, self._instrument.max_grad_norm)
 
     def _open(self, symptom: Symptom, failure: FailureType, cause: str) -> Incident:
         incident = self.session.journal.open(symptom.step, symptom.name, symptom.evidence)

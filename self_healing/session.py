@@ -64,6 +64,7 @@ class Session:
         self.broken = False
         self.entries = 0
         self.reported_step = -2
+        self.observed_step = -1
         self.reported_spike = -config.skip_window - 1
         self.postmortem_path: str | None = None
         self.first_resume: str | None = None

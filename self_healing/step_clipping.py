@@ -38,6 +38,9 @@ class StepClipping:
         self._adagc: AdaGC | None = None
         self._largest_z: float | None = None
         self._clipped = 0
+        # A step that is done again, after an exception before its update, has the limit it had.
+        self._step = -1
+        self._limit: float | None = None
         self._last: TensorClipResult | None = None
         if config.zclip_mode == "off":
             return
@@ -49,7 +52,7 @@ class StepClipping:
                 config.zclip_z, config.zclip_decay, config.zclip_warmup_steps, variant=config.zclip_variant
             )
 
-    def apply(self, window: Window, signals: StepSignals, max_grad_norm: float) -> None:
+    def apply(self, window: Window, signals: StepSignals, max_grad_norm: float, may_clip: bool = True) -> None:
         """
         Takes in a step that is about to be applied, and clips its gradient in mode `"clip"`.
 
@@ -60,21 +63,26 @@ class StepClipping:
                 What it looks like.
             max_grad_norm (`float`):
                 What the Trainer has clipped to; 0 if it has not.
+            may_clip (`bool`, *optional*, defaults to `True`):
+                Whether the gradients are there to be clipped: DeepSpeed and the like keep theirs.
         """
-        if self._adagc is not None:
+        if self._adagc is not None and may_clip:
             self._last = self._adagc.update_and_clip(self._model)
         if self._zclip is None or not signals.grad_norm:
             return
-        result = self._zclip.decide(signals.grad_norm)
+        if signals.step != self._step:
+            self._step, self._limit = signals.step, self._take_in(self._zclip, signals.grad_norm)
+        norm = min(signals.grad_norm, max_grad_norm or math.inf)
+        if self._limit is not None and self._limit < norm:
+            self._clipped += 1
+            if self.config.zclip_mode == "clip" and may_clip:
+                window.scale_gradients(self._limit / norm)
+
+    def _take_in(self, zclip: ZClip, grad_norm: float) -> float | None:
+        result = zclip.decide(grad_norm)
         if result.z is not None:
             self._largest_z = result.z if self._largest_z is None else max(self._largest_z, result.z)
-        if result.limit is None:
-            return
-        norm = min(signals.grad_norm, max_grad_norm or math.inf)
-        if result.limit < norm:
-            self._clipped += 1
-            if self.config.zclip_mode == "clip":
-                window.scale_gradients(result.limit / norm)
+        return result.limit
 
     def metrics(self) -> dict[str, float]:
         """What was seen since this was last asked for: largest z, and how many steps were clipped, or would be."""

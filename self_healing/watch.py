@@ -12,6 +12,9 @@ from .journal import Incident, Journal
 
 # A robust z of at most this counts as back.
 _BACK = 2.0
+# Times `divergence_patience`, for a loss that neither comes back nor settles: checkpoints of what there is are better
+# than none.
+_LONGEST = 3
 
 
 class LossWatch:
@@ -33,6 +36,7 @@ class LossWatch:
         self.incident: Incident | None = None
         self.owed = False
         self._back = 0
+        self._steps = 0
 
     @property
     def open(self) -> bool:
@@ -57,7 +61,7 @@ class LossWatch:
             return
         if self.incident is None:
             self.incident = self.journal.open(symptom.step, symptom.name, symptom.evidence)
-        self._back = 0
+        self._back = self._steps = 0
         cause = "spike that widened" if widened else symptom.evidence.get("test", "one step")
         self.journal.diagnosed(self.incident, failure, cause, symptom.evidence)
         tell(self.incident, failure)
@@ -65,6 +69,10 @@ class LossWatch:
     def follow(self, panel: DetectorPanel) -> None:
         """Takes in a step: closes the incident once the loss is back, or has found another level."""
         if self.incident is None:
+            return
+        self._steps += 1
+        if self._steps > _LONGEST * self.config.divergence_patience:
+            self._close("unresolved", settled=False)
             return
         reading = panel.loss_reading
         if self.incident.failure is FailureType.DIVERGENCE:

@@ -123,6 +123,48 @@ def test_a_held_checkpoint_under_save_strategy_best_is_written_after(tmp_path: P
     assert checkpoints(tmp_path) == [20, 45, 60]
 
 
+def test_the_best_model_to_load_in_the_end_is_one_that_was_saved(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback()],
+        trainer_kwargs={"eval_dataset": sft_trainer(tmp_path, tokenizer).train_dataset.select(range(4))},
+        eval_strategy="steps",
+        eval_steps=20,
+        save_strategy="steps",
+        save_steps=20,
+        load_best_model_at_end=True,
+        **{**STEADY, "learning_rate": 1e-3},
+    )
+    LossOffset(trainer, lambda step: 20.0 if step == 39 else 0.0)
+
+    class Worse(TrainerCallback):
+        """The evaluation loss is best at step 40, while the training loss is away."""
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            metrics["eval_loss"] = {20: 3.0, 40: 1.0, 60: 2.0}[state.global_step]
+
+    trainer.add_callback(Worse())
+    trainer.train()
+    assert checkpoints(tmp_path) == [20, 45, 60]
+    assert trainer.state.best_global_step == 60
+    assert trainer.state.best_metric == 2.0
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-60")
+
+
+def test_a_loss_that_neither_comes_back_nor_settles_does_not_hold_checkpoints_for_ever(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    config = HealingConfig(divergence_patience=10)
+    arguments = {**STEADY, "max_steps": 100, "save_strategy": "steps", "save_steps": 10}
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], **arguments)
+    LossOffset(trainer, lambda step: 0.0 if step < 30 else (20.0 if step % 2 else 2000.0))
+    trainer.train()
+    assert checkpoints(tmp_path) == [10, 20, 30, 64, 70, 80, 90, 100]
+    (outcome,) = of_kind(tmp_path, "outcome")
+    assert (outcome["outcome"], outcome["settled"]) == ("unresolved", False)
+
+
 def test_a_spike_that_stays_widens_into_a_divergence_in_the_same_incident(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(
         tmp_path, tokenizer, callbacks=[SelfHealingCallback()], save_strategy="steps", save_steps=10, **STEADY
@@ -229,6 +271,15 @@ def test_a_gradient_spike_that_comes_again_is_left_out(tmp_path: Path, tokenizer
     actions = [event["action"] for event in of_kind(tmp_path, "action")]
     assert actions == ["skip_step"]
     assert of_kind(tmp_path, "diagnosed")[0]["evidence"]["again"]["grad_norm"] > 100
+
+
+def test_a_spike_that_is_left_out_does_not_cost_the_grad_scaler_its_scale(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **STEADY)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    GradientFault(trainer.model, lambda _: trainer.state.global_step == 40, value=1e6)
+    trainer.train()
+    assert [event["action"] for event in of_kind(tmp_path, "action")] == ["skip_step"]
+    assert trainer.accelerator.scaler.get_scale() == 1024.0
 
 
 def test_spikes_are_left_out_only_so_often(tmp_path: Path, tokenizer: Any) -> None:

@@ -135,8 +135,15 @@ class TestLogTrend:
         before = trend.level
         for step, value in enumerate(islice(cycle([50.0, 5e6, 1e3]), 90)):
             trend.refuse(trend.read(step, value))
-        assert not trend.relearn()
+            assert not trend.relearn()
         assert trend.level == before
+
+    @pytest.mark.parametrize("count", [49, 50, 51])
+    def test_two_levels_that_alternate_are_not_one(self, count: int) -> None:
+        trend = settled()
+        for step, value in enumerate(islice(cycle([20.0, 2000.0]), count)):
+            trend.refuse(trend.read(step, value))
+            assert not trend.relearn()
 
 
 def baselines(panel: DetectorPanel) -> Any:

@@ -53,3 +53,17 @@ def test_poison_rows_of_one_rank_are_dropped_and_both_stay_together(results: lis
     assert all(math.isfinite(loss) for loss in results[0]["poison"]["losses"])
     assert {outcome["failure"] for outcome in results[0]["poison"]["outcomes"]} == {"nonfinite_poison_rows"}
     assert all(outcome["steps_lost"] == 0 for outcome in results[0]["poison"]["outcomes"])
+
+
+def test_a_passing_gradient_spike_on_one_rank_is_undone_on_both(results: list[dict[str, Any]]) -> None:
+    assert [rank["spike_on_1"]["fired"] for rank in results] == [0, 1]
+    for rank in results:
+        assert rank["spike_on_1"]["weights"] == rank["spike_plain"]["weights"]
+    (outcome,) = results[0]["spike_on_1"]["outcomes"]
+    assert (outcome["failure"], outcome["steps_lost"]) == ("spike_transient", 0)
+
+
+def test_a_red_flag_that_only_one_rank_sees_ends_the_run_on_both(results: list[dict[str, Any]]) -> None:
+    assert [rank["flagged_on_1"]["steps"] for rank in results] == [2, 2]
+    assert "It is mine" in results[1]["flagged_on_1"]["stopped"]
+    assert "seen by another rank" in results[0]["flagged_on_1"]["stopped"]

@@ -9,10 +9,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from conftest import POISON_WORD, TEXTS, OutputFault, PoisonToken, build_tokenizer, journal, losses, sft_trainer
+from conftest import (
+    POISON_WORD,
+    TEXTS,
+    GradientFault,
+    OutputFault,
+    PoisonToken,
+    build_tokenizer,
+    journal,
+    losses,
+    sft_trainer,
+)
 from transformers import set_seed
+from trl import SFTTrainer
 
-from self_healing import SelfHealingCallback
+from self_healing import HealingConfig, SelfHealingCallback, UnrecoverableTrainingError
 
 
 def digest(trainer: Any) -> str:
@@ -53,11 +64,65 @@ def main(directory: Path) -> None:
             "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
         }
 
+    def spike(name: str, healed: bool, struck_rank: int | None) -> None:
+        """A finite fault in the gradient of one rank, in the 31st step."""
+        set_seed(1234)
+        trainer = sft_trainer(
+            directory / name,
+            tokenizer,
+            callbacks=[SelfHealingCallback()] if healed else None,
+            ddp_backend="gloo",
+            max_steps=36,
+            gradient_accumulation_steps=1,
+            learning_rate=1e-4,
+        )
+        fault = GradientFault(trainer.model, lambda n: n == 31 and rank == struck_rank, value=1e3)
+        trainer.train()
+        results[name] = {
+            "weights": digest(trainer),
+            "fired": fault.fired,
+            "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
+        }
+
+    def flagged(name: str, flagged_rank: int) -> None:
+        """A metric that only one rank logs ends the run on both."""
+
+        class Reporting(SFTTrainer):
+            def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+                if rank == flagged_rank:
+                    logs["mine"] = 1.0
+                super().log(logs, *args, **kwargs)
+
+        rules = directory / "rules.toml"
+        rules.write_text(
+            '[mine]\nmetric = "mine"\nobjectives = ["sft"]\nhealthy = "below 0"\n'
+            'red_flag = [{is = "above", value = 0.0}]\nsteps = 2\nobservations = 2\nseverity = "error"\n'
+            'action = "stop"\ndiagnosis = "It is mine."\nremedy = "None."\nsource = "the test"\n'
+        )
+        set_seed(1234)
+        trainer = sft_trainer(
+            directory / name,
+            tokenizer,
+            callbacks=[SelfHealingCallback(HealingConfig(rules_file=str(rules)))],
+            trainer_class=Reporting,
+            ddp_backend="gloo",
+            max_steps=8,
+        )
+        stopped = ""
+        try:
+            trainer.train()
+        except UnrecoverableTrainingError as error:
+            stopped = str(error)
+        results[name] = {"steps": trainer.state.global_step, "stopped": stopped}
+
     run("plain", healed=False)
     run("healthy")
     run("struck_on_0", struck_rank=0)
     run("struck_on_1", struck_rank=1)
     run("poison", poison=True)
+    spike("spike_plain", healed=False, struck_rank=None)
+    spike("spike_on_1", healed=True, struck_rank=1)
+    flagged("flagged_on_1", flagged_rank=1)
     (directory / f"results.{rank}.json").write_text(json.dumps(results))
 
 

@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from statistics import median
 from typing import Any
 
 
 # Turns a median absolute deviation into the standard deviation of a normal distribution, 1 / Φ⁻¹(3/4).
 MAD_TO_SIGMA = 1.4826
+# Four in five values of a normal distribution lie within this many standard deviations, Φ⁻¹(0.9).
+FOUR_IN_FIVE = 1.2816
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +251,14 @@ class LogTrend:
         Returns:
             `bool`: whether it did. Values that jump about leave the old baseline as it is.
         """
-        outside = SortedWindow(self._recent.size, self._outside)
-        if len(outside) < 20:
-            return False
-        if MAD_TO_SIGMA * outside.median_distance(outside.median()) > max(4 * self._scale, 0.1):
-            return False
         values = list(self._outside)
+        if len(values) < 20:
+            return False
+        centre = median(values)
+        # Four in five, and not half: two levels that alternate are not one.
+        reach = sorted(abs(value - centre) for value in values)[len(values) * 4 // 5]
+        if reach > FOUR_IN_FIVE * max(4 * self._scale, 0.1):
+            return False
         self._recent = SortedWindow(self._recent.size)
         self._deviations = SortedWindow(self._deviations.size)
         self._outside.clear()
@@ -270,10 +275,10 @@ class LogTrend:
             self._scale = max(MAD_TO_SIGMA * spread, self.floor)
         self._recent.add(logarithm)
         self._accepted += 1
-        median = self._recent.median()
+        middle = self._recent.median()
         reach = 2 * self._scale
         # Before there is a scale, the median alone.
-        self._level = self._recent.winsorized_mean(median - reach, median + reach) if self._deviations else median
+        self._level = self._recent.winsorized_mean(middle - reach, middle + reach) if self._deviations else middle
 
     def state_dict(self) -> dict[str, Any]:
         """Everything it remembers, as JSON; exact."""

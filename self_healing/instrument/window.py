@@ -114,10 +114,11 @@ class Window:
         loss = torch.stack([loss.detach().float() for loss in self.losses]).sum()
         # Without a norm the loss stands in for it, so that there is one value per place on every rank.
         norm = loss if self.grad_norm is None else _as_tensor(self.grad_norm, loss.device).float()
-        values = consensus.sum_over_ranks(torch.stack([loss, norm, torch.full_like(loss, stop)]))
-        loss_sum, norm_sum, stops = values.tolist()
-        self.stop_wanted = stops > 0
         ranks = consensus.world_size()
+        # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
+        wishes = [torch.full_like(loss, stop)] if ranks > 1 else []
+        loss_sum, norm_sum, *stops = consensus.sum_over_ranks(torch.stack([loss, norm, *wishes])).tolist()
+        self.stop_wanted = stop or sum(stops) > 0
         return StepSignals(
             step=self.step,
             loss=loss_sum / ranks,
@@ -305,7 +306,9 @@ class Window:
             parameter.grad = None
         total = torch.stack([loss.detach().float() for loss in self.losses]).sum()
         if self.scaler_active:
-            self._skip_scaled_step(overflowed=math.isfinite(float(total)))
+            norm = None if self.grad_norm is None else float(_as_tensor(self.grad_norm, total.device))
+            gradient_is_finite = norm is not None and math.isfinite(norm)
+            self._skip_scaled_step(overflowed=math.isfinite(float(total)) and not gradient_is_finite)
         if math.isfinite(float(total)):
             self._set_running_loss(self.losses)
         else:

@@ -78,7 +78,7 @@ class Instrument:
         self._judge_step = judge
         self._extra_logs = extra_logs
         self._hold = hold
-        self._maybe_saving = False
+        self._maybe_saving = self._held_back = False
         self._broken = broken
         self._heals_exceptions = heals_exceptions
         self._originals: list[tuple[Any, str, Any, bool]] = []
@@ -304,22 +304,28 @@ class Instrument:
         return metrics
 
     def _maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._maybe_saving = True
+        state = self.trainer.state
+        best = state.best_metric, state.best_global_step
+        self._maybe_saving, self._held_back = True, False
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if self._held_back and state.best_global_step == state.global_step:
+                # Not to be loaded in the end: there is no checkpoint of it.
+                state.best_metric, state.best_global_step = best
+            return result
         finally:
             self._maybe_saving = False
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._must_hold():
-            self._hold.owed = True
+            self._hold.owed = self._held_back = True
             return None
         if self._maybe_saving:
             self._hold.owed = False
         return original(*args, **kwargs)
 
     def _on_save(self, original: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        if self._must_hold():
+        if self._maybe_saving and self._held_back:
             # There is no checkpoint to tell of.
             control.should_save = False
             return control
