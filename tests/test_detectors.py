@@ -239,6 +239,17 @@ class TestState:
                 assert other.observe_evaluation(cut, evaluation) == whole.observe_evaluation(cut, evaluation)
         assert other.state_dict() == whole.state_dict()
 
+    @pytest.mark.parametrize("cut", range(12))
+    def test_a_divergence_round_trips_in_the_middle_of_its_recovery(self, cut: int) -> None:
+        whole, other = DivergenceDetector(), DivergenceDetector()
+        zs = [4.0] * 4 + [0.0] * 5 + [4.0] * 5
+        for z in zs[:cut]:
+            whole.observe(reading(z))
+        other.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+        for z in zs[cut:]:
+            assert other.observe(reading(z)) == whole.observe(reading(z))
+            assert other.alarmed == whole.alarmed
+
     def test_a_state_of_another_configuration_is_loaded_as_far_as_it_goes(self) -> None:
         panel = DetectorPanel(HealingConfig(plateau_window=0))
         panel.load_state_dict(healthy_panel().state_dict())

@@ -336,12 +336,7 @@ class Instrument:
         Whether a checkpoint that the Trainer's schedule asks for has to wait. One that is asked for directly (on
         preemption, in an emergency) never has, and the one at the end of the run has nothing to wait for.
         """
-        state = self.trainer.state
-        if not self._maybe_saving or self.trainer.control.should_training_stop:
-            return False
-        if 0 < state.max_steps <= state.global_step:
-            return False
-        return self._hold.open
+        return self._maybe_saving and not self.trainer.control.should_training_stop and self._hold.open
 
     def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.reentry.epoch_end_begins()
