@@ -13,7 +13,7 @@ from conftest import GradientFault, OutputFault, assert_same_weights, sft_traine
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
-from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback
+from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.detectors.norm_statistics import ZClipStatistic
 
 
@@ -48,7 +48,7 @@ def limits(norms: list[float], ceiling: float, **arguments: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("ceiling", [1.0, 1e6], ids=["max_grad_norm=1", "no ceiling"])
+@pytest.mark.parametrize("ceiling", [1.0, 8.0, 1e6], ids=["ceiling below", "ceiling between", "no ceiling"])
 def test_the_norm_handed_to_the_optimizer_never_exceeds_the_threshold(
     tmp_path: Path, tokenizer: Any, ceiling: float
 ) -> None:
@@ -122,8 +122,8 @@ def test_a_step_that_is_not_finite_never_enters_the_statistic(tmp_path: Path, to
 
 
 def test_the_statistic_survives_a_resume_exactly(tmp_path: Path, tokenizer: Any) -> None:
-    arguments = {**RUN, "save_strategy": "steps", "save_steps": 30}
-    config = HealingConfig(zclip_mode="clip")
+    arguments = {**RUN, "save_strategy": "steps", "save_steps": 30, "max_grad_norm": 1e6}
+    config = HealingConfig(zclip_mode="clip", zclip_z=0.5)
     whole = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], **arguments)
     whole.train()
     resumed = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], **arguments)
@@ -134,13 +134,41 @@ def test_the_statistic_survives_a_resume_exactly(tmp_path: Path, tokenizer: Any)
 def test_a_step_computed_again_is_clipped_like_any_other(tmp_path: Path, tokenizer: Any) -> None:
     def run(name: str, fault: bool) -> Any:
         config = HealingConfig(zclip_mode="clip", zclip_z=0.5)
-        trainer = sft_trainer(tmp_path / name, tokenizer, callbacks=[SelfHealingCallback(config)], **RUN)
+        trainer = sft_trainer(
+            tmp_path / name, tokenizer, callbacks=[SelfHealingCallback(config)], max_grad_norm=1e6, **RUN
+        )
         if fault:
             OutputFault(trainer.model, strike=lambda n: n == 41)
         trainer.train()
         return trainer
 
     assert_same_weights(weights(run("faulty", True)), weights(run("clean", False)))
+
+
+def test_a_step_done_again_after_an_exception_is_observed_and_clipped_as_the_first_time(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    """The exception comes between the judgement of a step and its update."""
+
+    def run(name: str, step: int | None) -> tuple[Any, Any]:
+        class Raising(TrainerCallback):
+            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                nonlocal step
+                if state.global_step == step:
+                    step = None
+                    raise ConnectionError("gone")
+
+        trainer = sft_trainer(tmp_path / name, tokenizer, callbacks=[Raising()], max_grad_norm=1e6, **RUN)
+        healer = SelfHealingTrainer(trainer, HealingConfig(zclip_mode="clip", zclip_z=0.5, retry_initial_seconds=0.0))
+        healer.train()
+        (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, SelfHealingCallback)]
+        assert callback.healing_state is not None
+        return weights(trainer), {key: callback.healing_state[key] for key in ("panel", "clipping")}
+
+    clean = run("clean", None)
+    struck = run("struck", 40)
+    assert_same_weights(struck[0], clean[0])
+    assert struck[1] == clean[1]
 
 
 # ---- AdaGC ----
