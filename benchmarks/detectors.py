@@ -135,8 +135,10 @@ class Ours:
     def observe(self, signals: StepSignals) -> bool:
         if self.nonfinite.observe(signals) is not None:
             return True
-        if self.panel.alarming(signals) is not None:
-            return True  # left out: the step is never observed
+        alarm = self.panel.alarming(signals)
+        self.panel.remember_spike(signals)
+        if alarm is not None:
+            return True  # left out, or clipped: no spike of the loss has to be looked for
         return any(symptom.name in ACTING for symptom in self.panel.observe(signals))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import tenacity
 import torch
 from transformers import TrainingArguments
 
-from .checkpoints import publish, save_emergency_checkpoint
+from .checkpoints import newest_checkpoint_of, publish, save_emergency_checkpoint
 from .config import HealingConfig
 from .diagnosis import Diagnosis
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
@@ -49,6 +50,8 @@ class HealingContext:
             The exception, for what left `train()`.
         verdict (`str`, *optional*):
             Why the run ends, for `STOP`.
+        clip_to (`float`, *optional*):
+            Usual norm of the gradient, for `CLIP_GRADIENT`.
     """
 
     incident: Incident
@@ -57,6 +60,7 @@ class HealingContext:
     diagnosis: Diagnosis | None = None
     error: BaseException | None = None
     verdict: str = ""
+    clip_to: float | None = None
 
 
 class HealingActions:
@@ -81,6 +85,7 @@ class HealingActions:
             Action.QUARANTINE_ROWS: self._quarantine_rows,
             Action.DROP_ROWS: self._drop_rows,
             Action.SKIP_STEP: self._skip_step,
+            Action.CLIP_GRADIENT: self._clip_gradient,
             Action.HOLD_CHECKPOINTS: self._hold_checkpoints,
             Action.EMERGENCY_CHECKPOINT: self._emergency_checkpoint,
             Action.WAIT_AND_RESUME: self._wait,
@@ -171,6 +176,16 @@ class HealingActions:
         context.incident.steps_lost += 1
         return {"skipped": True}
 
+    def _clip_gradient(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
+        window, usual = _window(context), context.clip_to
+        if usual is None:
+            raise ValueError("clip_gradient needs the norm to clip to")
+        window.accept()
+        norm = min(window.signals().grad_norm or 0.0, args.max_grad_norm or math.inf)
+        if usual < norm:
+            window.scale_gradients(usual / norm)
+        return {"norm": norm, "clipped_to": min(usual, norm)}
+
     def _hold_checkpoints(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
         # The open watch is what the instrument asks before it lets a checkpoint be written.
         return {}
@@ -221,10 +236,18 @@ class HealingActions:
         checkpoint = None
         if point is not None and point.step == step:
             checkpoint = point.path = publish(point.path, str(trainer.args.output_dir))
+        older = None if checkpoint else newest_checkpoint_of(session.run_id, str(trainer.args.output_dir))
+        advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
         path = session.journal.write_postmortem(
-            context.verdict, failure, step, context.error, trainer.state.log_history, checkpoint
+            context.verdict,
+            failure,
+            step,
+            context.error,
+            trainer.state.log_history,
+            checkpoint,
+            advice=advice,
+            older_checkpoint=older if failure is FailureType.DIVERGENCE else None,
         )
-        advice = FAILURE_RECIPES[failure].advice
         raise UnrecoverableTrainingError(
             f"Training stopped at step {step}: {context.verdict.rstrip('.')}. What to do: {advice} "
             f"Postmortem: {path or 'could not be written, see the log'}.",

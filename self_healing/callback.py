@@ -194,6 +194,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if session is None or session.instrument is None:
             return
         session.close_outcomes()
+        if session.stop_for is not None:
+            # Seen in the last log: there is no step left to stop before.
+            session.journal.dealt_with(session.stop_for)
+            session.journal.closed(session.stop_for, "reported")
+            session.stop_for = None
         session.journal.event("run_ended", int(state.global_step), incidents=len(session.journal.incidents))
         session.instrument.detach()
         session.healthy_inputs = None

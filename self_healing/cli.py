@@ -159,7 +159,9 @@ def show_rules(
             name.append(f"\n{', '.join(rule.objectives)}", "dim")
         lasting = f"{rule.steps} steps, {rule.observations} logs" if rule.steps > 1 else f"{rule.observations} logs"
         cells = [name, Text(rule.healthy), Text(f"{rule.describe()}; for {lasting}"), Text(rule.remedy)]
-        picture.add_row(*cells[: 4 if wide else 3], Text(f"{rule.severity}\n{rule.action}"))
+        # Until there is rollback, such a rule can only tell.
+        action = "alert (rollback is to come)" if rule.action == "rollback" else rule.action
+        picture.add_row(*cells[: 4 if wide else 3], Text(f"{rule.severity}\n{action}"))
     console.print(picture)
 
 

@@ -89,7 +89,8 @@ class HealingConfig:
 
         on_spike (`str`, *optional*, defaults to `"heal"`):
             What to do about a step whose gradient is far outside of what is usual, alone or together with its loss:
-            `"heal"` computes it again and, if it comes out the same, leaves it out; `"warn"` only reports it.
+            `"heal"` computes it again and, if it comes out the same, clips it to the usual norm or, if the loss is a
+            spike as well, leaves it out; `"warn"` only reports it.
         loss_spike_z (`float`, *optional*, defaults to `8.0`):
             Robust z of the log-loss above which a loss is a spike. No checkpoint is written until it is over. Above 0.
         loss_spike_factor (`float`, *optional*, defaults to `0.0`):
@@ -100,8 +101,8 @@ class HealingConfig:
             Gradient norm (before clipping) above which it has exploded, unless such norms are usual in the run; 0 for
             none. At least 0.
         max_spike_skips (`int`, *optional*, defaults to `3`):
-            Steps among the last `skip_window` that may be left out for a spike; further ones are applied and reported.
-            At least 0.
+            Steps among the last `skip_window` that may be left out for a spike of loss and gradient together; further
+            ones are clipped to the usual norm. At least 0.
         on_divergence (`str`, *optional*, defaults to `"warn"`):
             What to do about a loss that rises and stays up: `"warn"` reports it and writes no checkpoint until it is
             back, `"stop"` ends the run with a postmortem.
@@ -249,8 +250,8 @@ class HealingConfig:
     on_spike: Annotated[Literal["heal", "warn"], Setting("detection")] = field(
         default="heal",
         metadata={
-            "help": "What to do about a step whose gradient is far outside of what is usual, alone or "
-            "together with its loss: `heal` computes it again and, if it comes out the same, leaves it "
+            "help": "What to do about a step whose gradient is far outside of what is usual: `heal` computes it again "
+            "and, if it comes out the same, clips it to the usual norm or, if the loss is a spike as well, leaves it "
             "out; `warn` only reports it."
         },
     )
@@ -278,8 +279,8 @@ class HealingConfig:
     max_spike_skips: Annotated[int, Setting("detection", at_least=0)] = field(
         default=3,
         metadata={
-            "help": "Steps among the last `skip_window` that may be left out for a spike; further ones are "
-            "applied and reported."
+            "help": "Steps among the last `skip_window` that may be left out for a spike of loss and gradient "
+            "together; further ones are clipped to the usual norm."
         },
     )
     on_divergence: Annotated[Literal["warn", "stop"], Setting("detection")] = field(
@@ -420,6 +421,10 @@ class HealingConfig:
     )
 
     def __post_init__(self) -> None:
+        # YAML reads `off` as false.
+        given: Any = self.zclip_mode
+        if given is False:
+            object.__setattr__(self, "zclip_mode", "off")
         _raise_if_any(_value_problems({name: getattr(self, name) for name in _settings()}))
         for name, (kind, _) in _settings().items():
             if kind is float:
@@ -515,6 +520,8 @@ class HealingConfig:
             else:
                 values[name] = value
 
+        if values.get("zclip_mode") is False:
+            values["zclip_mode"] = "off"
         _raise_if_any(problems + _value_problems(_defaults() | values))
         return cls(**values)
 

@@ -42,6 +42,7 @@ class Action(StrEnum):
     QUARANTINE_ROWS = "quarantine_rows"
     DROP_ROWS = "drop_rows"
     SKIP_STEP = "skip_step"
+    CLIP_GRADIENT = "clip_gradient"
     HOLD_CHECKPOINTS = "hold_checkpoints"
     EMERGENCY_CHECKPOINT = "emergency_checkpoint"
     WAIT_AND_RESUME = "wait_and_resume"
@@ -118,9 +119,9 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         references=("https://arxiv.org/abs/2407.21783",),
     ),
     FailureType.GRADIENT_SPIKE: Recipe(
-        diagnosis="The gradient norm was far outside of what is usual in this run, and came out the same when it was "
-        "computed again: the batch, or the place the weights have got to.",
-        ladder=(Action.SKIP_STEP,),
+        diagnosis="The gradient norm was far outside of what is usual in this run: the batch, or the place the "
+        "weights have got to.",
+        ladder=(Action.CLIP_GRADIENT, Action.SKIP_STEP),
         advice="One is nothing to worry about. Where they come often, set zclip_mode='clip', lower the learning "
         "rate or max_grad_norm, and look at the batches kept below incidents/.",
         severity="warning",
@@ -137,8 +138,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.DIVERGENCE: Recipe(
         diagnosis="The loss has risen and stays up: the weights are getting worse.",
         ladder=(Action.HOLD_CHECKPOINTS, Action.STOP),
-        advice="Resume from a checkpoint well before it, with half the learning rate or a longer warm-up. No "
-        "checkpoint was written since it began.",
+        advice="Resume from a checkpoint well before it, with half the learning rate or a longer warm-up.",
         severity="error",
         references=("https://doi.org/10.1093/biomet/41.1-2.100",),
     ),

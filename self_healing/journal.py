@@ -26,6 +26,7 @@ import transformers
 
 from .config import HealingConfig
 from .detectors import Symptom
+from .detectors.symptom import Severity
 from .failures import FAILURE_RECIPES, FailureType
 
 
@@ -60,6 +61,8 @@ class Incident:
             Optimizer steps that did not move the weights, or have to be done again.
         seconds_lost (`float`):
             Time diagnosis and remedy took.
+        severity (`str`, *optional*):
+            That of the symptom. Defaults to that of the failure.
         outcome (`str`):
             `"open"`, `"resolved"` (loss back within 2 scales of its trend), `"self_recovered"` (the same, with nothing
             done about it), `"unresolved"`, `"reported"` (nothing was to be done) or `"fatal"`.
@@ -74,6 +77,7 @@ class Incident:
     actions: list[str] = field(default_factory=list)
     steps_lost: int = 0
     seconds_lost: float = 0.0
+    severity: Severity | None = None
     outcome: str = "open"
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,10 +149,11 @@ class Journal:
 
     # ---- incidents ----
 
-    def open(self, step: int, symptom: str, evidence: Mapping[str, Any]) -> Incident:
+    def open(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Severity | None = None) -> Incident:
         """Records that something was detected."""
         number = len(self.incidents) + 1
-        incident = Incident(f"{self.run_id}-{number:03d}", step, symptom, evidence=dict(evidence))
+        name = f"{self.run_id}-{number:03d}"
+        incident = Incident(name, step, symptom, evidence=dict(evidence), severity=severity)
         self.incidents.append(incident)
         self.event("detected", step, incident=incident.id, symptom=symptom, evidence=incident.evidence)
         return incident
@@ -176,6 +181,9 @@ class Journal:
         """Tells everybody about an incident once its actions are done; the outcome is measured later."""
         recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
         severity = "warning" if recipe is None else recipe.severity
+        if incident.failure is FailureType.RED_FLAG and incident.severity is not None:
+            # Every rule has its own.
+            severity = incident.severity
         text = describe(incident)
         # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
         logger.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", text)
@@ -271,15 +279,32 @@ class Journal:
         error: BaseException | None,
         log_history: Sequence[Mapping[str, Any]],
         checkpoint: str | None,
+        advice: str | None = None,
+        older_checkpoint: str | None = None,
     ) -> str | None:
         """
         Writes `postmortem.json`: what started it, what followed, what was tried, what to do next.
+
+        Args:
+            verdict (`str`):
+                Why the run ends.
+            failure ([`FailureType`]), step (`int`), error (`BaseException`, *optional*):
+                What ended it, and where.
+            log_history (`Sequence[Mapping]`):
+                Of the trainer; its tail is kept.
+            checkpoint (`str`, *optional*):
+                The emergency checkpoint.
+            advice (`str`, *optional*):
+                What to do. Defaults to that of the failure.
+            older_checkpoint (`str`, *optional*):
+                Where there is no emergency checkpoint, one from before the failure that can be resumed from.
 
         Returns:
             The path, or `None` if it could not be written.
         """
         path = self.directory / POSTMORTEM_FILE
         recipe = FAILURE_RECIPES[failure]
+        resume = checkpoint or older_checkpoint
         content = {
             "schema": SCHEMA_VERSION,
             "time": time.time(),
@@ -287,7 +312,7 @@ class Journal:
             "verdict": verdict,
             "failure": failure.value,
             "diagnosis": recipe.diagnosis,
-            "what_to_do": recipe.advice,
+            "what_to_do": advice or recipe.advice,
             "step": step,
             "error": None
             if error is None
@@ -297,7 +322,7 @@ class Journal:
                 "traceback": traceback.format_exception(error),
             },
             "emergency_checkpoint": checkpoint,
-            "resume_with": None if checkpoint is None else f"trainer.train(resume_from_checkpoint={checkpoint!r})",
+            "resume_with": None if resume is None else f"trainer.train(resume_from_checkpoint={resume!r})",
             "chain": [incident.to_dict() for incident in self.incidents],
             "initiating_incident": self.incidents[0].id if self.incidents else None,
             "metric_tail": list(log_history)[-20:],
@@ -323,8 +348,21 @@ class Journal:
         return str(path) if str(path) not in self._broken_sinks else None
 
 
+# What is still going on when it is told: the reader may want to do something about it.
+_ADVISED = frozenset(
+    {
+        FailureType.GRADIENT_SPIKE,
+        FailureType.DIVERGENCE,
+        FailureType.VANISHING_GRADIENT,
+        FailureType.DEAD_LOSS,
+    }
+)
+
+
 def figures(evidence: Mapping[str, Any]) -> str:
     """The numbers of a detector's evidence in a few words."""
+    if isinstance(evidence.get("loss"), Mapping) and isinstance(evidence.get("grad_norm"), Mapping):
+        return f"loss: {figures(evidence['loss'])}; gradient norm: {figures(evidence['grad_norm'])}"
     shown = [
         f"{name.replace('_', ' ')} {evidence[name]:.4g}"
         for name in ("value", "baseline", "z", "bound", "threshold", "limit", "steps", "window")
@@ -341,11 +379,18 @@ def describe(incident: Incident) -> str:
     numbers = figures(incident.evidence)
     if numbers:
         failure += f" ({numbers}.)"
-    if "diagnosis" in incident.evidence:
-        failure += f" {incident.evidence['diagnosis']} What to do: {incident.evidence.get('remedy')}"
+    if incident.evidence.get("diagnosis"):
+        failure += f" {incident.evidence['diagnosis']}"
+    advice = incident.evidence.get("remedy") or (
+        FAILURE_RECIPES[incident.failure].advice if incident.failure in _ADVISED else ""
+    )
+    if advice:
+        failure += f" What to do: {advice}"
     if "why" in incident.evidence:
         failure += f" ({incident.evidence['why']}.)"
+    now = incident.evidence.get("widened_at")
+    steps = f"Step {incident.step}" if now is None else f"Step {incident.step} to {now}"
     return (
-        f"Step {incident.step}: {incident.symptom.replace('_', ' ')}; cause: {incident.cause}.{failure} "
+        f"{steps}: {incident.symptom.replace('_', ' ')}; cause: {incident.cause}.{failure} "
         f"Done: {done}; {lost}, {incident.seconds_lost:.1f} s. Incident {incident.id}."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -48,13 +49,11 @@ class StepJudge:
         signals = window.signals(stop=session.stop_for is not None)
         if window.stop_wanted:
             self._stop_for_red_flag(window)
-        symptom = session.detector.observe(signals, window.scaler_active)
+        symptom = session.detector.judge(signals, window.scaler_active)
         if symptom is not None:
             self._heal_nonfinite(window, symptom)
         elif signals.finite:
-            healed = self._heal_spike(window, signals)
-            if healed is not None:
-                self._take_in(window, healed)
+            self._judge_finite(window, signals)
 
     # ---- not finite ----
 
@@ -78,7 +77,6 @@ class StepJudge:
         incident.seconds_lost = time.perf_counter() - began
         if not window.skipped and decision.actions:
             healed = window.signals()
-            session.detector.observe(healed)
             session.judge_outcomes(healed.loss)
             self._observe(window, healed)
         session.await_outcome(incident)
@@ -108,65 +106,84 @@ class StepJudge:
 
     # ---- finite, and wrong all the same ----
 
-    def _heal_spike(self, window: Window, signals: StepSignals) -> StepSignals | None:
-        """The step as it will be applied; `None` if it is left out."""
-        session = self.session
-        symptom = self._panel.alarming(signals)
+    def _judge_finite(self, window: Window, signals: StepSignals) -> None:
+        panel = self._panel
+        symptom = panel.alarming(signals)
+        if signals.step > self.session.observed_step:
+            panel.remember_spike(signals)
         if symptom is None:
-            return signals
-        acts = self.config.on_spike == "heal" and self._instrument.can_reexecute
-        if not (acts and session.policy.may_skip_spike(signals.step)):
-            # Spikes are the rule by now, or nothing is to be done about them: one incident for a stretch of them.
-            if signals.step - session.reported_spike > self.config.skip_window:
-                session.reported_spike = signals.step
-                incident = self._open(symptom, FailureType.GRADIENT_SPIKE, "not acted on")
-                session.journal.dealt_with(incident)
-                session.journal.closed(incident, "reported")
-            return signals
+            self._take_in(window, signals)
+        elif self.config.on_spike == "heal" and self._instrument.can_reexecute:
+            self._heal_spike(window, symptom)
+        else:
+            self._report_spike(symptom)
+            self._take_in(window, signals)
+
+    def _heal_spike(self, window: Window, symptom: Symptom) -> None:
+        session = self.session
         began = time.perf_counter()
-        incident = session.journal.open(symptom.step, symptom.name, symptom.evidence)
+        incident = session.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
         window.reexecute()
         again = window.signals()
-        transient = again.finite and self._panel.alarming(again) is None
+        transient = again.finite and self._panel.spike(again) is None
         failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
+        cause = "transient" if transient else "the same again" if again.finite else "not finite when computed again"
         evidence = {"again": {"loss": again.loss, "grad_norm": again.grad_norm}}
-        session.journal.diagnosed(incident, failure, "transient" if transient else "the same again", evidence)
+        session.journal.diagnosed(incident, failure, cause, evidence)
         if not transient and self.config.save_offending_batch:
             incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
-        decision = session.policy.decide_spike(signals.step, transient)
-        self.actions.apply(decision.actions, HealingContext(incident, self._instrument, window), self._args)
+        usual = self._panel.gradient_level
+        decision = session.policy.decide_spike(symptom, transient, again.finite, may_clip=usual is not None)
+        context = HealingContext(incident, self._instrument, window, clip_to=usual)
+        self.actions.apply(decision.actions, context, self._args)
         incident.seconds_lost = time.perf_counter() - began
         session.await_outcome(incident)
+        if window.skipped:
+            context.verdict = session.policy.note(skipped=True, explained=True) or ""
+            if context.verdict:
+                self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
+        else:
+            clipped = Action.CLIP_GRADIENT in decision.actions and usual is not None
+            self._take_in(window, again, usual if clipped and usual is not None else math.inf)
         session.journal.dealt_with(incident)
-        return None if window.skipped else again
 
-    def _take_in(self, window: Window, signals: StepSignals) -> None:
+    def _report_spike(self, symptom: Symptom) -> None:
+        if symptom.name == "co_spike":
+            # The loss spike in the same step is an incident already.
+            self.session.journal.noticed(symptom)
+            return
+        incident = self._open(symptom, FailureType.GRADIENT_SPIKE, "not looked for")
+        self.session.journal.dealt_with(incident)
+        self.session.journal.closed(incident, "reported")
+
+    def _take_in(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         self.session.healthy_step(window, signals)
-        self._observe(window, signals)
+        self._observe(window, signals, clipped_to)
 
-    def _observe(self, window: Window, signals: StepSignals) -> None:
+    def _observe(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Shows the detectors a step that will be applied, and clips its gradient."""
-        session = self.session
+        session, panel = self.session, self._panel
         if session.clipping is not None:
-            session.clipping.apply(
-                window, signals, self._instrument.max_grad_norm, may_clip=self._instrument.can_reexecute
-            )
+            ceiling = min(self._instrument.max_grad_norm or math.inf, clipped_to)
+            session.clipping.apply(window, signals, ceiling, may_clip=self._instrument.can_reexecute)
         if signals.step <= session.observed_step:
             # An exception came between this and the update: it is the same step again.
             return
         session.observed_step = signals.step
-        for symptom in self._panel.observe(signals):
+        for symptom in panel.observe(signals):
             if symptom.name in ("loss_spike", "divergence"):
-                self.session.watch.begin(symptom, lambda incident, failure: self._tell(incident, failure, window))
+                session.watch.begin(symptom, lambda incident, failure: self._tell(incident, failure, window))
             elif symptom.name in _FAILURES:
                 failure = _FAILURES[symptom.name]
                 self._tell(self._open(symptom, failure, symptom.name.replace("_", " ")), failure, window)
             else:
-                self.session.journal.noticed(symptom)
-        self.session.watch.follow(self._panel)
+                session.journal.noticed(symptom)
+        if panel.loss_is_usual:
+            session.detector.accept(signals.loss)
+        session.watch.follow(panel)
 
     def _open(self, symptom: Symptom, failure: FailureType, cause: str) -> Incident:
-        incident = self.session.journal.open(symptom.step, symptom.name, symptom.evidence)
+        incident = self.session.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
         self.session.journal.diagnosed(incident, failure, cause, {})
         return incident
 
@@ -197,7 +214,10 @@ class StepJudge:
                 session.journal.noticed(symptom)
                 continue
             incident = self._open(symptom, FailureType.RED_FLAG, symptom.name.removeprefix("rule:").replace("_", " "))
-            if session.policy.stops_for(str(symptom.evidence.get("action"))) and session.stop_for is None:
+            action = str(symptom.evidence.get("action"))
+            if action == "rollback":
+                incident.evidence["why"] = "Its action is to roll back, which this version cannot do yet"
+            if session.policy.stops_for(action) and session.stop_for is None:
                 session.stop_for = incident
             else:
                 session.journal.dealt_with(incident)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import HealingConfig
+from .detectors import Symptom
 from .diagnosis import Diagnosis
 from .failures import FAILURE_RECIPES, Action, FailureType
 
@@ -72,34 +73,41 @@ class StepPolicy:
             return Decision((Action.STOP,), FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis)
         return Decision((Action.SKIP_STEP,))
 
-    def may_skip_spike(self, step: int) -> bool:
-        """
-        Whether one more step may be left out for a spike: where spikes are the rule, leaving them out would be another
-        training.
-        """
-        recent = [skip for skip in self.spike_skips if skip > step - self.config.skip_window]
-        return len(recent) < self.config.max_spike_skips
-
-    def decide_spike(self, step: int, transient: bool) -> Decision:
+    def decide_spike(self, symptom: Symptom, transient: bool, finite: bool, may_clip: bool) -> Decision:
         """
         The actions for a step whose gradient is far outside of what is usual.
 
         Args:
-            step (`int`):
-                Its number.
+            symptom ([`Symptom`]):
+                What was seen.
             transient (`bool`):
                 Whether it was gone when the step was computed again.
+            finite (`bool`):
+                Whether the step was finite when it was computed again.
+            may_clip (`bool`):
+                Whether there is a usual norm to clip the gradient to.
         """
         if transient:
             return Decision((Action.USE_REEXECUTED_STEP,))
-        self.spike_skips.append(step)
+        if not finite:
+            return Decision((Action.SKIP_STEP,))
+        recent = [skip for skip in self.spike_skips if skip > symptom.step - self.config.skip_window]
+        spent = len(recent) >= self.config.max_spike_skips
+        # A spike of the gradient alone is cut to size. With the loss, the batch had better be left out, but not often:
+        # where such batches come again and again, they are part of the data.
+        if may_clip and (symptom.name == "gradient_spike" or spent):
+            return Decision((Action.CLIP_GRADIENT,))
+        if spent:
+            return Decision((Action.USE_REEXECUTED_STEP,))
+        self.spike_skips.append(symptom.step)
         return Decision((Action.SKIP_STEP,))
 
     def decide_watched(self, failure: FailureType) -> Decision:
         """The actions for what was seen in steps that have been applied."""
         stops = {FailureType.DIVERGENCE: self.config.on_divergence, FailureType.DEAD_LOSS: self.config.on_dead_loss}
         if stops.get(failure) == "stop":
-            return Decision((Action.EMERGENCY_CHECKPOINT, Action.STOP), FAILURE_RECIPES[failure].diagnosis)
+            # The weights are what is wrong: nothing is saved of them. Those of a dead loss have never moved.
+            return Decision((Action.STOP,), FAILURE_RECIPES[failure].diagnosis)
         if failure in (FailureType.LOSS_SPIKE, FailureType.DIVERGENCE):
             return Decision((Action.HOLD_CHECKPOINTS,))
         return Decision(())

@@ -65,7 +65,6 @@ class Session:
         self.entries = 0
         self.reported_step = -2
         self.observed_step = -1
-        self.reported_spike = -config.skip_window - 1
         self.postmortem_path: str | None = None
         self.first_resume: str | None = None
         self._judging: list[tuple[Incident, tuple[float, float] | None, list[float]]] = []
@@ -85,9 +84,10 @@ class Session:
         self.rules = MetricRules(rules_for(rules, objective.name), instrument.argument_limits())
         self.clipping = StepClipping(self.config, instrument.trainer.model)
 
-    def metrics(self) -> dict[str, float]:
-        """What is added to the trainer's logs."""
-        return self.journal.metrics() | ({} if self.clipping is None else self.clipping.metrics())
+    def metrics(self, training: bool) -> dict[str, float]:
+        """What is added to the trainer's logs; the statistic of clipping only to those of training steps."""
+        found = self.journal.metrics()
+        return found | self.clipping.metrics() if training and self.clipping is not None else found
 
     # ---- outcomes ----
 

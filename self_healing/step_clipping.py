@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,7 +51,7 @@ class StepClipping:
                 config.zclip_z, config.zclip_decay, config.zclip_warmup_steps, variant=config.zclip_variant
             )
 
-    def apply(self, window: Window, signals: StepSignals, max_grad_norm: float, may_clip: bool = True) -> None:
+    def apply(self, window: Window, signals: StepSignals, ceiling: float, may_clip: bool = True) -> None:
         """
         Takes in a step that is about to be applied, and clips its gradient in mode `"clip"`.
 
@@ -61,8 +60,8 @@ class StepClipping:
                 The step.
             signals ([`StepSignals`]):
                 What it looks like.
-            max_grad_norm (`float`):
-                What the Trainer has clipped to; 0 if it has not.
+            ceiling (`float`):
+                What the gradient has been clipped to already; infinite if it has not.
             may_clip (`bool`, *optional*, defaults to `True`):
                 Whether the gradients are there to be clipped: DeepSpeed and the like keep theirs.
         """
@@ -72,7 +71,7 @@ class StepClipping:
             return
         if signals.step != self._step:
             self._step, self._limit = signals.step, self._take_in(self._zclip, signals.grad_norm)
-        norm = min(signals.grad_norm, max_grad_norm or math.inf)
+        norm = min(signals.grad_norm, ceiling)
         if self._limit is not None and self._limit < norm:
             self._clipped += 1
             if self.config.zclip_mode == "clip" and may_clip:

@@ -126,6 +126,7 @@ class SelfHealingTrainer:
         try:
             output = self._enter_until_done(session, resume_from_checkpoint, kwargs)
         except (KeyboardInterrupt, SystemExit) as error:
+            session.close_outcomes()
             point = session.resume_point
             path = None if point is None else publish(point.path, args.output_dir)
             self._write_postmortem(session, FailureType.INTERRUPTED, error, "the run was interrupted", path)

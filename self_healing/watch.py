@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
+from statistics import median
+from typing import Any
 
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
@@ -12,6 +16,9 @@ from .journal import Incident, Journal
 
 # A robust z of at most this counts as back.
 _BACK = 2.0
+# Losses from before and after that are compared in the end: the lower quartile of so many, because a rise may have
+# begun among them, and the median of so many.
+_BEFORE, _AFTER = 20, 5
 # Times `divergence_patience`, for a loss that neither comes back nor settles: checkpoints of what there is are better
 # than none.
 _LONGEST = 3
@@ -37,6 +44,8 @@ class LossWatch:
         self.owed = False
         self._back = 0
         self._steps = 0
+        self._last: deque[float] = deque(maxlen=_BEFORE)
+        self._before: float | None = None
 
     @property
     def open(self) -> bool:
@@ -59,7 +68,10 @@ class LossWatch:
             self.incident.failure is FailureType.DIVERGENCE or failure is FailureType.LOSS_SPIKE
         ):
             return
+        if widened:
+            symptom.evidence["widened_at"] = symptom.step
         if self.incident is None:
+            self._before = sorted(self._last)[len(self._last) // 4] if self._last else None
             self.incident = self.journal.open(symptom.step, symptom.name, symptom.evidence)
         self._back = self._steps = 0
         cause = "spike that widened" if widened else symptom.evidence.get("test", "one step")
@@ -68,7 +80,13 @@ class LossWatch:
 
     def follow(self, panel: DetectorPanel) -> None:
         """Takes in a step: closes the incident once the loss is back, or has found another level."""
+        if panel.loss_reading is not None:
+            self._last.append(panel.loss_reading.value)
         if self.incident is None:
+            return
+        if panel.signed_loss:
+            # It has lost its baseline: whether it is back cannot be told any more.
+            self._close("unresolved", settled=False)
             return
         self._steps += 1
         if self._steps > _LONGEST * self.config.divergence_patience:
@@ -78,12 +96,28 @@ class LossWatch:
         if self.incident.failure is FailureType.DIVERGENCE:
             if panel.divergence.alarmed:
                 return
-            self._close("unresolved" if panel.relearned else "self_recovered", settled=panel.relearned)
+            self._close_recovered(panel, settled=panel.relearned)
             return
-        back = reading is not None and reading.z is not None and reading.z <= _BACK
+        if reading is None or reading.level is None:
+            return
+        # What has no logarithm is zero.
+        back = reading.value <= reading.level if reading.z is None else reading.z <= _BACK
         self._back = self._back + 1 if back else 0
         if self._back >= self.config.outcome_steps:
-            self._close("self_recovered")
+            self._close_recovered(panel)
+
+    def _close_recovered(self, panel: DetectorPanel, settled: bool = False) -> None:
+        """
+        Back at the baseline, which lags behind a loss that falls: it has recovered only if it is back where it was
+        just before, too.
+        """
+        after = median(list(self._last)[-_AFTER:])
+        reach = math.exp(2 * panel.loss_trend.scale + 0.05)
+        # A loss that is not positive any more is no higher than it was.
+        worse = settled or (self._before is not None and after > max(self._before * reach, 0.0))
+        self._close(
+            "unresolved" if worse else "self_recovered", settled=worse, loss_before=self._before, loss_after=after
+        )
 
     def end(self) -> None:
         """The run is over, and the loss is not back."""
@@ -94,7 +128,7 @@ class LossWatch:
         """The incident ends elsewhere."""
         self.incident = None
 
-    def _close(self, outcome: str, **evidence: bool) -> None:
+    def _close(self, outcome: str, **evidence: Any) -> None:
         assert self.incident is not None
         self.journal.closed(self.incident, outcome, **evidence)
         self.incident = None

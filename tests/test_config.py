@@ -252,6 +252,10 @@ class TestValidation:
             HealingConfig(clip_algorithm="adagc")
         assert HealingConfig(clip_algorithm="adagc", zclip_mode="clip").clip_algorithm == "adagc"
 
+    def test_what_yaml_makes_of_off_is_off(self):
+        assert HealingConfig(zclip_mode=False).zclip_mode == "off"
+        assert HealingConfig.from_dict({"zclip_mode": False}).zclip_mode == "off"
+
     def test_the_message_says_what_is_allowed_and_what_to_do(self):
         with pytest.raises(ConfigurationError) as error:
             HealingConfig(reexecute_attempts="2")

@@ -26,8 +26,8 @@ class DivergenceDetector:
       (Page 1954, doi:10.1093/biomet/41.1-2.100). Many small rises add up; one spike, capped, cannot reach the limit;
     - **above chance**: loss above `ln(vocabulary) + 1` nats for `chance_steps` steps, after having been below
       `ln(vocabulary)`: worse than guessing every token, by a factor e;
-    - **early**, while there is no baseline: loss above the median of the first 5 plus `early_rise` nats in at least 5
-      of 10 steps.
+    - **early**, while there is no baseline, and with a `vocabulary` only, which makes the unit nats: loss above the
+      median of the first 5 plus `early_rise` nats in at least 5 of 10 steps.
 
     It then stays alarmed, without reporting again, until the loss has been back (z of at most `recovered_below`) for
     `recover_steps` in a row. After `patience` steps it is [`overdue`]: the loss may have found another level for good
@@ -132,11 +132,13 @@ class DivergenceDetector:
         return self._was_below_chance and self._above_chance >= self.chance_steps
 
     def _observe_early(self, reading: Reading) -> bool:
-        if reading.z is not None:
+        if reading.z is not None or self.chance is None:
             return False
         if len(self._first) < _FIRST_STEPS:
             self._first.append(reading.value)
             return False
+        if median(self._first) > self.chance + 1:
+            return False  # That is no mean cross-entropy per token, or of another vocabulary.
         self._early.append(reading.value > median(self._first) + self.early_rise)
         return sum(self._early) >= _EARLY_WINDOW // 2
 
@@ -148,8 +150,11 @@ class DivergenceDetector:
         self._since += 1
         if reading.z is not None:
             back = reading.z <= self.recovered_below
+        elif reading.level is not None:
+            # No logarithm: zero, or below.
+            back = reading.value <= reading.level
         else:
-            back = not self._first or reading.value <= median(self._first)
+            back = not self._first or reading.value <= median(self._first) + self.early_rise
         back = back and (self.chance is None or not self._was_below_chance or reading.value <= self.chance + 1)
         self._back = self._back + 1 if back else 0
         if self._back >= self.recover_steps:

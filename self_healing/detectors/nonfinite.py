@@ -37,9 +37,19 @@ class NonFiniteDetector:
 
     def observe(self, signals: StepSignals, scaler_active: bool = False) -> Symptom | None:
         """Judges one step; a finite one is taken into the trend."""
+        symptom = self.judge(signals, scaler_active)
+        if signals.finite:
+            self.accept(signals.loss)
+        return symptom
+
+    def accept(self, loss: float) -> None:
+        """Takes a finite loss into the trend."""
+        self.losses.append(loss)
+
+    def judge(self, signals: StepSignals, scaler_active: bool = False) -> Symptom | None:
+        """Judges one step, and leaves the trend as it is."""
         if signals.finite:
             self.overflows = 0
-            self.losses.append(signals.loss)
             return None
         loss_is_finite = math.isfinite(signals.loss)
         if loss_is_finite and scaler_active:

@@ -10,7 +10,7 @@ from ..config import HealingConfig
 from ..signals import StepSignals
 from .divergence import DivergenceDetector
 from .progress import OverfittingDetector, PlateauDetector
-from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
+from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector, UsualSpikes
 from .stillness import DeadLossDetector, VanishingGradientDetector
 from .symptom import Symptom
 from .trend import LogTrend, Reading
@@ -95,9 +95,22 @@ class DetectorPanel:
         self.dead_loss = DeadLossDetector(config.dead_loss_steps)
         self.plateau = PlateauDetector(config.plateau_window) if config.plateau_window else None
         self.overfitting = OverfittingDetector(config.overfitting_evaluations)
+        self.usual_spikes = UsualSpikes()
         self.signed_loss = False
         self.relearned = False
         self.loss_reading: Reading | None = None
+
+    @property
+    def gradient_level(self) -> float | None:
+        """Baseline of the gradient norm; `None` while there is none."""
+        return self.gradient_trend.level if self.gradient_trend.ready else None
+
+    @property
+    def loss_is_usual(self) -> bool:
+        """Whether the last loss was no spike, and there is no divergence."""
+        reading = self.loss_reading
+        spike = reading is not None and reading.z is not None and reading.z > self.loss_trend.reject_above
+        return not spike and not self.divergence.alarmed
 
     @property
     def loss_level(self) -> float | None:
@@ -113,18 +126,33 @@ class DetectorPanel:
         )
 
     def alarming(self, signals: StepSignals) -> Symptom | None:
-        """Why a step should not be applied as it is: explosion, co-spike, gradient spike. Changes nothing."""
+        """
+        Why a step should not be applied as it is: explosion, co-spike, gradient spike; `None` where such spikes are
+        usual. Changes nothing.
+        """
+        symptom = self.spike(signals)
+        gradient = self.read(signals)[1]
+        if symptom is None or gradient is None or gradient.z is None:
+            return symptom
+        return symptom if self.usual_spikes.stands_out(gradient) else None
+
+    def spike(self, signals: StepSignals) -> Symptom | None:
+        """As [`alarming`], whatever is usual."""
         loss, gradient = self.read(signals)
         if gradient is None:
             return None
-        symptom = self.gradient_spike.observe(gradient)
+        symptom = self.gradient_spike.observe(gradient, usual=self.gradient_trend.level)
         if symptom is not None and symptom.name == "gradient_explosion":
             return symptom
         if "co_spike" in self.apply and not self.signed_loss:
-            together = self.co_spike.observe(loss, gradient)
-            if together is not None:
-                return together
+            symptom = self.co_spike.observe(loss, gradient) or symptom
         return symptom
+
+    def remember_spike(self, signals: StepSignals) -> None:
+        """Takes in that a step was a spike, if it was, whatever becomes of it: so one learns what is usual."""
+        gradient = self.read(signals)[1]
+        if gradient is not None and gradient.z is not None and self.spike(signals) is not None:
+            self.usual_spikes.add(gradient)
 
     def observe(self, signals: StepSignals) -> list[Symptom]:
         """Takes in a step that is applied; what there is to say about it."""
@@ -150,6 +178,7 @@ class DetectorPanel:
         if reading.value < 0 and not self.signed_loss and self.apply & {"loss_spike", "divergence", "co_spike"}:
             # Its logarithm and its ratios mean nothing: an objective with a sign, or a bonus taken off the loss.
             self.signed_loss = True
+            self.divergence.reset()
             symptoms.append(Symptom("signed_loss", reading.step, {"value": reading.value}, "info"))
         if self.signed_loss:
             return [symptom for symptom in symptoms if symptom is not None]
@@ -160,7 +189,7 @@ class DetectorPanel:
             if self.divergence.overdue and self.loss_trend.relearn():
                 self.divergence.settle()
                 self.relearned = True
-        if self.divergence.alarmed:
+        if self.divergence.alarmed and reading.z is not None:
             self.loss_trend.refuse(reading)
         else:
             self.loss_trend.accept(reading, hold=self.divergence.suspicious)
@@ -193,6 +222,7 @@ class DetectorPanel:
             "loss_trend": self.loss_trend,
             "gradient_trend": self.gradient_trend,
             "loss_spike": self.loss_spike,
+            "usual_spikes": self.usual_spikes,
             "divergence": self.divergence,
             "vanishing": self.vanishing,
             "dead_loss": self.dead_loss,

@@ -14,6 +14,31 @@ from .trend import Reading
 _USUAL_STEPS = 200
 
 
+class UsualSpikes:
+    """
+    Remembers the spikes of the last 200 steps: where there have been two, the next stands out only if it is half as
+    high again as the second-highest. A rare kind of row has a loss and a gradient of its own, and that is no fault.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_USUAL_STEPS)
+
+    def stands_out(self, reading: Reading) -> bool:
+        """Whether a spike is higher (in natural-log units) than what is usual. Changes nothing."""
+        heights = sorted(height for at, height in self._recent if at > reading.step - _USUAL_STEPS)
+        return len(heights) < 2 or reading.height > 1.5 * heights[-2]
+
+    def add(self, reading: Reading) -> None:
+        """Takes in a spike, whatever became of it."""
+        self._recent.append((reading.step, reading.height))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": [list(spike) for spike in self._recent]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._recent = deque(((step, height) for step, height in state["recent"]), maxlen=_USUAL_STEPS)
+
+
 class LossSpikeDetector:
     """
     Reports a loss far above its baseline. A spike is a step whose robust z of log-loss is above `threshold`.
@@ -51,7 +76,7 @@ class LossSpikeDetector:
         self.notice_threshold = notice_threshold
         self.factor = factor
         self._above = False
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_USUAL_STEPS)
+        self._usual = UsualSpikes()
 
     def observe(self, reading: Reading) -> Symptom | None:
         """Judges one loss; `"loss_spike"` (warning) or `"loss_notice"` (info)."""
@@ -60,12 +85,9 @@ class LossSpikeDetector:
         beyond_factor = self.factor > 0 and reading.value > self.factor * reading.level
         spike = reading.z > self.threshold or beyond_factor
         first, self._above = spike and not self._above, spike
-        while self._recent and self._recent[0][0] <= reading.step - _USUAL_STEPS:
-            self._recent.popleft()
-        heights = sorted(z for _, z in self._recent)
-        stands_out = len(heights) < 2 or reading.z > 1.5 * heights[-2]
+        stands_out = self._usual.stands_out(reading)
         if first:
-            self._recent.append((reading.step, reading.z))
+            self._usual.add(reading)
         if first and stands_out:
             limits = {"threshold": self.threshold} | ({"factor": self.factor} if beyond_factor else {})
             return Symptom("loss_spike", reading.step, reading.evidence() | limits)
@@ -75,11 +97,11 @@ class LossSpikeDetector:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"above": self._above, "recent": [list(spike) for spike in self._recent]}
+        return {"above": self._above, "usual": self._usual.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._above = state["above"]
-        self._recent = deque(((step, z) for step, z in state["recent"]), maxlen=_USUAL_STEPS)
+        self._usual.load_state_dict(state["usual"])
 
 
 class GradientSpikeDetector:
@@ -90,13 +112,13 @@ class GradientSpikeDetector:
         threshold (`float`, *optional*, defaults to 10.0):
             z of the log gradient norm above which it is a spike. Healthy runs reach 8.2.
         explosion (`float`, *optional*, defaults to 1e4):
-            Norm above which a gradient has exploded, unless the baseline itself is within a factor 10 of it; 0 for
-            none. Counts from the first step on, when there is no baseline yet.
+            Norm above which a gradient has exploded, unless the norms before it are within a factor 10 of that; 0 for
+            none. Counts from the second step on, when there is no baseline yet: a first norm only shows the unit.
 
     Example:
 
     ```python
-    >>> GradientSpikeDetector().observe(LogTrend().read(0, 2e5)).name
+    >>> GradientSpikeDetector().observe(LogTrend().read(1, 2e5), usual=1.5).name
     'gradient_explosion'
 
     ```
@@ -106,12 +128,20 @@ class GradientSpikeDetector:
         self.threshold = threshold
         self.explosion = explosion
 
-    def observe(self, reading: Reading) -> Symptom | None:
-        """Judges one norm; `"gradient_spike"` or `"gradient_explosion"`. Every step above is reported."""
+    def observe(self, reading: Reading, usual: float | None = None) -> Symptom | None:
+        """
+        Judges one norm; `"gradient_spike"` or `"gradient_explosion"`. Every step above is reported.
+
+        Args:
+            reading ([`Reading`]):
+                The norm.
+            usual (`float`, *optional*):
+                Level of the norms so far, also of so few that there is no baseline yet. Defaults to the baseline.
+        """
         if not math.isfinite(reading.value):
             return None
-        usual = reading.level is not None and 10 * reading.level > self.explosion
-        if 0 < self.explosion < reading.value and not usual:
+        level = reading.level if usual is None else usual
+        if 0 < self.explosion < reading.value and level is not None and 10 * level <= self.explosion:
             return Symptom(
                 "gradient_explosion", reading.step, reading.evidence() | {"threshold": self.explosion}, "error"
             )

@@ -46,6 +46,11 @@ class Reading:
     scale: float | None
     window: int
 
+    @property
+    def height(self) -> float:
+        """Distance from the baseline, in natural-log units; 0 without one."""
+        return 0.0 if self.z is None or self.scale is None else self.z * self.scale
+
     def evidence(self) -> dict[str, Any]:
         """What a symptom shows of it."""
         return {
@@ -126,7 +131,8 @@ class LogTrend:
     median has been moved there: as robust as the median, and less noisy, which is what decides how small a drift can
     be seen. The scale is 1.4826 times the median absolute deviation of the last `scale_window` accepted values *from
     the level of their time*: a loss that falls steeply does not look like a noisy one, as it does when the deviation
-    is taken from one median over the whole window. Logarithms, because the noise of a loss grows with it.
+    is taken from one median over the whole window. Logarithms, because the noise of a loss grows with it; of the value
+    plus `offset` times the first one, because the noise of a loss that has become very small does not.
 
     A value enters only through [`accept`], which refuses spikes and values without a logarithm. Where a quantity has
     found another level for good, [`relearn`] takes that level over, if it is one. A step costs O(window).
@@ -146,6 +152,9 @@ class LogTrend:
             is often too small by half.
         reject_above (`float`, *optional*, defaults to 6.0):
             Largest z that still enters the baseline.
+        offset (`float`, *optional*, defaults to 0.02):
+            Share of the first accepted value that is added to each before its logarithm is taken: from 0.001 to 0.01
+            nats is no rise worth mentioning for a run that began at 2.
 
     Example:
 
@@ -167,11 +176,14 @@ class LogTrend:
         floor: float = 0.01,
         early_floor: float = 0.1,
         reject_above: float = 6.0,
+        offset: float = 0.02,
     ) -> None:
         self.warmup = warmup
         self.floor = floor
         self.early_floor = early_floor
         self.reject_above = reject_above
+        self.offset = offset
+        self._added: float | None = None
         self._recent = SortedWindow(level_window)
         self._deviations = SortedWindow(scale_window)
         self._level = 0.0
@@ -188,21 +200,23 @@ class LogTrend:
     @property
     def level(self) -> float | None:
         """The baseline in the quantity's own units; `None` before the first accepted value."""
-        return math.exp(self._level) if self._accepted else None
+        return math.exp(self._level) - (self._added or 0.0) if self._accepted else None
 
     @property
     def scale(self) -> float:
         """Usual distance from the baseline, in natural-log units; what a z is counted in."""
+        # A quarter of the offset, 0.5 % of the first value, is nothing to be excited about either.
+        least = 0.25 * (self._added or 0.0) / math.exp(self._level)
         if self._accepted < self._recent.size:
-            return max(self._scale, self.early_floor)
-        return self._scale
+            least = max(least, self.early_floor)
+        return max(self._scale, least)
 
     def read(self, step: int, value: float) -> Reading:
         """Sets a value next to the baseline. Changes nothing."""
         if not self.ready:
             return Reading(step, value, None, None, None, len(self._recent))
         scale = self.scale
-        z = (math.log(value) - self._level) / scale if _has_logarithm(value) else None
+        z = (self._logarithm(value) - self._level) / scale if _has_logarithm(value) else None
         return Reading(step, value, z, self.level, scale, len(self._recent))
 
     def accept(self, reading: Reading, hold: bool = False) -> bool:
@@ -225,8 +239,10 @@ class LogTrend:
         if reading.z is not None and reading.z > self.reject_above:
             self.refuse(reading)
             return False
+        if self._added is None:
+            self._added = self.offset * reading.value
         self._outside.clear()
-        self._held.append(math.log(reading.value))
+        self._held.append(self._logarithm(reading.value))
         while self._held and (not hold or len(self._held) > self._recent.size):
             self._enter(self._held.popleft())
         return True
@@ -236,7 +252,7 @@ class LogTrend:
         self._outside.extend(self._held)
         self._held.clear()
         if _has_logarithm(reading.value):
-            self._outside.append(math.log(reading.value))
+            self._outside.append(self._logarithm(reading.value))
 
     @property
     def overdue(self) -> bool:
@@ -246,7 +262,7 @@ class LogTrend:
     def relearn(self) -> bool:
         """
         Makes the values that were refused, with none accepted in between, the new baseline, if they have a level:
-        at least 20 of them that stray no more than four times as far as the accepted ones did (or 10 %).
+        at least 20 of them that stray no more than four times as far as the accepted ones did, or 50 %.
 
         Returns:
             `bool`: whether it did. Values that jump about leave the old baseline as it is.
@@ -257,7 +273,7 @@ class LogTrend:
         centre = median(values)
         # Four in five, and not half: two levels that alternate are not one.
         reach = sorted(abs(value - centre) for value in values)[len(values) * 4 // 5]
-        if reach > FOUR_IN_FIVE * max(4 * self._scale, 0.1):
+        if reach > FOUR_IN_FIVE * max(4 * self._scale, 0.5):
             return False
         self._recent = SortedWindow(self._recent.size)
         self._deviations = SortedWindow(self._deviations.size)
@@ -266,6 +282,9 @@ class LogTrend:
         for value in values:
             self._enter(value)
         return True
+
+    def _logarithm(self, value: float) -> float:
+        return math.log(value + (self._added or 0.0))
 
     def _enter(self, logarithm: float) -> None:
         # The first few deviations would be from a level that is not one yet.
@@ -289,6 +308,7 @@ class LogTrend:
             "level": self._level,
             "scale": self._scale,
             "accepted": self._accepted,
+            "added": self._added,
             "outside": list(self._outside),
         }
 
@@ -299,8 +319,10 @@ class LogTrend:
         self._level = state["level"]
         self._scale = state["scale"]
         self._accepted = state["accepted"]
+        self._added = state["added"]
         self._outside = deque(state["outside"], maxlen=self._recent.size)
 
 
 def _has_logarithm(value: float) -> bool:
-    return math.isfinite(value) and value > 0
+    # Far above what float32 holds, and far enough below what a double does for sums of a few of them.
+    return 0 < value < 1e300

@@ -45,8 +45,8 @@ class Instrument:
             The trainer, in `on_train_begin` or later. Only this object is touched, and [`detach`] undoes it.
         judge (`Callable[[Window], None]`):
             Called once per optimizer step, with gradients computed and clipped and nothing applied yet.
-        extra_logs (`Callable[[], dict[str, float]]`):
-            Metrics to add to what the trainer logs.
+        extra_logs (`Callable[[bool], dict[str, float]]`):
+            Metrics to add to what the trainer logs, by whether it is a log of training steps.
         hold ([`CheckpointHold`]):
             Whether checkpoints that are due have to wait.
         broken (`Callable[[], None]`):
@@ -61,7 +61,7 @@ class Instrument:
         self,
         trainer: Trainer,
         judge: Callable[[Window], None],
-        extra_logs: Callable[[], dict[str, float]],
+        extra_logs: Callable[[bool], dict[str, float]],
         hold: CheckpointHold,
         broken: Callable[[], None],
         heals_exceptions: bool,
@@ -200,8 +200,6 @@ class Instrument:
         if self.attached:
             with self.contained():
                 self.reentry.step_ends()
-                if self._hold.owed and not self._hold.open:
-                    self.trainer.control.should_save = True
 
     def epoch_ends(self) -> None:
         """Called in `on_epoch_end`."""
@@ -304,15 +302,12 @@ class Instrument:
         return metrics
 
     def _maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        state = self.trainer.state
-        best = state.best_metric, state.best_global_step
+        control = self.trainer.control
+        if self._hold.owed and (control.should_training_stop or not self._hold.open):
+            control.should_save = True
         self._maybe_saving, self._held_back = True, False
         try:
-            result = original(*args, **kwargs)
-            if self._held_back and state.best_global_step == state.global_step:
-                # Not to be loaded in the end: there is no checkpoint of it.
-                state.best_metric, state.best_global_step = best
-            return result
+            return original(*args, **kwargs)
         finally:
             self._maybe_saving = False
 
@@ -334,9 +329,13 @@ class Instrument:
     def _must_hold(self) -> bool:
         """
         Whether a checkpoint that the Trainer's schedule asks for has to wait. One that is asked for directly (on
-        preemption, in an emergency) never has, and the one at the end of the run has nothing to wait for.
+        preemption, in an emergency) never has, the one at the end of the run has nothing to wait for, and the one of
+        the best evaluation so far is vouched for by it.
         """
-        return self._maybe_saving and not self.trainer.control.should_training_stop and self._hold.open
+        state = self.trainer.state
+        vouched_for = state.best_global_step is not None and state.best_global_step == state.global_step
+        at_the_end = self.trainer.control.should_training_stop
+        return self._maybe_saving and self._hold.open and not vouched_for and not at_the_end
 
     def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.reentry.epoch_end_begins()
@@ -344,7 +343,7 @@ class Instrument:
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         with self.contained():
-            logs.update(self._extra_logs())
+            logs.update(self._extra_logs("loss" in logs))
             if "train_runtime" in logs:
                 self.reentry.finalizing()
                 self._cover_the_whole_run(logs)
