@@ -141,6 +141,7 @@ class StepJudge:
         if window.skipped:
             context.verdict = session.policy.note(skipped=True, explained=True) or ""
             if context.verdict:
+                session.policy.start_anew()
                 self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
         else:
             clipped = Action.CLIP_GRADIENT in decision.actions and usual is not None

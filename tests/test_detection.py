@@ -28,6 +28,8 @@ from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing.detectors import Symptom
+from self_healing.policy import StepPolicy
 
 
 def of_kind(directory: Path, kind: str) -> list[dict[str, Any]]:
@@ -319,6 +321,24 @@ def scaled(trainer: Any, factor: Callable[[int], float]) -> None:
     """A kind of row that is rare: its loss and its gradient are larger."""
     original = trainer.compute_loss
     trainer.compute_loss = lambda *args, **kwargs: original(*args, **kwargs) * factor(trainer.state.global_step)
+
+
+def test_the_ladder_of_a_spike_that_comes_again() -> None:
+    policy = StepPolicy(HealingConfig(max_spike_skips=2, skip_window=10))
+
+    def decide(name: str, step: int, finite: bool = True, may_clip: bool = True) -> list[str]:
+        symptom = Symptom(name, step, {})
+        return [str(action) for action in policy.decide_spike(symptom, False, finite, may_clip).actions]
+
+    assert decide("gradient_spike", 0) == ["clip_gradient"]
+    # Without a usual norm there is nothing to clip to, and what is not finite cannot be clipped.
+    assert decide("gradient_explosion", 1, may_clip=False) == ["skip_step"]
+    assert decide("gradient_spike", 2, finite=False) == ["skip_step"]
+    assert decide("co_spike", 3) == ["skip_step"]
+    # Two of the last ten are left out already.
+    assert decide("co_spike", 4) == ["clip_gradient"]
+    assert decide("gradient_explosion", 5, may_clip=False) == ["use_reexecuted_step"]
+    assert decide("co_spike", 14) == ["skip_step"]
 
 
 def test_a_rare_kind_of_row_is_not_left_out_for_ever(tmp_path: Path, tokenizer: Any) -> None:

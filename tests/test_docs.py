@@ -125,7 +125,7 @@ def test_settings_that_are_named_exist() -> None:
     """Words in code that look like a setting of ours are one: a renamed setting would be left behind here."""
     parts = {name.split("_")[0] for name in HealingConfig().to_dict()}
     known = {field.name for config in (SFTConfig, HealingConfig) for field in dataclasses.fields(config)}
-    known |= {str(failure) for failure in FailureType} | {"on_instability", "save_model", "loss_after"}
+    known |= {str(failure) for failure in FailureType} | {"on_instability", "save_model", "loss_before", "loss_after"}
     for page in PAGES:
         for word in re.findall(r"`(?:--no_)?([a-z]+(?:_[a-z]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8")):
             if word.split("_")[0] in parts:
