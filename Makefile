@@ -14,8 +14,10 @@ OLDEST_TESTS := tests/test_nonfinite.py tests/test_healthy.py tests/test_excepti
 demo: .venv/.installed
 	.venv/bin/self-healing demo
 
+# What is timed runs by itself.
 test: lint
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu and not alone"
+	.venv/bin/python -m pytest -m alone
 
 test-slow: .venv/.installed
 	.venv/bin/python -m pytest -m "slow and not gpu"

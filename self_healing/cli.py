@@ -160,7 +160,7 @@ def show_rules(
         lasting = f"{rule.steps} steps, {rule.observations} logs" if rule.steps > 1 else f"{rule.observations} logs"
         cells = [name, Text(rule.healthy), Text(f"{rule.describe()}; for {lasting}"), Text(rule.remedy)]
         # Until there is rollback, such a rule can only tell.
-        action = "alert (rollback is to come)" if rule.action == "rollback" else rule.action
+        action = "alert; no rollback yet" if rule.action == "rollback" else rule.action
         picture.add_row(*cells[: 4 if wide else 3], Text(f"{rule.severity}\n{action}"))
     console.print(picture)
 

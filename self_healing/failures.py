@@ -121,7 +121,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.GRADIENT_SPIKE: Recipe(
         diagnosis="The gradient norm was far outside of what is usual in this run: the batch, or the place the "
         "weights have got to.",
-        ladder=(Action.CLIP_GRADIENT, Action.SKIP_STEP),
+        ladder=(Action.CLIP_GRADIENT, Action.SKIP_STEP, Action.STOP),
         advice="One is nothing to worry about. Where they come often, set zclip_mode='clip', lower the learning "
         "rate or max_grad_norm, and look at the batches kept below incidents/.",
         severity="warning",

@@ -131,6 +131,7 @@ def everything(run_length: int) -> tuple[Any, list[StepSignals], list[dict[str, 
     return observe, steps, logs
 
 
+@pytest.mark.alone
 def test_all_detectors_together_take_less_than_100_microseconds_a_step(benchmark: Any) -> None:
     observe, _, _ = everything(40_000)
     steps = iter(range(40_000))
