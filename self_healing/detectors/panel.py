@@ -99,6 +99,8 @@ class DetectorPanel:
         self.signed_loss = False
         self.relearned = False
         self.loss_reading: Reading | None = None
+        # A step is read several times before it is observed, which moves the baselines.
+        self._read: tuple[StepSignals, tuple[Reading, Reading | None]] | None = None
 
     @property
     def gradient_level(self) -> float | None:
@@ -119,11 +121,12 @@ class DetectorPanel:
 
     def read(self, signals: StepSignals) -> tuple[Reading, Reading | None]:
         """Loss and gradient norm next to their baselines. Changes nothing."""
-        gradient = signals.grad_norm
-        return (
-            self.loss_trend.read(signals.step, signals.loss),
-            None if gradient is None else self.gradient_trend.read(signals.step, gradient),
-        )
+        if self._read is None or self._read[0] is not signals:
+            loss = self.loss_trend.read(signals.step, signals.loss)
+            norm = signals.grad_norm
+            gradient = None if norm is None else self.gradient_trend.read(signals.step, norm)
+            self._read = signals, (loss, gradient)
+        return self._read[1]
 
     def alarming(self, signals: StepSignals) -> Symptom | None:
         """
@@ -162,6 +165,7 @@ class DetectorPanel:
         symptoms = self._observe_loss(loss)
         if gradient is not None:
             symptoms += self._observe_gradient(gradient)
+        self._read = None
         return symptoms
 
     def observe_evaluation(self, step: int, evaluation_loss: float) -> Symptom | None:
@@ -216,6 +220,7 @@ class DetectorPanel:
             if name in state:
                 detector.load_state_dict(state[name])
         self.signed_loss = state["signed_loss"]
+        self._read = None
 
     def _stateful(self) -> dict[str, Any]:
         detectors = {
