@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +15,11 @@ import torch
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from .inspection import Inspection, check_data_quality, check_model_init
 from .instrument import preserved
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,10 @@ class DryRunReport:
             Mean time of a step after the first, or of the first if there is only one.
         peak_memory_bytes (`int` or `None`):
             Most device memory allocated; `None` on the CPU.
+        data ([`Inspection`] or `None`):
+            What is wrong with the training rows; `None` if they could not be looked at.
+        model ([`Inspection`] or `None`):
+            What is wrong with the weights as they were before the steps; `None` if they could not be looked at.
     """
 
     steps: int
@@ -39,6 +49,8 @@ class DryRunReport:
     grad_norms: list[float] = field(default_factory=list)
     seconds_per_step: float = 0.0
     peak_memory_bytes: int | None = None
+    data: Inspection | None = None
+    model: Inspection | None = None
 
     @property
     def finite(self) -> bool:
@@ -60,7 +72,8 @@ class _Clock(TrainerCallback):
 def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
     """
     Runs real training steps of a trainer and leaves model, optimizer, schedule, random states, counters and files as
-    they were. Callbacks, evaluation, trackers and the Hub are left out.
+    they were. Callbacks, evaluation, trackers and the Hub are left out. Before the first step the training rows and
+    the weights are looked at, and what is wrong with them is logged, as the steps may not survive it.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -74,6 +87,7 @@ def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
     """
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
         raise ValueError(f"num_steps is {num_steps!r}; please give the number of optimizer steps to run, at least 1.")
+    data, model = _inspected(trainer)
     clock = _Clock()
     device = trainer.accelerator.device
     on_device = torch.get_device_module(device) if device.type != "cpu" else None
@@ -95,7 +109,57 @@ def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
         grad_norms=[float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
         seconds_per_step=sum(steady) / len(steady) if steady else 0.0,
         peak_memory_bytes=peak,
+        data=data,
+        model=model,
     )
+
+
+def _inspected(trainer: Trainer) -> tuple[Inspection | None, Inspection | None]:
+    network: Any = trainer.model
+    data = _attempted("training data", lambda: _inspected_data(trainer, network))
+    model = _attempted("model", lambda: check_model_init(network))
+    if trainer.is_world_process_zero():
+        for what, inspection in (("training data", data), ("model", model)):
+            if inspection is not None and not inspection.clean:
+                logger.warning("Before the dry run, in the %s: %s", what, inspection)
+    return data, model
+
+
+def _attempted(what: str, look: Callable[[], Inspection | None]) -> Inspection | None:
+    try:
+        return look()
+    except Exception:
+        logger.warning("The %s could not be looked at; the steps of the dry run go on.", what, exc_info=True)
+        return None
+
+
+def _inspected_data(trainer: Trainer, network: Any) -> Inspection | None:
+    if trainer.train_dataset is None:
+        return None
+    return check_data_quality(trainer.train_dataset, _vocabulary(network), _cut_off_at(trainer.args))
+
+
+def _vocabulary(network: Any) -> int | None:
+    try:
+        embeddings = network.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    # Patches of images have no vocabulary; an adapter around the embedding keeps the original inside.
+    for module in (embeddings, getattr(embeddings, "base_layer", None)):
+        size = getattr(module, "num_embeddings", None)
+        if isinstance(size, int) and size > 0:
+            return size
+    return None
+
+
+def _cut_off_at(args: Any) -> int | None:
+    """The length at which the collator cuts rows off at the end, if it does that."""
+    # Rows that come prepared are taken as they are; of those cut off at the front the labels remain.
+    as_they_are = (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset", False)
+    if as_they_are or getattr(args, "truncation_mode", "keep_start") != "keep_start":
+        return None
+    length = getattr(args, "max_length", None)
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def _quiet_arguments(args: TrainingArguments, num_steps: int, scratch: str) -> TrainingArguments:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TRAINERS, RaisingForward, assert_same_weights, logged, sft_trainer, weights
+from conftest import (
+    TEXTS,
+    TRAINERS,
+    RaisingForward,
+    assert_same_weights,
+    logged,
+    plain_trainer,
+    sft_trainer,
+    tiny_model,
+    weights,
+)
+from datasets import Dataset
+from peft import LoraConfig
 from transformers import TrainerCallback
 
-from self_healing import SelfHealingTrainer
+from self_healing import DryRunReport, SelfHealingTrainer
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -26,6 +39,10 @@ def test_training_after_a_dry_run_is_training_without_one(tmp_path: Path, tokeni
     assert len(report.losses) == 2
     assert report.finite
     assert report.seconds_per_step > 0
+    assert report.data is not None
+    assert {finding.kind for finding in report.data.findings} <= {"duplicates"}
+    assert report.model is not None
+    assert report.model.clean
     assert_same_weights(weights(trainer), weights(plain))
     assert logged(trainer) == logged(plain)
 
@@ -81,3 +98,96 @@ def test_an_exception_in_it_leaves_no_trace_either(tmp_path: Path, tokenizer: An
 def test_a_number_of_steps_that_makes_no_sense_is_refused(tmp_path: Path, tokenizer: Any, steps: Any) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         SelfHealingTrainer(sft_trainer(tmp_path, tokenizer)).dry_run(steps)
+
+
+def prepared(*rows: list[int], labels: list[list[int]] | None = None) -> Dataset:
+    return Dataset.from_dict({"input_ids": list(rows), "labels": labels or list(rows)})
+
+
+def kinds(trial: DryRunReport) -> dict[str, list[int | str]]:
+    assert trial.data is not None
+    return {finding.kind: finding.examples for finding in trial.data.findings}
+
+
+def test_it_says_what_is_wrong_with_the_training_rows(tmp_path: Path, tokenizer: Any) -> None:
+    texts = [*TEXTS[:3], "", *TEXTS[3:8]]
+    trainer = sft_trainer(tmp_path, tokenizer, texts=texts)
+    assert kinds(SelfHealingTrainer(trainer).dry_run(1)) == {"empty_rows": [3]}
+
+
+def test_it_says_what_is_wrong_with_the_weights(tmp_path: Path, tokenizer: Any) -> None:
+    model = tiny_model(tokenizer)
+    torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
+    report = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, model=model)).dry_run(1)
+    assert report.model is not None
+    assert [finding.kind for finding in report.model.findings] == ["all_zero_tensors"]
+    assert report.finite
+
+
+@pytest.mark.parametrize("target", ["q_proj", "embed_tokens"])
+def test_ids_the_model_does_not_have_are_logged_before_the_step_that_they_break(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, target: str
+) -> None:
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        dataset=prepared([5, 6, 7], [5, 99_999, 7], [8, 9, 10]),
+        trainer_kwargs={"peft_config": LoraConfig(target_modules=[target], r=2)},
+    )
+    with caplog.at_level(logging.WARNING, "self_healing"), pytest.raises(IndexError):
+        SelfHealingTrainer(trainer).dry_run(4)
+    assert "99999" in caplog.text
+    assert "row 1." in caplog.text
+
+
+def test_rows_that_their_collator_does_not_cut_off_are_not_judged_by_max_length(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    late = prepared([5, 6, 7, 8], labels=[[-100, -100, -100, 8]])
+    whole = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    trainer = sft_trainer(tmp_path, tokenizer, dataset=late, max_length=2, **whole)
+    assert SelfHealingTrainer(trainer).dry_run(1).data.clean
+
+
+def test_a_stream_is_looked_at_and_then_trained_on_from_its_beginning(tmp_path: Path, tokenizer: Any) -> None:
+    def streaming_trainer(directory: str) -> Any:
+        trainer = plain_trainer(tmp_path / directory, tokenizer)
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+        return trainer
+
+    plain = streaming_trainer("plain")
+    plain.train()
+    healed = streaming_trainer("healed")
+    report = SelfHealingTrainer(healed).dry_run(2)
+    assert report.data is not None
+    assert report.data.looked_at == len(TEXTS)
+    healed.train()
+    assert_same_weights(weights(healed), weights(plain))
+
+
+def test_a_look_that_fails_does_not_keep_the_steps_from_running(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fragile(torch.utils.data.Dataset[Any]):
+        asked = 0
+
+        def __init__(self, rows: Any) -> None:
+            self.rows = rows
+
+        def __len__(self) -> int:
+            Fragile.asked += 1
+            if Fragile.asked == 1:
+                raise RuntimeError("not yet")
+            return len(self.rows)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.rows[index]
+
+    trainer = plain_trainer(tmp_path, tokenizer)
+    trainer.train_dataset = Fragile(trainer.train_dataset)
+    with caplog.at_level(logging.WARNING, "self_healing"):
+        report = SelfHealingTrainer(trainer).dry_run(2)
+    assert report.data is None
+    assert report.model is not None
+    assert report.steps == 2
+    assert "not yet" in caplog.text
