@@ -1,26 +1,52 @@
-"""Emergency checkpoints, and the marker (`healing.json`) of a checkpoint that is complete."""
+"""
+Checkpoints on disk: the marker (`healing.json`) of a complete one, what standing it has, which one to resume from, the
+last good ones out of the rotation's reach, and emergency checkpoints.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from . import consensus
 from .instrument import EMERGENCY_DIR, Instrument, ResumePoint
+from .vetting import MARKER_FILE, MARKER_SCHEMA, STATE_FILE, Verdict, load_marker, number_of, vet
 
 
 logger = logging.getLogger(__name__)
 
-MARKER_FILE = "healing.json"
-MARKER_SCHEMA = 1
+PINNED_DIR = "last-known-good"
+
+Standing = Literal["unverified", "verified", "suspect"]
+
+# What file systems answer that have no hard links, or none from here to there.
+_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 
 
-def write_marker(checkpoint: Path, run: str, step: int, bookkeeping: dict[str, Any], emergency: bool) -> None:
+class CheckpointError(ValueError):
+    """There is no checkpoint that can be resumed from, or not the one that was asked for."""
+
+
+# ---- the marker ----
+
+
+def write_marker(
+    checkpoint: Path,
+    run: str,
+    step: int,
+    bookkeeping: dict[str, Any],
+    emergency: bool,
+    standing: Standing = "unverified",
+) -> None:
     """
     Marks a checkpoint as complete, after everything else in it was written; the marker appears whole or not at all.
 
@@ -35,6 +61,8 @@ def write_marker(checkpoint: Path, run: str, step: int, bookkeeping: dict[str, A
             Running loss, metrics and token counts as of that step.
         emergency (`bool`):
             Whether it was written because of an exception.
+        standing (`str`, *optional*, defaults to `"unverified"`):
+            `"verified"` once enough healthy steps came after it, `"suspect"` if it was written while the run was bad.
     """
     content = {
         "schema": MARKER_SCHEMA,
@@ -42,28 +70,192 @@ def write_marker(checkpoint: Path, run: str, step: int, bookkeeping: dict[str, A
         "run": run,
         "step": step,
         "emergency": emergency,
+        "standing": standing,
         "files": {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files(checkpoint)},
         "bookkeeping": bookkeeping,
     }
+    _replace_marker(checkpoint, content)
+
+
+def read_marker(checkpoint: Path) -> dict[str, Any] | None:
+    """The marker of a checkpoint, or `None` if there is none that can be read and holds for the files there."""
+    content = load_marker(checkpoint)
+    if content is None:
+        return None
+    try:
+        whole = all((checkpoint / name).stat().st_size == size for name, size in content["files"].items())
+    except OSError:
+        return None
+    return content if whole else None
+
+
+def set_standing(checkpoint: Path, standing: Standing, incident: str | None = None) -> None:
+    """
+    Changes the standing of a checkpoint; one without a marker is left as it is.
+
+    Args:
+        checkpoint (`Path`):
+            The checkpoint directory.
+        standing (`str`):
+            `"unverified"`, `"verified"` or `"suspect"`.
+        incident (`str`, *optional*):
+            The incident that made it suspect.
+    """
+    content = load_marker(checkpoint)
+    if content is None:
+        return
+    content["standing"] = standing
+    content.pop("incident", None)
+    if incident is not None:
+        content["incident"] = incident
+    times = checkpoint.stat()
+    _replace_marker(checkpoint, content)
+    # The Trainer deletes the directory that was changed longest ago.
+    os.utime(checkpoint, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def _replace_marker(checkpoint: Path, content: dict[str, Any]) -> None:
+    # Never written in place: a hard link to it would change as well.
     temporary = checkpoint / f"{MARKER_FILE}.tmp"
     temporary.write_text(json.dumps(content), encoding="utf-8")
     os.replace(temporary, checkpoint / MARKER_FILE)
 
 
-def read_marker(checkpoint: Path) -> dict[str, Any] | None:
-    """The marker of a checkpoint, or `None` if there is none that can be read and holds for the files there."""
-    try:
-        content = json.loads((checkpoint / MARKER_FILE).read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("schema") != MARKER_SCHEMA:
-            return None
-        whole = all((checkpoint / name).stat().st_size == size for name, size in content["files"].items())
-    except (OSError, ValueError):
-        return None
-    return content if whole else None
-
-
 def _files(checkpoint: Path) -> list[Path]:
     return sorted(file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(MARKER_FILE))
+
+
+# ---- which one to resume from ----
+
+
+def checkpoints_in(output_dir: str | Path) -> list[Path]:
+    """
+    All that is called a checkpoint in an output directory, newest first; of the same step the regular one comes first,
+    then the emergency one, then the one in `last-known-good/`.
+
+    Last come those beside the regular ones that an earlier run in this directory left behind: regular ones of fewer
+    steps were written after them.
+    """
+    regular = _numbered(Path(output_dir))
+    found = [(False, -number, 0, entry) for number, entry in regular]
+    written = [(number, _written_at(entry)) for number, entry in regular]
+    for place, name in enumerate((EMERGENCY_DIR, PINNED_DIR), start=1):
+        for number, entry in _numbered(Path(output_dir, name)):
+            at = _written_at(entry)
+            left_behind = any(other < number and later > at for other, later in written)
+            found.append((left_behind, -number, place, entry))
+    return [entry for *_, entry in sorted(found)]
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    return [(number, entry) for entry in folder.iterdir() if (number := number_of(entry)) is not None]
+
+
+def _written_at(checkpoint: Path) -> float:
+    """When a checkpoint was written, in seconds since the epoch; 0 if it cannot be told."""
+    at = (load_marker(checkpoint) or {}).get("time")
+    if isinstance(at, int | float):
+        return float(at)
+    try:
+        return (checkpoint / STATE_FILE).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def vet_all(output_dir: str | Path) -> list[Verdict]:
+    """The verdicts on all checkpoints of an output directory, newest first."""
+    return [vet(checkpoint) for checkpoint in checkpoints_in(output_dir)]
+
+
+def find_trusted_checkpoint(output_dir: str | Path, passed_over: list[Verdict] | None = None) -> str | None:
+    """
+    The newest checkpoint of an output directory that can be resumed from.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Of the run.
+        passed_over (`list[Verdict]`, *optional*):
+            Gets the verdicts on those that are newer, and cannot be.
+    """
+    newest = _newest_usable(output_dir, [] if passed_over is None else passed_over)
+    return None if newest is None else newest.path
+
+
+def _newest_usable(output_dir: str | Path, passed_over: list[Verdict]) -> Verdict | None:
+    for checkpoint in checkpoints_in(output_dir):
+        # Vetting reads every byte: those older than the first usable one are not looked at.
+        verdict = vet(checkpoint)
+        if verdict.usable:
+            return verdict
+        passed_over.append(verdict)
+    return None
+
+
+def resolve_checkpoint(
+    requested: str | os.PathLike[str] | bool, output_dir: str | Path, passed_over: list[Verdict]
+) -> Verdict | None:
+    """
+    The checkpoint that a request to resume means.
+
+    Args:
+        requested (`str`, `PathLike` or `bool`):
+            `True` for the newest one that can be resumed from, `"auto"` for the same or a fresh start, or a path.
+        output_dir (`str` or `Path`):
+            Of the run.
+        passed_over (`list[Verdict]`):
+            Gets the verdicts on those that cannot be resumed from.
+
+    Returns:
+        [`Verdict`]: On the one to resume from; `None` for a fresh start.
+
+    Raises:
+        CheckpointError: If there is none, or the one that was asked for cannot be resumed from.
+    """
+    if requested is False:
+        return None
+    if requested is not True and requested != "auto":
+        return _vetted(Path(requested), output_dir, passed_over)
+    chosen = _newest_usable(output_dir, passed_over)
+    if chosen is None and requested is True:
+        raise CheckpointError(_none_at_all(output_dir, passed_over))
+    return chosen
+
+
+def _vetted(requested: Path, output_dir: str | Path, passed_over: list[Verdict]) -> Verdict:
+    verdict = vet(requested)
+    if verdict.usable:
+        return verdict
+    passed_over.append(verdict)
+    trusted = find_trusted_checkpoint(output_dir)
+    instead = (
+        f"there is none in {output_dir} that can be resumed from"
+        if trusted is None
+        else f"the newest one that can be resumed from is resume_from_checkpoint={trusted!r}"
+    )
+    raise CheckpointError(
+        f"{requested} cannot be resumed from: {verdict.reason}. What to do: {instead}; to go on from weights alone, "
+        "load them as the model of a new run."
+    )
+
+
+def _none_at_all(output_dir: str | Path, passed_over: list[Verdict]) -> str:
+    if passed_over:
+        refused = "".join(f"\n  {verdict.path}: {verdict.reason}" for verdict in passed_over)
+        found = f"No checkpoint in {output_dir} can be resumed from:{refused}\n"
+    else:
+        found = (
+            f"There is no checkpoint in {output_dir}, nor in its {EMERGENCY_DIR}/ and {PINNED_DIR}/ "
+            "(looked for checkpoint-<step>). "
+        )
+    return (
+        f'{found}What to do: check output_dir, or start anew with resume_from_checkpoint="auto" (resumes where it '
+        "can) or resume_from_checkpoint=False."
+    )
+
+
+# ---- emergency checkpoints ----
 
 
 def save_emergency_checkpoint(instrument: Instrument, run: str) -> ResumePoint | None:
@@ -114,14 +306,12 @@ def publish(emergency: str, output_dir: str) -> str:
 
 
 def newest_checkpoint_of(run: str, output_dir: str) -> str | None:
-    """The newest checkpoint that was completely written in this run; those of another run are not ours to take."""
-    folders = [*Path(output_dir).glob("checkpoint-*"), *Path(output_dir, EMERGENCY_DIR).glob("checkpoint-*")]
-    marked = [
-        (marker["step"], str(folder))
-        for folder in folders
-        if (marker := read_marker(folder)) is not None and marker.get("run") == run
-    ]
-    return max(marked)[1] if marked else None
+    """The newest checkpoint of this run that can be resumed from; those of another run are not ours to take."""
+    for checkpoint in checkpoints_in(output_dir):
+        marker = read_marker(checkpoint)
+        if marker is not None and marker.get("run") == run and vet(checkpoint).usable:
+            return str(checkpoint)
+    return None
 
 
 def step_of(checkpoint: str, default: int) -> int:
@@ -133,3 +323,264 @@ def step_of(checkpoint: str, default: int) -> int:
 def remove_emergency_checkpoints(output_dir: str) -> None:
     """Removes the emergency checkpoints of a run that no longer needs them."""
     shutil.rmtree(Path(output_dir, EMERGENCY_DIR), ignore_errors=True)
+
+
+# ---- the last good ones ----
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A checkpoint of this run, and what is known about it."""
+
+    path: Path
+    standing: Standing
+    pinned: bool
+
+
+class CheckpointKeeper:
+    """
+    Follows the checkpoints of one run and keeps the last good ones in `last-known-good/`, where the Trainer's rotation
+    does not reach. They are hard links, which need no space of their own while the checkpoint itself is there.
+
+    To be called by the first process only. What the file system refuses is told once and never stops the training.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Of the run.
+        generations (`int`, *optional*, defaults to 2):
+            How many verified checkpoints are kept.
+    """
+
+    def __init__(self, output_dir: str | Path, generations: int = 2) -> None:
+        self.directory = Path(os.path.abspath(output_dir), PINNED_DIR)
+        self.generations = max(generations, 1)
+        self._followed: dict[int, _Followed] = {}
+        self._pending: int | None = None
+        self._links = True
+        self._swept = False
+        self._warned: set[str] = set()
+
+    def about_to_save(self, step: int) -> None:
+        """
+        Called before a regular checkpoint is written, in case the run comes by a step for the second time: the files
+        of the first are not to be overwritten where they lie. The links in `last-known-good/` lead to the same files,
+        and a process killed in between would leave half of each, which cannot be told from a whole one.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+        """
+        stale = self.directory.parent / f"checkpoint-{step}"
+        with self._contained("Making room for a checkpoint"):
+            if not stale.is_dir():
+                return
+            # Without its trainer_state.json, which is written last, nobody takes it for complete.
+            for file in (stale / MARKER_FILE, stale / STATE_FILE):
+                file.unlink(missing_ok=True)
+            for file in _files(stale):
+                if file.stat().st_nlink > 1:
+                    file.unlink()
+
+    def saved(self, checkpoint: str | Path, step: int) -> None:
+        """
+        Called after a checkpoint was completely written and marked, or resumed from: it is followed from now on.
+
+        Args:
+            checkpoint (`str` or `Path`):
+                The checkpoint directory.
+            step (`int`):
+                Optimizer steps finished.
+        """
+        checkpoint = Path(os.path.abspath(checkpoint))
+        verified = (load_marker(checkpoint) or {}).get("standing") == "verified"
+        followed = _Followed(checkpoint, "verified" if verified else "unverified", pinned=False)
+        self._followed[step] = followed
+        with self._contained("Following a checkpoint"):
+            self._sweep()
+            followed.pinned = self._is_pinned(checkpoint, step)
+            if self._pending == step and not followed.pinned:
+                self._pending = None
+            if not verified:
+                self._pin_as_pending(step)
+
+    def verified_up_to(self, step: int) -> None:
+        """
+        Enough healthy steps came after this one: the run's checkpoints up to it are good.
+
+        Args:
+            step (`int`):
+                The newest step that is known to be good.
+        """
+        good = [number for number in self._waiting() if number <= step]
+        if not good:
+            return
+        for number in good:
+            self._mark(number, "verified")
+        if self._pending is not None and self._pending <= step:
+            self._pending = None
+        with self._contained("Keeping the last good checkpoint"):
+            self._sweep()
+            self._keep_newest(good)
+            self._prune()
+            if waiting := self._waiting():
+                self._pin_as_pending(max(waiting))
+
+    def distrust_after(self, step: int, incident: str) -> None:
+        """
+        Something went wrong: what was written after a step, and is not verified, is not to be resumed from.
+
+        Args:
+            step (`int`):
+                The newest step that is still trusted.
+            incident (`str`):
+                What it was, for those who ask why.
+        """
+        for number in self._waiting():
+            if number <= step:
+                continue
+            self._mark(number, "suspect", incident)
+            followed = self._followed[number]
+            if followed.pinned and followed.path != self._pin(number):
+                with self._contained("Removing a suspect checkpoint"):
+                    _remove(self._pin(number))
+                    followed.pinned = False
+        if self._pending is not None and self._pending > step:
+            self._pending = None
+
+    def _waiting(self) -> list[int]:
+        return [number for number, followed in self._followed.items() if followed.standing == "unverified"]
+
+    def _pin(self, number: int) -> Path:
+        return self.directory / f"checkpoint-{number}"
+
+    def _is_pinned(self, checkpoint: Path, number: int) -> bool:
+        """Whether it is what lies in `last-known-good/` under its number; what it has overwritten there is removed."""
+        pin = self._pin(number)
+        if checkpoint == pin:
+            return True
+        if not pin.is_dir():
+            return False
+        mine, theirs = load_marker(checkpoint), load_marker(pin)
+        if mine and theirs and (mine.get("run"), mine.get("time")) == (theirs.get("run"), theirs.get("time")):
+            return True
+        if _share_files(checkpoint, pin):
+            _remove(pin)
+        return False
+
+    def _mark(self, number: int, standing: Standing, incident: str | None = None) -> None:
+        followed = self._followed[number]
+        followed.standing = standing
+        for place in {followed.path, self._pin(number)} if followed.pinned else {followed.path}:
+            with self._contained("Marking a checkpoint"):
+                set_standing(place, standing, incident)
+
+    def _pin_as_pending(self, number: int) -> None:
+        """Takes a checkpoint out of the rotation's reach until it is known whether it is good."""
+        if self._pending is not None:
+            return
+        if not self._followed[number].pinned:
+            verified = (load_marker(self._pin(number)) or {}).get("standing") == "verified"
+            if verified or not self._try_to_link(number):
+                return
+        self._pending = number
+
+    def _keep_newest(self, good: list[int]) -> None:
+        for number in sorted(good, reverse=True):
+            followed = self._followed[number]
+            if followed.pinned:
+                return
+            if not followed.path.is_dir():
+                continue
+            if not self._try_to_link(number):
+                self._copy(number)
+            return
+
+    def _try_to_link(self, number: int) -> bool:
+        followed = self._followed[number]
+        if not self._links or not followed.path.is_dir():
+            return False
+        try:
+            self._place(number, os.link)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._links = False
+        return self._links
+
+    def _copy(self, number: int) -> None:
+        path = self._followed[number].path
+        if "copy" not in self._warned:
+            self._warned.add("copy")
+            size = sum(file.stat().st_size for file in _files(path)) / 1e9
+            logger.warning(
+                "%s cannot hold hard links, so the last good checkpoint is copied there, and training waits: "
+                "%.3g GB each, %d of them.",
+                self.directory,
+                size,
+                self.generations,
+            )
+        self._place(number, shutil.copy2)
+
+    def _place(self, number: int, put: Callable[[Path, Path], Any]) -> None:
+        followed = self._followed[number]
+        # Renamed when it is whole: a process killed in between leaves nothing that looks like a checkpoint.
+        temporary = self.directory / f".checkpoint-{number}.new"
+        try:
+            for file in _files(followed.path):
+                target = temporary / file.relative_to(followed.path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                put(file, target)
+            shutil.copy2(followed.path / MARKER_FILE, temporary / MARKER_FILE)
+            _remove(self._pin(number))
+            temporary.rename(self._pin(number))
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        followed.pinned = True
+
+    def _prune(self) -> None:
+        # By the time of writing, not by number: an earlier run in the same directory may have come further.
+        newest_first = sorted((pin for _, pin in _numbered(self.directory)), key=_written_at, reverse=True)
+        verified = [pin for pin in newest_first if (load_marker(pin) or {}).get("standing") == "verified"]
+        kept = verified[: self.generations]
+        if not kept:
+            return
+        if self._pending is not None:
+            kept.append(self._pin(self._pending))
+        for pin in newest_first:
+            if pin not in kept:
+                _remove(pin)
+                if (followed := self._followed.get(number_of(pin) or 0)) is not None:
+                    followed.pinned = False
+
+    def _sweep(self) -> None:
+        """Removes what a process that was killed half-way left behind."""
+        if self._swept:
+            return
+        self._swept = True
+        for leftover in self.directory.glob(".checkpoint-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    @contextmanager
+    def _contained(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if doing not in self._warned:
+                self._warned.add(doing)
+                logger.warning("%s failed; training goes on. %s", doing, error)
+
+
+def _remove(pin: Path) -> None:
+    if not pin.exists():
+        return
+    # Renamed first: a process killed in between leaves nothing that looks like a checkpoint.
+    gone = pin.with_name(f".{pin.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    pin.rename(gone)
+    shutil.rmtree(gone)
+
+
+def _share_files(one: Path, other: Path) -> bool:
+    theirs = {(status.st_dev, status.st_ino) for status in (file.stat() for file in _files(other))}
+    return any((status.st_dev, status.st_ino) in theirs for status in (file.stat() for file in _files(one)))

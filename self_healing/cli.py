@@ -1,5 +1,5 @@
 """
-The command line: `self-healing demo`, `report`, `config` and `rules`.
+The command line: `self-healing demo`, `report`, `check`, `config` and `rules`.
 
 What a command needs is imported when it runs, so that one that needs little does not wait for TRL and the model code.
 """
@@ -90,7 +90,52 @@ def report(
         console.print(
             f"{len(picture.incidents)} incidents, {picture.steps_lost} steps and {picture.seconds_lost:.1f} s lost."
         )
+    if picture.rate:
+        console.print(picture.rate)
     console.print(f"Journal: {picture.journal}", soft_wrap=True)
+
+
+@app.command()
+def check(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run, or one checkpoint.", show_default=False)],
+) -> None:
+    """Look at every checkpoint of a run: which of them can be resumed from, and why the others cannot."""
+    if not run_dir.is_dir():
+        typer.echo(f"There is no directory {run_dir}. Please name the output_dir of a run, or a checkpoint.", err=True)
+        raise typer.Exit(2)
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from .checkpoints import checkpoints_in, vet_all
+    from .vetting import STATE_FILE, number_of, vet
+
+    named = number_of(run_dir.resolve()) is not None
+    # `trainer.save_state()` leaves one in the output_dir, too.
+    single = named or (not checkpoints_in(run_dir) and (run_dir / STATE_FILE).is_file())
+    verdicts = [vet(run_dir)] if single else vet_all(run_dir)
+    console = Console(highlight=False)
+    picture = Table()
+    picture.add_column("checkpoint", overflow="fold")
+    picture.add_column("step", justify="right")
+    picture.add_column("verdict")
+    picture.add_column("standing")
+    picture.add_column("reason", overflow="fold")
+    for verdict in verdicts:
+        name = str(run_dir) if single else str(Path(verdict.path).relative_to(run_dir))
+        told = Text("can be resumed from", "green") if verdict.usable else Text("no", "bold red")
+        step = "" if verdict.step is None else str(verdict.step)
+        picture.add_row(Text(name), step, told, verdict.standing, Text(verdict.reason))
+    if verdicts:
+        console.print(picture)
+    chosen = next((verdict for verdict in verdicts if verdict.usable), None)
+    if chosen is None:
+        none = "None can be resumed from." if verdicts else f"There is no checkpoint in {run_dir}."
+        console.print(none, soft_wrap=True)
+        raise typer.Exit(1)
+    how = repr(chosen.path) if single else "True"
+    console.print(f"resume_from_checkpoint={how} takes {chosen.path} (step {chosen.step}).", soft_wrap=True)
 
 
 @app.command()
@@ -159,9 +204,7 @@ def show_rules(
             name.append(f"\n{', '.join(rule.objectives)}", "dim")
         lasting = f"{rule.steps} steps, {rule.observations} logs" if rule.steps > 1 else f"{rule.observations} logs"
         cells = [name, Text(rule.healthy), Text(f"{rule.describe()}; for {lasting}"), Text(rule.remedy)]
-        # Until there is rollback, such a rule can only tell.
-        action = "alert; no rollback yet" if rule.action == "rollback" else rule.action
-        picture.add_row(*cells[: 4 if wide else 3], Text(f"{rule.severity}\n{action}"))
+        picture.add_row(*cells[: 4 if wide else 3], Text(f"{rule.severity}\n{rule.action}"))
     console.print(picture)
 
 

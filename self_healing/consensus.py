@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -25,3 +27,26 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     if world_size() > 1:
         dist.all_reduce(values, op=dist.ReduceOp.SUM)
     return values
+
+
+def largest_of_ranks(value: float, device: torch.device) -> float:
+    """The largest value of any rank. Collective."""
+    if world_size() == 1:
+        return value
+    largest = torch.tensor(value, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest.item())
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that decides about files."""
+    return world_size() == 1 or dist.get_rank() == 0
+
+
+def from_first_rank(value: Any) -> Any:
+    """What the first rank has decided, on every rank. Collective."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

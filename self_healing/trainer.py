@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,14 @@ from transformers.trainer_utils import TrainOutput
 from . import consensus
 from .actions import HealingContext
 from .callback import SelfHealingCallback, adopt_session
-from .checkpoints import newest_checkpoint_of, publish, remove_emergency_checkpoints, step_of
+from .checkpoints import (
+    CheckpointError,
+    newest_checkpoint_of,
+    publish,
+    remove_emergency_checkpoints,
+    resolve_checkpoint,
+    step_of,
+)
 from .config import HealingConfig
 from .dry_run import DryRunReport, dry_run
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError, classify_exception
@@ -23,6 +31,7 @@ from .instrument import RandomState
 from .journal import Incident
 from .report import HealingReport
 from .session import Session
+from .vetting import Verdict
 
 
 logger = logging.getLogger("self_healing")
@@ -100,13 +109,14 @@ class SelfHealingTrainer:
 
     # ---- training ----
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, **kwargs: Any) -> TrainOutput:
         """
         Trains to the end, however often `train()` of the wrapped trainer has to be entered.
 
         Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*):
-                As for the wrapped trainer.
+            resume_from_checkpoint (`str`, `PathLike` or `bool`, *optional*):
+                `True` resumes from the newest checkpoint in `output_dir` that is complete, finite and not suspect,
+                `"auto"` does the same or starts anew where there is none. A path is looked at before it is used.
             **kwargs:
                 Handed to the wrapped trainer's `train()`.
 
@@ -114,6 +124,7 @@ class SelfHealingTrainer:
             [`~transformers.trainer_utils.TrainOutput`]: Of the whole run.
 
         Raises:
+            CheckpointError: If there is nothing that can be resumed from, or the path given is not.
             UnrecoverableTrainingError: When the remedies are spent; its message names the postmortem.
             Exception: What cannot be healed, unchanged.
         """
@@ -121,10 +132,11 @@ class SelfHealingTrainer:
         args = self.trainer.args
         directory = Path(self.config.healing_dir or args.output_dir)
         self._session = session = Session(self.config, directory, args.process_index, self._sleep)
+        resume = None if resume_from_checkpoint is None else self._choose_checkpoint(session, resume_from_checkpoint)
         adopt_session(self.trainer, session)
         theirs = args.eval_on_start, args.ignore_data_skip
         try:
-            output = self._enter_until_done(session, resume_from_checkpoint, kwargs)
+            output = self._enter_until_done(session, resume, kwargs)
         except (KeyboardInterrupt, SystemExit) as error:
             session.close_outcomes()
             point = session.resume_point
@@ -135,9 +147,44 @@ class SelfHealingTrainer:
             args.eval_on_start, args.ignore_data_skip = theirs
             adopt_session(self.trainer, None)
             self._let_go(session)
+            session.rollback.release()
         if session.resume_point is not None:
             remove_emergency_checkpoints(args.output_dir)
         return output
+
+    def _choose_checkpoint(self, session: Session, requested: str | os.PathLike[str] | bool) -> str | None:
+        """What to resume from; with several processes the first one decides for all of them."""
+        chosen: str | None = None
+        failed: Exception | None = None
+        if self.trainer.args.process_index == 0:
+            try:
+                chosen = self._look_for_checkpoint(session, requested)
+            except Exception as error:
+                # Raised once the others know: they wait to be told.
+                failed = error
+        chosen, refusal = consensus.from_first_rank((chosen, None if failed is None else str(failed)))
+        if refusal is not None and failed is None:
+            failed = CheckpointError(refusal)
+        if failed is not None:
+            raise failed
+        return chosen
+
+    def _look_for_checkpoint(self, session: Session, requested: str | os.PathLike[str] | bool) -> str | None:
+        output_dir, passed_over = self.trainer.args.output_dir, list[Verdict]()
+        try:
+            chosen = resolve_checkpoint(requested, output_dir, passed_over)
+        finally:
+            for verdict in passed_over:
+                logger.warning("%s is passed over: %s.", verdict.path, verdict.reason)
+                session.journal.event(
+                    "checkpoint_passed_over", verdict.step or 0, path=verdict.path, reason=verdict.reason
+                )
+        if chosen is None:
+            if passed_over:
+                logger.warning("No checkpoint in %s can be resumed from; the run starts anew.", output_dir)
+            return None
+        session.journal.event("checkpoint_chosen", chosen.step or 0, path=chosen.path, standing=chosen.standing)
+        return chosen.path
 
     def _enter_until_done(self, session: Session, resume: Any, kwargs: dict[str, Any]) -> TrainOutput:
         entry_rng = RandomState.capture(self.trainer.accelerator.device)
@@ -291,4 +338,7 @@ class SelfHealingTrainer:
         """What happened in the last run."""
         if self._session is None:
             return HealingReport()
-        return HealingReport.from_incidents(self._session.journal.incidents, str(self._session.journal.path))
+        session = self._session
+        return HealingReport.from_incidents(
+            session.journal.incidents, str(session.journal.path), session.rate_in_force()
+        )

@@ -1,0 +1,646 @@
+"""Which checkpoint a run resumes from, and which ones are still there when it has to."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same_weights, build_tokenizer, journal, sft_trainer, weights
+from test_vetting import DAMAGES, as_just_written
+from transformers import TrainerCallback, set_seed
+
+from self_healing import SelfHealingCallback, SelfHealingTrainer
+from self_healing.checkpoints import (
+    CheckpointError,
+    CheckpointKeeper,
+    checkpoints_in,
+    find_trusted_checkpoint,
+    newest_checkpoint_of,
+    read_marker,
+    set_standing,
+    write_marker,
+)
+from self_healing.vetting import Verdict, vet
+
+
+SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+LATER = {"max_steps": 8}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A run with checkpoints at 2, 4 and 6; nobody writes to it."""
+    directory = tmp_path_factory.mktemp("finished") / "run"
+    sft_trainer(directory, tokenizer, callbacks=[SelfHealingCallback()], **SAVING).train()
+    return as_just_written(directory)
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def resumed_from_4(
+    finished: Path, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any
+) -> dict[str, torch.Tensor]:
+    """The weights of a plain Trainer that resumed from step 4."""
+    trainer = sft_trainer(tmp_path_factory.mktemp("plain"), tokenizer, **LATER)
+    trainer.train(resume_from_checkpoint=str(finished / "checkpoint-4"))
+    return weights(trainer)
+
+
+def later(directory: Path, tokenizer: Any) -> SelfHealingTrainer:
+    return SelfHealingTrainer(sft_trainer(directory, tokenizer, **LATER))
+
+
+def damage(checkpoint: Path, name: str = "no optimizer state") -> None:
+    DAMAGES[name][0](checkpoint)
+
+
+def standings(run: Path) -> dict[str, str]:
+    return {str(checkpoint.relative_to(run)): vet(checkpoint).standing for checkpoint in checkpoints_in(run)}
+
+
+# ---- resume_from_checkpoint=True ----
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "truncated weights",
+        "no optimizer state",
+        "half-written state",
+        "NaN weight",
+        "killed while saving",
+        "empty directory",
+        "a file",
+    ],
+)
+def test_true_resumes_from_the_newest_that_can_be_trusted(
+    run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(run / "checkpoint-6", name)
+    reason = vet(run / "checkpoint-6").reason
+    assert reason.startswith(DAMAGES[name][1])
+    healer = later(run, tokenizer)
+    healer.train(resume_from_checkpoint=True)
+    assert_same_weights(weights(healer.trainer), resumed_from_4)
+    assert f"{run / 'checkpoint-6'} is passed over: {reason}." in caplog.messages
+    (passed_over,) = journal(run, "checkpoint_passed_over")[-1:]
+    assert (passed_over["path"], passed_over["reason"]) == (str(run / "checkpoint-6"), reason)
+    (chosen,) = journal(run, "checkpoint_chosen")[-1:]
+    assert (chosen["path"], chosen["step"]) == (str(run / "checkpoint-4"), 4)
+
+
+def test_true_passes_over_what_is_suspect(run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor]) -> None:
+    set_standing(run / "checkpoint-6", "suspect", "run-001")
+    healer = later(run, tokenizer)
+    healer.train(resume_from_checkpoint=True)
+    assert_same_weights(weights(healer.trainer), resumed_from_4)
+
+
+@pytest.mark.parametrize("place", ["emergency", "last-known-good"])
+def test_true_finds_what_lies_beside_the_regular_ones(
+    run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor], place: str
+) -> None:
+    (run / place).mkdir()
+    (run / "checkpoint-4").rename(run / place / "checkpoint-4")
+    shutil.rmtree(run / "checkpoint-6")
+    healer = later(run, tokenizer)
+    healer.train(resume_from_checkpoint=True)
+    assert_same_weights(weights(healer.trainer), resumed_from_4)
+
+
+def test_true_without_any_is_an_error_that_says_what_to_do(tmp_path: Path, tokenizer: Any) -> None:
+    healer = later(tmp_path / "run", tokenizer)
+    with pytest.raises(CheckpointError) as caught:
+        healer.train(resume_from_checkpoint=True)
+    assert f"There is no checkpoint in {tmp_path / 'run'}" in str(caught.value)
+    assert 'resume_from_checkpoint="auto"' in str(caught.value)
+    assert healer.trainer.state.global_step == 0
+
+
+def test_true_with_none_that_is_usable_names_each_with_its_reason(run: Path, tokenizer: Any) -> None:
+    names = ["NaN weight", "truncated weights", "no schedule"]
+    for step, name in zip((2, 4, 6), names, strict=True):
+        damage(run / f"checkpoint-{step}", name)
+    with pytest.raises(CheckpointError) as caught:
+        later(run, tokenizer).train(resume_from_checkpoint=True)
+    for step, name in zip((2, 4, 6), names, strict=True):
+        assert f"checkpoint-{step}: {DAMAGES[name][1]}" in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_the_trainer_is_its_own_after_an_error(run: Path, tokenizer: Any) -> None:
+    healer = later(run, tokenizer)
+    with pytest.raises(CheckpointError):
+        healer.train(resume_from_checkpoint=str(run / "elsewhere"))
+    assert healer.train().global_step == 8
+
+
+# ---- "auto", a path, nothing ----
+
+
+def test_auto_resumes_where_it_can(run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor]) -> None:
+    damage(run / "checkpoint-6")
+    healer = later(run, tokenizer)
+    healer.train(resume_from_checkpoint="auto")
+    assert_same_weights(weights(healer.trainer), resumed_from_4)
+
+
+def test_auto_starts_anew_in_an_empty_directory(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **LATER)
+    clean.train()
+    healer = later(tmp_path / "run", tokenizer)
+    with caplog.at_level(logging.WARNING, logger="self_healing"):
+        healer.train(resume_from_checkpoint="auto")
+    assert_same_weights(weights(healer.trainer), weights(clean))
+    assert not [record for record in caplog.records if record.name.startswith("self_healing")]
+
+
+def test_auto_says_so_if_it_starts_anew_over_bad_checkpoints(
+    run: Path, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **LATER)
+    clean.train()
+    for step in (2, 4, 6):
+        damage(run / f"checkpoint-{step}", "NaN weight")
+    healer = later(run, tokenizer)
+    healer.train(resume_from_checkpoint="auto")
+    assert_same_weights(weights(healer.trainer), weights(clean))
+    assert f"No checkpoint in {run} can be resumed from; the run starts anew." in caplog.messages
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_is_taken_if_it_is_usable(
+    run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor], kind: Any
+) -> None:
+    healer = later(run, tokenizer)
+    healer.train(resume_from_checkpoint=kind(run / "checkpoint-4"))
+    assert_same_weights(weights(healer.trainer), resumed_from_4)
+
+
+def test_a_path_that_is_not_usable_is_an_error_that_names_one_that_is(run: Path, tokenizer: Any) -> None:
+    damage(run / "checkpoint-6", "NaN weight")
+    healer = later(run, tokenizer)
+    with pytest.raises(CheckpointError) as caught:
+        healer.train(resume_from_checkpoint=str(run / "checkpoint-6"))
+    assert f"{run / 'checkpoint-6'} cannot be resumed from: model.layers.1.mlp" in str(caught.value)
+    assert f"resume_from_checkpoint={str(run / 'checkpoint-4')!r}" in str(caught.value)
+    assert healer.trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("nothing", [None, False])
+def test_without_a_request_nothing_is_looked_at(run: Path, tokenizer: Any, nothing: Any) -> None:
+    healer = later(run, tokenizer)
+    seen = len(journal(run))
+    assert healer.train(resume_from_checkpoint=nothing).metrics["train_loss"] > 0
+    assert healer.trainer.state.log_history[0]["step"] == 1
+    assert not [event for event in journal(run)[seen:] if event["kind"].startswith("checkpoint_")]
+
+
+# ---- in which order ----
+
+
+def test_newest_first_and_of_the_same_step_the_regular_one(run: Path) -> None:
+    for place, steps in (("emergency", (4, 7)), ("last-known-good", (2, 4))):
+        for step in steps:
+            shutil.copytree(run / "checkpoint-2", run / place / f"checkpoint-{step}")
+            write_marker(run / place / f"checkpoint-{step}", "run", step, {}, emergency=False)
+    assert [str(checkpoint.relative_to(run)) for checkpoint in checkpoints_in(run)] == [
+        "emergency/checkpoint-7",
+        "checkpoint-6",
+        "checkpoint-4",
+        "emergency/checkpoint-4",
+        "last-known-good/checkpoint-4",
+        "checkpoint-2",
+        "last-known-good/checkpoint-2",
+    ]
+
+
+@pytest.mark.parametrize("kept_by", ["this library", "the plain trainer"])
+def test_what_an_earlier_run_kept_comes_last(run: Path, kept_by: str) -> None:
+    """The directory is used again from the start: the earlier run came further, but is not the one to go on with."""
+    (run / "last-known-good").mkdir()
+    (run / "checkpoint-6").rename(run / "last-known-good" / "checkpoint-6")
+    assert find_trusted_checkpoint(run) == str(run / "last-known-good" / "checkpoint-6")
+    if kept_by == "this library":
+        write_marker(run / "checkpoint-4", "later run", 4, {}, emergency=False)
+    else:
+        (run / "checkpoint-4" / "healing.json").unlink()
+        (run / "checkpoint-4" / "trainer_state.json").touch()
+    assert [checkpoint.name for checkpoint in checkpoints_in(run)] == ["checkpoint-4", "checkpoint-2", "checkpoint-6"]
+
+
+def test_steps_are_compared_as_numbers(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert [checkpoint.name[11:] for checkpoint in checkpoints_in(tmp_path)] == ["100", "10", "9"]
+
+
+def test_older_ones_are_not_looked_at(run: Path) -> None:
+    damage(run / "checkpoint-6")
+    damage(run / "checkpoint-2")
+    passed_over: list[Verdict] = []
+    assert find_trusted_checkpoint(run, passed_over) == str(run / "checkpoint-4")
+    assert [Path(verdict.path).name for verdict in passed_over] == ["checkpoint-6"]
+
+
+def test_no_directory_has_no_checkpoints(tmp_path: Path) -> None:
+    assert find_trusted_checkpoint(tmp_path / "elsewhere") is None
+
+
+def test_a_recovery_takes_the_newest_of_its_own_run_that_is_usable(run: Path) -> None:
+    own = read_marker(run / "checkpoint-6")
+    assert own is not None
+    assert newest_checkpoint_of(own["run"], str(run)) == str(run / "checkpoint-6")
+    damage(run / "checkpoint-6", "NaN weight")
+    assert newest_checkpoint_of(own["run"], str(run)) == str(run / "checkpoint-4")
+    write_marker(run / "checkpoint-4", "another run", 4, {}, emergency=False)
+    assert newest_checkpoint_of(own["run"], str(run)) == str(run / "checkpoint-2")
+    set_standing(run / "checkpoint-2", "suspect")
+    assert newest_checkpoint_of(own["run"], str(run)) is None
+
+
+# ---- standing ----
+
+
+def test_a_standing_is_changed_without_touching_what_links_to_it(run: Path, tmp_path: Path) -> None:
+    os.link(run / "checkpoint-4" / "healing.json", tmp_path / "linked.json")
+    set_standing(run / "checkpoint-4", "verified")
+    assert json.loads((tmp_path / "linked.json").read_text())["standing"] == "unverified"
+    marker = read_marker(run / "checkpoint-4")
+    assert marker is not None
+    assert marker["standing"] == "verified"
+
+
+def test_a_standing_leaves_the_order_of_rotation_alone(run: Path) -> None:
+    """The Trainer deletes the directory that was changed longest ago."""
+    os.utime(run / "checkpoint-2", (1_000_000, 1_000_000))
+    set_standing(run / "checkpoint-2", "verified")
+    assert (run / "checkpoint-2").stat().st_mtime == 1_000_000
+
+
+def test_a_checkpoint_without_a_marker_gets_no_standing(run: Path) -> None:
+    (run / "checkpoint-4" / "healing.json").unlink()
+    set_standing(run / "checkpoint-4", "verified")
+    assert vet(run / "checkpoint-4").standing == "unmarked"
+
+
+# ---- CheckpointKeeper ----
+
+
+class Keeping(TrainerCallback):
+    """Calls a keeper as a run does: a checkpoint is good when `verify` steps came after it, until `bad_from`."""
+
+    def __init__(self, keeper: CheckpointKeeper, verify: int, bad_from: int = 1000) -> None:
+        self.keeper, self.verify, self.bad_from = keeper, verify, bad_from
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step < self.bad_from:
+            self.keeper.verified_up_to(state.global_step - self.verify)
+        if control.should_save:
+            self.keeper.about_to_save(state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        write_marker(checkpoint, "run", state.global_step, {}, emergency=False)
+        self.keeper.saved(checkpoint, state.global_step)
+
+
+def follow(run: Path, *steps: int, **options: Any) -> CheckpointKeeper:
+    keeper = CheckpointKeeper(run, **options)
+    for step in steps:
+        keeper.saved(run / f"checkpoint-{step}", step)
+    return keeper
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_last_good_one_survives_a_long_bad_stretch(tmp_path: Path, tokenizer: Any, limit: int) -> None:
+    keeper = CheckpointKeeper(tmp_path)
+    keeping = Keeping(keeper, verify=3, bad_from=6)
+    arguments = {**SAVING, "max_steps": 16, "save_total_limit": limit}
+    sft_trainer(tmp_path, tokenizer, callbacks=[keeping], **arguments).train()
+    keeper.distrust_after(2, "run-001")
+    regular = [f"checkpoint-{step}" for step in (16, 14)[:limit]]
+    expected = dict.fromkeys(regular, "suspect") | {"last-known-good/checkpoint-2": "verified"}
+    assert standings(tmp_path) == expected
+    assert find_trusted_checkpoint(tmp_path) == str(tmp_path / "last-known-good" / "checkpoint-2")
+
+
+def test_a_checkpoint_is_out_of_reach_before_it_is_verified(run: Path) -> None:
+    follow(run, 2, 4, 6)
+    for step in (2, 4, 6):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    assert standings(run) == {"last-known-good/checkpoint-2": "unverified"}
+    assert vet(run / "last-known-good" / "checkpoint-2").usable
+
+
+def test_a_link_takes_no_space(run: Path) -> None:
+    follow(run, 2)
+    for name in ("model.safetensors", "optimizer.pt", "trainer_state.json"):
+        assert (run / "last-known-good" / "checkpoint-2" / name).samefile(run / "checkpoint-2" / name)
+    marker = "checkpoint-2/healing.json"
+    assert not (run / "last-known-good" / marker).samefile(run / marker)
+
+
+def test_healthy_steps_verify_what_came_before_them(run: Path) -> None:
+    follow(run, 2, 4, 6).verified_up_to(5)
+    assert standings(run) == {
+        "checkpoint-6": "unverified",
+        "last-known-good/checkpoint-6": "unverified",
+        "checkpoint-4": "verified",
+        "last-known-good/checkpoint-4": "verified",
+        "checkpoint-2": "verified",
+        "last-known-good/checkpoint-2": "verified",
+    }
+
+
+def test_older_generations_are_let_go(run: Path) -> None:
+    keeper = follow(run, 2, generations=1)
+    keeper.verified_up_to(2)
+    keeper.saved(run / "checkpoint-4", 4)
+    assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    keeper.verified_up_to(4)
+    assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-4"]
+    keeper.saved(run / "checkpoint-6", 6)
+    keeper.distrust_after(4, "run-001")
+    keeper.verified_up_to(9)
+    assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-4"]
+
+
+def test_what_an_earlier_run_kept_goes_last(run: Path) -> None:
+    earlier = follow(run, 6)
+    earlier.verified_up_to(6)
+    shutil.rmtree(run / "checkpoint-6")
+    for step in (2, 4):
+        write_marker(run / f"checkpoint-{step}", "later run", step, {}, emergency=False)
+    keeper = follow(run, 2)
+    keeper.verified_up_to(2)
+    assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-2", "checkpoint-6"]
+    keeper.saved(run / "checkpoint-4", 4)
+    keeper.verified_up_to(4)
+    assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_what_came_after_the_trusted_step_is_suspect(run: Path) -> None:
+    keeper = follow(run, 2, 4, 6)
+    keeper.verified_up_to(2)
+    keeper.distrust_after(4, "run-001")
+    assert standings(run) == {
+        "checkpoint-6": "suspect",
+        "checkpoint-4": "unverified",
+        "checkpoint-2": "verified",
+        "last-known-good/checkpoint-2": "verified",
+    }
+    assert vet(run / "checkpoint-6").reason.endswith("(incident run-001)")
+    keeper.verified_up_to(100)
+    assert standings(run)["checkpoint-6"] == "suspect"
+
+
+def test_after_a_bad_stretch_the_next_one_is_out_of_reach_again(run: Path) -> None:
+    keeper = follow(run, 2, 4)
+    keeper.distrust_after(0, "run-001")
+    keeper.saved(run / "checkpoint-6", 6)
+    assert [path.name for path in keeper.directory.iterdir()] == ["checkpoint-6"]
+
+
+def test_one_that_waits_is_not_let_go_with_the_older_ones(run: Path) -> None:
+    keeper = follow(run, 2, 4, 6, generations=1)
+    keeper.verified_up_to(2)
+    keeper.verified_up_to(4)
+    assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_a_verified_one_is_not_distrusted_any_more(run: Path) -> None:
+    keeper = follow(run, 2, 4)
+    keeper.verified_up_to(4)
+    keeper.distrust_after(0, "run-001")
+    assert set(standings(run).values()) == {"verified", "unverified"}
+
+
+def test_checkpoints_of_another_run_are_left_as_they_are(run: Path) -> None:
+    keeper = follow(run, 4)
+    keeper.verified_up_to(3)
+    keeper.distrust_after(3, "run-001")
+    assert standings(run) == {"checkpoint-6": "unverified", "checkpoint-4": "suspect", "checkpoint-2": "unverified"}
+
+
+def test_what_a_run_resumed_from_is_verified_by_its_healthy_steps(run: Path) -> None:
+    follow(run, 4)
+    keeper = CheckpointKeeper(run)
+    keeper.saved(run / "last-known-good" / "checkpoint-4", 4)
+    keeper.verified_up_to(4)
+    assert vet(run / "last-known-good" / "checkpoint-4").standing == "verified"
+
+
+def test_what_a_run_resumed_from_is_not_removed_for_want_of_a_marker(run: Path) -> None:
+    follow(run, 4)
+    kept = run / "last-known-good" / "checkpoint-4"
+    (kept / "healing.json").unlink()
+    CheckpointKeeper(run).saved(kept, 4)
+    assert vet(kept).usable
+
+
+def test_what_is_kept_stays_so_when_a_run_resumes_from_it(run: Path) -> None:
+    follow(run, 4).verified_up_to(4)
+    keeper = follow(run, 4)
+    shutil.rmtree(run / "checkpoint-4")
+    assert vet(keeper.directory / "checkpoint-4").standing == "verified"
+
+
+# ---- a step the run comes by a second time ----
+
+
+def test_a_checkpoint_written_again_does_not_touch_the_one_that_is_kept(run: Path, tokenizer: Any) -> None:
+    follow(run, 4).verified_up_to(4)
+    kept = run / "last-known-good" / "checkpoint-4"
+    before = {file.name: file.read_bytes() for file in kept.iterdir()}
+    arguments = {**SAVING, "max_grad_norm": 0.01}
+    trainer = sft_trainer(run, tokenizer, callbacks=[Keeping(CheckpointKeeper(run), verify=100)], **arguments)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert {file.name: file.read_bytes() for file in kept.iterdir()} == before
+    assert (run / "checkpoint-4" / "model.safetensors").read_bytes() != before["model.safetensors"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_checkpoint_killed_while_it_is_written_again_is_not_taken_for_a_whole_one(run: Path, kept: bool) -> None:
+    keeper = CheckpointKeeper(run)
+    if kept:
+        keeper.saved(run / "checkpoint-4", 4)
+    keeper.about_to_save(4)
+    shutil.copy(run / "checkpoint-2" / "model.safetensors", run / "checkpoint-4" / "model.safetensors")
+    assert not vet(run / "checkpoint-4").usable
+    assert vet(run / "last-known-good" / "checkpoint-4").usable == kept
+
+
+def test_a_kept_one_whose_files_were_overwritten_is_not_kept_as_good(run: Path) -> None:
+    keeper = follow(run, 4)
+    keeper.verified_up_to(4)
+    write_marker(run / "checkpoint-4", "run", 4, {}, emergency=False)
+    keeper.saved(run / "checkpoint-4", 4)
+    assert vet(run / "last-known-good" / "checkpoint-4").standing == "unverified"
+
+
+def test_about_to_save_for_the_first_time_does_nothing(run: Path) -> None:
+    CheckpointKeeper(run).about_to_save(8)
+    assert not (run / "checkpoint-8").exists()
+
+
+# ---- file systems ----
+
+
+def no_links(*_: Any) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def test_without_links_the_newest_verified_one_is_copied(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "link", no_links)
+    keeper = follow(run, 2, 4)
+    assert not keeper.directory.exists() or not any(keeper.directory.iterdir())
+    keeper.verified_up_to(4)
+    kept = run / "last-known-good" / "checkpoint-4"
+    assert not (kept / "model.safetensors").samefile(run / "checkpoint-4" / "model.safetensors")
+    assert (vet(kept).usable, vet(kept).standing) == (True, "verified")
+    keeper.saved(run / "checkpoint-6", 6)
+    keeper.verified_up_to(6)
+    assert vet(run / "last-known-good" / "checkpoint-6").usable
+    (told,) = caplog.messages
+    assert "is copied there" in told
+    assert "GB each" in told
+
+
+def test_a_full_disk_is_told_once_and_stops_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", full)
+    keeper = follow(run, 2, 4)
+    (told,) = caplog.messages
+    assert "No space left on device" in told
+    assert not any(keeper.directory.iterdir())
+    monkeypatch.undo()
+    keeper.saved(run / "checkpoint-6", 6)
+    assert vet(run / "last-known-good" / "checkpoint-6").usable
+
+
+def test_a_checkpoint_that_was_rotated_away_is_no_trouble(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keeper = follow(run, 2, 4, 6)
+    for step in (2, 4, 6):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    keeper.verified_up_to(4)
+    keeper.distrust_after(4, "run-001")
+    assert standings(run) == {"last-known-good/checkpoint-2": "verified"}
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("at", [1, 5, "rename"])
+def test_a_process_killed_while_it_pins_leaves_nothing_that_looks_like_a_checkpoint(
+    run: Path, monkeypatch: pytest.MonkeyPatch, at: int | str
+) -> None:
+    keeper = CheckpointKeeper(run)
+    link, calls = os.link, [0]
+
+    def killed_at(source: Any, target: Any) -> None:
+        calls[0] += 1
+        if calls[0] == at:
+            raise KeyboardInterrupt
+        link(source, target)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if at == "rename":
+        monkeypatch.setattr(Path, "rename", killed)
+    else:
+        monkeypatch.setattr(os, "link", killed_at)
+    with pytest.raises(KeyboardInterrupt):
+        keeper.saved(run / "checkpoint-6", 6)
+    monkeypatch.undo()
+    assert len(list(keeper.directory.iterdir())) == 1
+    assert [checkpoint.parent for checkpoint in checkpoints_in(run)] == [run] * 3
+    follow(run, 4)
+    assert [path.name for path in keeper.directory.iterdir()] == ["checkpoint-4"]
+
+
+def test_looking_at_many_steps_costs_nothing(run: Path) -> None:
+    keeper = follow(run, 2)
+    keeper.verified_up_to(2)
+    before = (run / "checkpoint-2" / "healing.json").stat().st_ino
+    began = time.perf_counter()
+    for step in range(1000):
+        keeper.verified_up_to(step)
+    assert time.perf_counter() - began < 0.1
+    assert (run / "checkpoint-2" / "healing.json").stat().st_ino == before
+
+
+# ---- several processes ----
+
+
+def test_the_first_process_decides_for_all(finished: Path, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        shutil.copytree(finished, tmp_path / f"run.{rank}")
+    damage(tmp_path / "run.0" / "checkpoint-6")
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+            *(__file__, str(tmp_path)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        check=True,
+        timeout=300,
+    )
+    results = [json.loads((tmp_path / f"results.{rank}.json").read_text()) for rank in (0, 1)]
+    assert [result["resumed_at"] for result in results] == [4, 4]
+    assert results[0]["weights"] == results[1]["weights"]
+    assert [result["looked"] for result in results] == [True, False]
+    for result in results:
+        assert f"There is no checkpoint in {tmp_path / 'nothing.0'}" in result["refused"]
+
+
+def on_one_rank(directory: Path) -> None:
+    """Each process has an output directory of its own; only that of the first is damaged."""
+    rank = int(os.environ["RANK"])
+    tokenizer = build_tokenizer()
+
+    def healer(name: str) -> SelfHealingTrainer:
+        set_seed(1234)
+        trainer = sft_trainer(directory / f"{name}.{rank}", tokenizer, ddp_backend="gloo", max_steps=7)
+        return SelfHealingTrainer(trainer)
+
+    resumed = healer("run")
+    resumed.train(resume_from_checkpoint=True)
+    name = "healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl"
+    events = [json.loads(line) for line in (directory / f"run.{rank}" / name).read_text().splitlines()]
+    looked = any(event["kind"].startswith("checkpoint_") for event in events)
+    (resumed_at,) = [event["step"] for event in events if event["kind"] == "run_started"][-1:]
+    refused = ""
+    try:
+        healer("nothing").train(resume_from_checkpoint=True)
+    except CheckpointError as error:
+        refused = str(error)
+    weights_sum = sum(float(value.double().sum()) for value in weights(resumed.trainer).values())
+    result = {"resumed_at": resumed_at, "weights": weights_sum, "looked": looked, "refused": refused}
+    (directory / f"results.{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    on_one_rank(Path(sys.argv[1]))

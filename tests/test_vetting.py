@@ -1,0 +1,516 @@
+"""What is wrong with a checkpoint is seen in its files, and said; what is not wrong is not made up."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import sft_trainer
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from self_healing import SelfHealingCallback
+from self_healing.checkpoints import find_trusted_checkpoint, set_standing, vet_all, write_marker
+from self_healing.cli import app
+from self_healing.vetting import Verdict, vet
+
+
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """The same run with this library and without it; nobody writes to them."""
+    directory = tmp_path_factory.mktemp("runs")
+    sft_trainer(directory / "marked", tokenizer, callbacks=[SelfHealingCallback()], **SAVING).train()
+    as_just_written(directory / "marked")
+    sft_trainer(directory / "plain", tokenizer, **SAVING).train()
+    return directory
+
+
+def as_just_written(run: Path) -> Path:
+    """A run as if nothing were known about its checkpoints yet, and none had been kept."""
+    shutil.rmtree(run / "last-known-good", ignore_errors=True)
+    for checkpoint in run.glob("checkpoint-*"):
+        set_standing(checkpoint, "unverified")
+    return run
+
+
+@pytest.fixture
+def marked(runs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs / "marked", tmp_path / "marked"))
+
+
+@pytest.fixture
+def plain(runs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs / "plain", tmp_path / "plain"))
+
+
+# ---- ways to damage a checkpoint ----
+
+
+def truncated(name: str, keep: float = 0.6) -> Damage:
+    def damage(checkpoint: Path) -> None:
+        file = checkpoint / name
+        with file.open("r+b") as stream:
+            stream.truncate(int(file.stat().st_size * keep))
+
+    return damage
+
+
+def removed(name: str) -> Damage:
+    return lambda checkpoint: (checkpoint / name).unlink()
+
+
+def written(name: str, content: str | bytes) -> Damage:
+    raw = content.encode() if isinstance(content, str) else content
+    return lambda checkpoint: (checkpoint / name).write_bytes(raw) and None
+
+
+def flipped(name: str) -> Damage:
+    """One byte in the middle is another one, as after a disk error."""
+
+    def damage(checkpoint: Path) -> None:
+        raw = bytearray((checkpoint / name).read_bytes())
+        raw[len(raw) // 2] ^= 0xFF
+        (checkpoint / name).write_bytes(raw)
+
+    return damage
+
+
+def weight(value: float, index: int = 7) -> Damage:
+    """One number of one weight, in a file of the same size."""
+
+    def damage(checkpoint: Path) -> None:
+        tensors = load_file(checkpoint / "model.safetensors")
+        tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[index] = value
+        save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def moment(value: float) -> Damage:
+    def damage(checkpoint: Path) -> None:
+        state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+        state["state"][3]["exp_avg"].view(-1)[0] = value
+        torch.save(state, checkpoint / "optimizer.pt")
+
+    return damage
+
+
+def emptied(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.mkdir()
+
+
+def a_file_instead(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.write_text("not a checkpoint")
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "empty directory": (emptied, "is empty"),
+    "a file": (a_file_instead, "is not a directory"),
+    "killed while saving": (written("checkpoint-is-incomplete.txt", "…"), "checkpoint-is-incomplete.txt is there"),
+    "no state": (removed("trainer_state.json"), "trainer_state.json is missing"),
+    "half-written state": (truncated("trainer_state.json"), "trainer_state.json is not JSON"),
+    "state in a wrong encoding": (written("trainer_state.json", b"\xff\xfe\x00"), "trainer_state.json is not JSON"),
+    "state of another shape": (written("trainer_state.json", "[]"), "trainer_state.json has no global_step"),
+    "state without a step": (written("trainer_state.json", "{}"), "trainer_state.json has no global_step"),
+    "state of another step": (
+        written("trainer_state.json", '{"global_step": 3}'),
+        "trainer_state.json is of step 3, not of 4",
+    ),
+    "no weights": (removed("model.safetensors"), "no weights"),
+    "truncated weights": (truncated("model.safetensors"), "model.safetensors is truncated"),
+    "weights cut within the header": (truncated("model.safetensors", 0.001), "model.safetensors is truncated"),
+    "weights of no bytes": (truncated("model.safetensors", 0), "model.safetensors is truncated"),
+    "not safetensors": (written("model.safetensors", b"\x08" + bytes(63)), "model.safetensors cannot be read"),
+    "no optimizer state": (removed("optimizer.pt"), "optimizer.pt is missing"),
+    "no schedule": (removed("scheduler.pt"), "scheduler.pt is missing"),
+    "truncated optimizer state": (truncated("optimizer.pt"), "optimizer.pt cannot be read"),
+    "damaged optimizer state": (flipped("optimizer.pt"), "optimizer.pt cannot be read (BadZipFile: Bad CRC-32"),
+    "optimizer state of no bytes": (truncated("optimizer.pt", 0), "optimizer.pt is empty"),
+    "not a torch archive": (written("optimizer.pt", "garbage"), "optimizer.pt cannot be read"),
+    "damaged schedule": (truncated("scheduler.pt"), "scheduler.pt cannot be read"),
+    "damaged random state": (flipped("rng_state.pth"), "rng_state.pth cannot be read"),
+    "NaN weight": (weight(float("nan")), "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf"),
+    "Inf weight": (weight(float("inf")), "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf"),
+    "-Inf weight": (weight(float("-inf")), "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf"),
+    "NaN moment": (moment(float("nan")), "state.3.exp_avg in optimizer.pt holds NaN or Inf"),
+    "Inf moment": (moment(float("inf")), "state.3.exp_avg in optimizer.pt holds NaN or Inf"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_its_reason(plain: Path, damage: str) -> None:
+    inflict, reason = DAMAGES[damage]
+    inflict(plain / "checkpoint-4")
+    passed_over: list[Verdict] = []
+    assert find_trusted_checkpoint(plain, passed_over) == str(plain / "checkpoint-2")
+    (verdict,) = passed_over
+    assert (verdict.path, verdict.usable) == (str(plain / "checkpoint-4"), False)
+    assert verdict.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_marker_hides_no_damage(marked: Path, damage: str) -> None:
+    inflict, _ = DAMAGES[damage]
+    inflict(marked / "checkpoint-4")
+    assert find_trusted_checkpoint(marked) == str(marked / "checkpoint-2")
+
+
+# ---- what is fine ----
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_judged_by_its_content(plain: Path) -> None:
+    assert vet_all(plain) == [
+        Verdict(str(plain / f"checkpoint-{step}"), step, True, "complete", "unmarked") for step in (4, 2)
+    ]
+
+
+def test_a_checkpoint_of_ours_has_its_standing(marked: Path) -> None:
+    set_standing(marked / "checkpoint-2", "verified")
+    assert [verdict.standing for verdict in vet_all(marked)] == ["unverified", "verified"]
+    assert all(verdict.usable for verdict in vet_all(marked))
+
+
+def test_a_marker_without_a_standing_is_unverified(marked: Path) -> None:
+    file = marked / "checkpoint-4" / "healing.json"
+    content = json.loads(file.read_text())
+    del content["standing"]
+    file.write_text(json.dumps(content))
+    assert vet(marked / "checkpoint-4").standing == "unverified"
+    assert vet(marked / "checkpoint-4").usable
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"schema": 99}', '{"schema": 1, "files": []}'])
+def test_a_marker_that_cannot_be_read_is_as_good_as_none(marked: Path, content: str) -> None:
+    (marked / "checkpoint-4" / "healing.json").write_text(content)
+    verdict = vet(marked / "checkpoint-4")
+    assert (verdict.usable, verdict.standing) == (True, "unmarked")
+
+
+def test_lora(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {**SAVING, "trainer_kwargs": {"peft_config": LoraConfig(target_modules=["q_proj"], r=4)}}
+    sft_trainer(tmp_path, tokenizer, **arguments).train()
+    assert not (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+    assert vet(tmp_path / "checkpoint-4").usable
+    adapter = tmp_path / "checkpoint-4" / "adapter_model.safetensors"
+    tensors = load_file(adapter)
+    name, value = next((name, value) for name, value in tensors.items() if "lora_A" in name)
+    value.view(-1)[0] = float("nan")
+    save_file(tensors, adapter)
+    assert vet(tmp_path / "checkpoint-4").reason == f"{name} in adapter_model.safetensors holds NaN or Inf"
+
+
+def test_an_adapter_in_a_folder_of_its_own(plain: Path) -> None:
+    checkpoint = plain / "checkpoint-4"
+    (checkpoint / "policy").mkdir()
+    (checkpoint / "model.safetensors").rename(checkpoint / "policy" / "adapter_model.safetensors")
+    assert vet(checkpoint).usable
+
+
+def sharded(trainer_dir: Path, tokenizer: Any) -> Path:
+    """A checkpoint of the plain trainer whose weights are in several files."""
+    trainer = sft_trainer(trainer_dir, tokenizer, **SAVING)
+    save = trainer.model.save_pretrained
+    trainer.model.save_pretrained = lambda *args, **kwargs: save(*args, **kwargs, max_shard_size="30KB")
+    trainer.train()
+    return trainer_dir / "checkpoint-4"
+
+
+def test_every_shard_has_to_be_there_whole_and_finite(tmp_path: Path, tokenizer: Any) -> None:
+    checkpoint = sharded(tmp_path, tokenizer)
+    assert (checkpoint / "model.safetensors.index.json").exists()
+    assert vet(checkpoint).usable
+    last = sorted(checkpoint.glob("model-*.safetensors"))[-1]
+    tensors = load_file(last)
+    name = next(iter(tensors))
+    tensors[name].view(-1)[0] = float("nan")
+    save_file(tensors, last, metadata={"format": "pt"})
+    assert vet(checkpoint).reason == f"{name} in {last.name} holds NaN or Inf"
+    truncated(last.name)(checkpoint)
+    assert vet(checkpoint).reason.startswith(f"{last.name} is truncated")
+    last.unlink()
+    assert vet(checkpoint).reason == f"{last.name} is missing (model.safetensors.index.json names it)"
+    (checkpoint / "model.safetensors.index.json").write_text("{")
+    assert vet(checkpoint).reason.startswith("model.safetensors.index.json cannot be read")
+
+
+@pytest.mark.parametrize("damage", [None, float("nan")])
+def test_weights_in_the_old_format(plain: Path, damage: float | None) -> None:
+    checkpoint = plain / "checkpoint-4"
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    if damage is not None:
+        tensors["model.norm.weight"][0] = damage
+    torch.save(tensors, checkpoint / "pytorch_model.bin")
+    verdict = vet(checkpoint)
+    assert verdict.usable == (damage is None)
+    assert damage is None or verdict.reason == "model.norm.weight in pytorch_model.bin holds NaN or Inf"
+
+
+def test_an_archive_of_torch_1_5_is_read(plain: Path) -> None:
+    file = plain / "checkpoint-4" / "optimizer.pt"
+    torch.save(torch.load(file, weights_only=True), file, _use_new_zipfile_serialization=False)
+    assert vet(plain / "checkpoint-4").usable
+
+
+def test_an_archive_without_checksums_is_not_damaged(plain: Path) -> None:
+    file = plain / "checkpoint-4" / "optimizer.pt"
+    state = torch.load(file, weights_only=True)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, file)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert vet(plain / "checkpoint-4").usable
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+        torch.int8,
+        torch.bool,
+    ],
+    ids=str,
+)
+def test_any_type_of_weights(plain: Path, dtype: torch.dtype) -> None:
+    file = plain / "checkpoint-4" / "model.safetensors"
+    values = torch.tensor([0.0, 1.0, 0.5]).to(dtype)
+    save_file({"value": values, "empty": values[:0].clone(), "scalar": values[1].clone()}, file)
+    assert vet(plain / "checkpoint-4").usable
+    if dtype.is_floating_point or dtype.is_complex:
+        save_file({"value": torch.tensor([1.0, float("nan")]).to(dtype)}, file)
+        assert vet(plain / "checkpoint-4").reason == "value in model.safetensors holds NaN or Inf"
+
+
+def test_a_large_weight_is_scanned_to_its_end(plain: Path) -> None:
+    value = torch.zeros((1 << 22) + 5)
+    value[-1] = float("nan")
+    save_file({"value": value}, plain / "checkpoint-4" / "model.safetensors")
+    assert not vet(plain / "checkpoint-4").usable
+
+
+def test_the_largest_double_is_finite(plain: Path) -> None:
+    value = torch.tensor([1e308, -1e308], dtype=torch.float64)
+    save_file({"value": value}, plain / "checkpoint-4" / "model.safetensors")
+    assert vet(plain / "checkpoint-4").usable
+
+
+def test_a_causal_mask_kept_as_a_buffer_is_no_damage(plain: Path) -> None:
+    mask = torch.full((8, 8), float("-inf")).triu(1)
+    save_file({"mask": mask}, plain / "checkpoint-4" / "model.safetensors")
+    assert vet(plain / "checkpoint-4").usable
+
+
+def test_a_setting_of_the_optimizer_may_be_infinite(plain: Path) -> None:
+    file = plain / "checkpoint-4" / "optimizer.pt"
+    state = torch.load(file, weights_only=True)
+    state["param_groups"][0]["growth_rate"] = float("inf")
+    torch.save(state, file)
+    assert vet(plain / "checkpoint-4").usable
+    state["param_groups"][0]["lr"] = float("nan")
+    torch.save(state, file)
+    assert vet(plain / "checkpoint-4").reason == "param_groups.0.lr in optimizer.pt holds NaN or Inf"
+
+
+class Foreign:
+    """A class that torch does not know."""
+
+
+def test_objects_of_foreign_classes_are_not_brought_to_life(plain: Path) -> None:
+    torch.save({"state": {0: Foreign()}, "param_groups": []}, plain / "checkpoint-4" / "optimizer.pt")
+    verdict = vet(plain / "checkpoint-4")
+    assert verdict.usable
+    assert "optimizer.pt could not be scanned" in verdict.reason
+
+
+def test_code_in_a_checkpoint_is_not_run(plain: Path, tmp_path: Path) -> None:
+    class Malicious:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "executed",))
+
+    file = plain / "checkpoint-4" / "optimizer.pt"
+    torch.save({"state": Malicious()}, file)
+    vet(plain / "checkpoint-4")
+    file.write_bytes(pickle.dumps(Malicious()))
+    vet(plain / "checkpoint-4")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_missing_random_states_are_mentioned(plain: Path) -> None:
+    (plain / "checkpoint-4" / "rng_state.pth").unlink()
+    verdict = vet(plain / "checkpoint-4")
+    assert verdict.usable
+    assert "no rng_state.pth" in verdict.reason
+
+
+# ---- sharded engines ----
+
+
+def test_sharded_fsdp_is_accepted_and_said_not_to_be_scanned(plain: Path) -> None:
+    checkpoint = plain / "checkpoint-4"
+    for file, folder in (("model.safetensors", "pytorch_model_fsdp_0"), ("optimizer.pt", "optimizer_0")):
+        (checkpoint / file).unlink()
+        (checkpoint / folder).mkdir()
+        (checkpoint / folder / "__0_0.distcp").write_bytes(b"shard")
+    verdict = vet(checkpoint)
+    assert verdict.usable
+    assert verdict.reason == "complete; pytorch_model_fsdp_0 was not scanned; optimizer_0 was not scanned"
+
+
+def test_deepspeed_is_accepted_and_said_not_to_be_scanned(plain: Path) -> None:
+    checkpoint = plain / "checkpoint-4"
+    for file in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        (checkpoint / file).unlink()
+    (checkpoint / "global_step4").mkdir()
+    assert not vet(checkpoint).usable
+    (checkpoint / "global_step4" / "mp_rank_00_model_states.pt").write_bytes(b"shard")
+    assert (vet(checkpoint).usable, vet(checkpoint).reason) == (True, "complete; global_step4 was not scanned")
+
+
+# ---- the marker ----
+
+
+def test_a_file_of_another_size_than_the_marker_says(marked: Path) -> None:
+    file = marked / "checkpoint-4" / "config.json"
+    size = file.stat().st_size
+    file.write_text("short")
+    assert vet(marked / "checkpoint-4").reason == f"config.json has 5 bytes, the marker healing.json says {size}"
+
+
+def test_a_file_the_marker_names_is_gone(marked: Path) -> None:
+    (marked / "checkpoint-4" / "tokenizer.json").unlink()
+    assert vet(marked / "checkpoint-4").reason == "tokenizer.json is gone; the marker healing.json names it"
+
+
+def test_additional_files_are_fine(marked: Path) -> None:
+    (marked / "checkpoint-4" / "notes.txt").write_text("the good one")
+    assert vet(marked / "checkpoint-4").usable
+
+
+def test_a_suspect_checkpoint_names_its_incident(marked: Path) -> None:
+    set_standing(marked / "checkpoint-4", "suspect", "run-007")
+    verdict = vet(marked / "checkpoint-4")
+    assert (verdict.usable, verdict.standing) == (False, "suspect")
+    assert verdict.reason == "written in a stretch that was rolled back or went bad (incident run-007)"
+
+
+# ---- foreign files ----
+
+
+def test_what_is_not_called_a_checkpoint_is_not_looked_at(plain: Path) -> None:
+    (plain / "checkpoint-abc").mkdir()
+    (plain / "checkpoint-").mkdir()
+    (plain / "old-checkpoint-9").mkdir()
+    (plain / "checkpoint-5.zip").write_text("backup")
+    (plain / "emergency").write_text("call 112")
+    assert [Path(verdict.path).name for verdict in vet_all(plain)] == ["checkpoint-4", "checkpoint-2"]
+
+
+def test_a_directory_of_any_other_name_can_be_vetted(plain: Path) -> None:
+    (plain / "checkpoint-4").rename(plain / "final")
+    assert (vet(plain / "final").usable, vet(plain / "final").step) == (True, 4)
+
+
+def test_a_path_that_does_not_exist_has_a_verdict(tmp_path: Path) -> None:
+    assert vet(tmp_path / "checkpoint-9") == Verdict(
+        str(tmp_path / "checkpoint-9"), 9, False, "does not exist", "unmarked"
+    )
+
+
+# ---- self-healing check ----
+
+
+def check(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["check", *arguments], env={"COLUMNS": "200"})
+
+
+def test_check_shows_every_checkpoint_and_which_one_is_taken(marked: Path) -> None:
+    set_standing(marked / "checkpoint-2", "verified")
+    weight(float("nan"))(marked / "checkpoint-4")
+    result = check(str(marked))
+    assert result.exit_code == 0
+    four, two = (line for line in result.stdout.splitlines() if line.startswith("│ checkpoint-"))
+    assert "no " in four
+    assert "unverified" in four
+    assert "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf" in four
+    assert "can be resumed from" in two
+    assert "verified" in two
+    assert f"resume_from_checkpoint=True takes {marked / 'checkpoint-2'} (step 2)." in result.stdout
+
+
+def test_check_names_checkpoints_by_where_they_are(marked: Path) -> None:
+    (marked / "last-known-good").mkdir()
+    (marked / "checkpoint-2").rename(marked / "last-known-good" / "checkpoint-2")
+    assert "│ last-known-good/checkpoint-2 " in check(str(marked)).stdout
+
+
+def test_check_fails_if_none_can_be_resumed_from(marked: Path) -> None:
+    for step in (2, 4):
+        removed("optimizer.pt")(marked / f"checkpoint-{step}")
+    result = check(str(marked))
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "None can be resumed from." in result.stdout
+
+
+def test_check_fails_without_a_checkpoint(tmp_path: Path) -> None:
+    result = check(str(tmp_path))
+    assert result.exit_code == 1
+    assert f"There is no checkpoint in {tmp_path}." in result.stdout
+
+
+def test_check_without_a_directory_is_a_clear_error(tmp_path: Path) -> None:
+    result = check(str(tmp_path / "elsewhere"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Please name the output_dir of a run, or a checkpoint." in result.stderr
+
+
+def test_check_of_one_checkpoint_looks_at_no_other(marked: Path) -> None:
+    result = check(str(marked / "checkpoint-2"))
+    assert result.exit_code == 0
+    assert f"resume_from_checkpoint='{marked / 'checkpoint-2'}' takes" in result.stdout
+    assert "checkpoint-4" not in result.stdout
+    removed("optimizer.pt")(marked / "checkpoint-2")
+    assert check(str(marked / "checkpoint-2")).exit_code == 1
+
+
+def test_check_of_a_checkpoint_of_any_name(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (marked / "checkpoint-4").rename(marked / "final")
+    assert "(step 4)" in check(str(marked / "final")).stdout
+    monkeypatch.chdir(marked / "checkpoint-2")
+    assert "(step 2)" in check(".").stdout
+
+
+def test_a_state_beside_the_checkpoints_does_not_make_the_run_one(marked: Path) -> None:
+    shutil.copy(marked / "checkpoint-4" / "trainer_state.json", marked)
+    assert check(str(marked)).stdout.count("│ checkpoint-") == 2
+
+
+def test_a_marker_is_written_whole_or_not_at_all(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (marked / "checkpoint-4" / "healing.json").read_text()
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_marker(marked / "checkpoint-4", "other", 4, {}, emergency=False)
+    assert (marked / "checkpoint-4" / "healing.json").read_text() == before
+    assert vet(marked / "checkpoint-4").usable
