@@ -20,7 +20,8 @@ TITLES = {
     "nonfinite": "A step whose loss or gradient norm is not finite",
     "detection": "Steps that are finite and wrong all the same",
     "clipping": "Gradients clipped by what is usual in the run",
-    "recovery": "Exceptions that end `train()`",
+    "rollback": "Back to a trusted state, and the learning rate afterwards",
+    "recovery": "How often a run is brought back, and exceptions that end `train()`",
     "journal": "What is written down, and where",
 }
 

@@ -6,7 +6,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,10 @@ from .checkpoints import newest_checkpoint_of, publish, save_emergency_checkpoin
 from .config import HealingConfig
 from .diagnosis import Diagnosis
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
+from .inspection import check_data_quality, check_model_init
 from .instrument import Instrument, Window
 from .journal import Incident
+from .rollback import Target, WentBack
 from .session import Session, quarantined_rows
 
 
@@ -52,6 +54,14 @@ class HealingContext:
             Why the run ends, for `STOP`.
         clip_to (`float`, *optional*):
             Usual norm of the gradient, for `CLIP_GRADIENT`.
+        target ([`Target`], *optional*, defaults to `Target.NEWEST`):
+            Which state to go back to, for `ROLL_BACK`.
+        rate_scale (`float`, *optional*):
+            Factor on the schedule's learning rate that an experiment has found, for `REDUCE_LEARNING_RATE`.
+        went_back ([`WentBack`], *optional*):
+            Set by `ROLL_BACK`: what it did.
+        attempted (`list[str]`):
+            Set by [`HealingActions.apply`]: what has been tried so far.
     """
 
     incident: Incident
@@ -61,6 +71,10 @@ class HealingContext:
     error: BaseException | None = None
     verdict: str = ""
     clip_to: float | None = None
+    target: Target = Target.NEWEST
+    rate_scale: float | None = None
+    went_back: WentBack | None = None
+    attempted: list[str] = field(default_factory=list)
 
 
 class HealingActions:
@@ -87,6 +101,13 @@ class HealingActions:
             Action.SKIP_STEP: self._skip_step,
             Action.CLIP_GRADIENT: self._clip_gradient,
             Action.HOLD_CHECKPOINTS: self._hold_checkpoints,
+            Action.ROLL_BACK: self._roll_back,
+            Action.REPLAY_STEPS: self._replay_steps,
+            Action.REDUCE_LEARNING_RATE: self._reduce_learning_rate,
+            Action.INCREASE_LEARNING_RATE: self._increase_learning_rate,
+            Action.RESET_MOMENTS: self._reset_moments,
+            Action.CHECK_DATA_QUALITY: self._check_data_quality,
+            Action.CHECK_MODEL_INIT: self._check_model_init,
             Action.EMERGENCY_CHECKPOINT: self._emergency_checkpoint,
             Action.WAIT_AND_RESUME: self._wait,
             Action.STOP: self._stop,
@@ -125,12 +146,12 @@ class HealingActions:
         """
         results: dict[str, Any] = {}
         for action in [_known(action) for action in actions]:
+            context.attempted.append(action.value)
             result = self._carry_out[action](context, training_args)
             # Where a remedy turned into the next rung of its ladder, that is what was done.
             done = Action.SKIP_STEP if result.get("skipped") else action
-            self.session.journal.acted(
-                context.incident, done.value, happened=result.get("checkpoint", "") is not None, **result
-            )
+            happened = result.pop("happened", True)
+            self.session.journal.acted(context.incident, done.value, happened=happened, **result)
             results.update(result)
         return results
 
@@ -172,8 +193,13 @@ class HealingActions:
         return {"dropped": diagnosis.poison_rows, "kept": remaining}
 
     def _skip_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        _window(context).skip(self.session.detector.last_loss)
-        context.incident.steps_lost += 1
+        gone_back = context.went_back is not None
+        _window(context).skip(self.session.detector.last_loss, keep_buffers=gone_back)
+        if gone_back:
+            # It is one of the steps that going back has lost.
+            self.session.rollback.settled(_window(context).step)
+        else:
+            context.incident.steps_lost += 1
         return {"skipped": True}
 
     def _clip_gradient(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
@@ -183,18 +209,93 @@ class HealingActions:
         window.accept()
         norm = min(window.signals().grad_norm or 0.0, args.max_grad_norm or math.inf)
         if usual < norm:
-            window.scale_gradients(usual / norm)
+            window.scale_gradients(usual / norm, always=False)
         return {"norm": norm, "clipped_to": min(usual, norm)}
 
     def _hold_checkpoints(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
         # The open watch is what the instrument asks before it lets a checkpoint be written.
         return {}
 
+    # ---- another state, another rate ----
+
+    def _roll_back(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        instrument, incident = _instrument(context), context.incident
+        step = int(instrument.trainer.state.global_step)
+        went = context.went_back = self.session.rollback.go_back(context.target, step, incident.id)
+        if went is None:
+            return {"why": "there is no trusted state, neither in memory nor on disk", "happened": False}
+        self.session.went_back(incident)
+        # One that was left out before is among them.
+        incident.steps_lost = max(incident.steps_lost, went.steps_lost)
+        return went.to_dict()
+
+    def _replay_steps(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
+        window, session = _window(context), self.session
+        if context.went_back is None:
+            raise ValueError("replay_steps needs a rollback before it")
+        replayed = session.rollback.replay(window, session.is_well)
+        if replayed is None:
+            return self._skip_step(context, args)
+        window.accept()
+        context.incident.steps_lost = 0
+        session.nothing_lost_since(context.went_back.step)
+        return {"replayed": replayed}
+
+    def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        instrument = _instrument(context)
+        before = instrument.learning_rate
+        self.session.learning_rate.reduce(int(instrument.trainer.state.global_step), context.rate_scale)
+        self.session.note_rate(instrument.learning_rate)
+        return self._rate(instrument) | {"from": before}
+
+    def _increase_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        instrument = _instrument(context)
+        step = int(instrument.trainer.state.global_step)
+        before = self.session.learning_rate.scale(step)
+        if self.config.lr_increase_factor <= 1:
+            return {"why": "lr_increase_factor=1: it was not asked for", "happened": False}
+        after = self.session.learning_rate.increase(step)
+        return self._rate(instrument) | {"happened": after != before}
+
+    def _rate(self, instrument: Instrument) -> dict[str, Any]:
+        control = self.session.learning_rate
+        scale = control.scale(int(instrument.trainer.state.global_step))
+        return {"scale": scale, "learning_rate": instrument.learning_rate, "reductions": control.reductions}
+
+    def _reset_moments(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        instrument = _instrument(context)
+        if not instrument.reset_moments():
+            why = "this optimizer is not known to make its state anew, and was left as it is"
+            return {"why": why, "happened": False}
+        steps = self.session.learning_rate.warm_up_again(int(instrument.trainer.state.global_step))
+        return {"warmup_steps": steps}
+
+    # ---- looking for a cause ----
+
+    def _check_data_quality(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
+        trainer = _instrument(context).trainer
+        embeddings = trainer.model.get_input_embeddings()
+        found = check_data_quality(
+            trainer.train_dataset,
+            vocabulary=getattr(embeddings, "num_embeddings", None),
+            max_length=getattr(args, "max_length", None),
+        )
+        return self._note_findings(context, "data", found.to_dict())
+
+    def _check_model_init(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        return self._note_findings(context, "model", check_model_init(_instrument(context).trainer.model).to_dict())
+
+    def _note_findings(self, context: HealingContext, what: str, found: dict[str, Any]) -> dict[str, Any]:
+        context.incident.evidence[f"check_{what}"] = found
+        return {f"check_{what}": found}
+
     # ---- outside of train() ----
 
     def _emergency_checkpoint(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         if not self.config.emergency_checkpoint:
-            return {"checkpoint": None, "why": "emergency_checkpoint=False"}
+            return {"checkpoint": None, "why": "emergency_checkpoint=False", "happened": False}
+        if Action.ROLL_BACK.value in context.attempted and context.went_back is None:
+            return {"checkpoint": None, "why": "there is no trusted state to save", "happened": False}
         try:
             point = save_emergency_checkpoint(_instrument(context), self.session.run_id)
         except Exception as error:
@@ -204,12 +305,11 @@ class HealingActions:
                 error,
                 exc_info=True,
             )
-            return {"checkpoint": None, "why": f"{type(error).__name__}: {error}"}
+            return {"checkpoint": None, "why": f"{type(error).__name__}: {error}", "happened": False}
         if point is None:
-            return {
-                "checkpoint": None,
-                "why": f"the weights cannot be trusted: it happened {_instrument(context).reentry.phase.value}",
-            }
+            phase = _instrument(context).reentry.phase.value
+            why = f"the weights cannot be trusted: it happened {phase}"
+            return {"checkpoint": None, "why": why, "happened": False}
         self.session.resume_point = point
         return {"checkpoint": point.path}
 
@@ -237,6 +337,7 @@ class HealingActions:
         if point is not None and point.step == step:
             checkpoint = point.path = publish(point.path, str(trainer.args.output_dir))
         older = None if checkpoint else newest_checkpoint_of(session.run_id, str(trainer.args.output_dir))
+        session.rollback.release()
         advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
         path = session.journal.write_postmortem(
             context.verdict,
@@ -246,7 +347,7 @@ class HealingActions:
             trainer.state.log_history,
             checkpoint,
             advice=advice,
-            older_checkpoint=older if failure is FailureType.DIVERGENCE else None,
+            older_checkpoint=older,
         )
         raise UnrecoverableTrainingError(
             f"Training stopped at step {step}: {context.verdict.rstrip('.')}. What to do: {advice} "

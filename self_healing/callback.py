@@ -10,10 +10,12 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from . import consensus
 from .actions import HealingActions
-from .checkpoints import read_marker, write_marker
+from .checkpoints import find_trusted_checkpoint, read_marker, write_marker
 from .config import ConfigurationError, HealingConfig
 from .detectors.rules import load_rules
+from .failures import FailureType, UnrecoverableTrainingError
 from .instrument import Instrument, TrainingFault, find_resume_path, find_trainer
 from .journal import Incident
 from .judge import StepJudge
@@ -96,8 +98,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self._attach(trainer, state, resumed_from)
         except TrainingFault as caught:
             fault = caught
-        except ConfigurationError:
-            # Asked for, and not possible with this model: training without it is not what was asked for.
+        except (ConfigurationError, UnrecoverableTrainingError):
+            # Asked for, and not possible with this model; or there is nothing to train with.
             if self.session is not None and self.session.instrument is not None:
                 self.session.instrument.detach()
             raise
@@ -130,6 +132,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             judge=self._judge.judge,
             extra_logs=session.metrics,
             hold=session.watch,
+            rate_scale=session.learning_rate.scale,
+            before_step=session.rollback.join,
+            before_save=session.rollback.about_to_save,
             broken=self._give_up_quietly,
             heals_exceptions=self.config.on_nonfinite in ("heal", "skip"),
             started_at=session.started_at,
@@ -143,8 +148,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.begin_watching(instrument, self._rules)
             self._restore_state(session, state)
             session.first_resume = resumed_from
+            session.learning_rate.begin(int(state.max_steps), instrument.beta2)
         session.entries += 1
         session.journal.attempt = session.entries
+        if session.entries == 1:
+            self._refuse_nonfinite_weights(instrument, resumed_from)
         instrument.attach()
         point = session.resume_point
         if point is not None and point.path == resumed_from:
@@ -162,6 +170,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             rules=[] if session.rules is None else sorted(rule.name for rule in session.rules.rules),
             resumed_from=resumed_from,
         )
+        session.rollback.begin(instrument, cold=not session.warm, resumed_from=resumed_from)
         if not instrument.can_reexecute:
             logger.warning(
                 "self_healing: %s runs the backward pass itself; steps are watched, but not healed.",
@@ -172,6 +181,30 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error; "
                 "SelfHealingTrainer switches it off."
             )
+
+    def _refuse_nonfinite_weights(self, instrument: Instrument, resumed_from: str | None) -> None:
+        """There is nothing to be gained by training on weights that are not finite: no step can heal them."""
+        found = instrument.nonfinite_tensors()
+        if not consensus.any_rank(bool(found), instrument.trainer.accelerator.device) or self.session is None:
+            return
+        step, names = int(instrument.trainer.state.global_step), ", ".join(found[:5]) or "on another rank"
+        origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"
+        incident = self.session.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
+        self.session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
+        text = f"The weights or the optimizer state that training would begin with are not finite ({names}; {origin})."
+        if self.config.on_nonfinite == "warn":
+            logger.warning("%s Training goes on all the same, because on_nonfinite='warn'.", text)
+            self.session.journal.closed(incident, "reported")
+            return
+        trusted = find_trusted_checkpoint(str(instrument.trainer.args.output_dir))
+        self.session.journal.closed(incident, "fatal")
+        advice = (
+            "Please load other weights: there is no trusted checkpoint in the output_dir."
+            if trusted is None
+            else f"Please resume from the newest one that can be trusted: "
+            f"trainer.train(resume_from_checkpoint={trusted!r}), with a trainer that was built anew."
+        )
+        raise UnrecoverableTrainingError(f"{text} {advice}", failure=FailureType.CORRUPTED_STATE)
 
     def _is_second(self, trainer: Any) -> bool:
         others = [each for each in trainer.callback_handler.callbacks if isinstance(each, SelfHealingCallback)]
@@ -199,8 +232,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.journal.dealt_with(session.stop_for)
             session.journal.closed(session.stop_for, "reported")
             session.stop_for = None
-        session.journal.event("run_ended", int(state.global_step), incidents=len(session.journal.incidents))
+        session.journal.event(
+            "run_ended", int(state.global_step), incidents=len(session.journal.incidents), **session.rate_in_force()
+        )
         session.instrument.detach()
+        session.rollback.release()
         session.healthy_inputs = None
 
     def _give_up_quietly(self) -> None:
@@ -219,6 +255,14 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     ) -> None:
         if self._instrument is not None:
             self._instrument.epoch_begins()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        session, instrument = self.session, self._instrument
+        if session is not None and instrument is not None and instrument.attached:
+            with instrument.contained():
+                session.rollback.step_begins(int(state.global_step), session.calm)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -257,6 +301,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             if checkpoint.is_dir():
                 exported = session.instrument.ledger.export()
                 write_marker(checkpoint, session.run_id, state.global_step, exported, emergency=False)
+                session.rollback.checkpoint_saved(checkpoint, int(state.global_step))
         except Exception:
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 
-SECTIONS = ("nonfinite", "detection", "clipping", "recovery", "journal")
+SECTIONS = ("nonfinite", "detection", "clipping", "rollback", "recovery", "journal")
 
 
 class ConfigurationError(ValueError):
@@ -63,8 +63,8 @@ class HealingConfig:
             the step out without a diagnosis, `"warn"` only reports it (the step is applied as the plain trainer
             would), `"raise"` stops with an error before it is applied.
         nan_patience (`int`, *optional*, defaults to `3`):
-            Consecutive steps that were skipped without an explanation, after which the run stops; a step with poison
-            rows starts the count again. At least 1.
+            Consecutive steps that were skipped without an explanation, after which the run goes back to a trusted
+            state with a lower learning rate; a step with poison rows starts the count again. At least 1.
         reexecute_attempts (`int`, *optional*, defaults to `1`):
             Times the micro-batches of the step are computed again from their saved random states before the fault
             counts as persistent. From 0 to 10.
@@ -103,9 +103,10 @@ class HealingConfig:
         max_spike_skips (`int`, *optional*, defaults to `3`):
             Steps among the last `skip_window` that may be left out for a spike of loss and gradient together; further
             ones are clipped to the usual norm. At least 0.
-        on_divergence (`str`, *optional*, defaults to `"warn"`):
-            What to do about a loss that rises and stays up: `"warn"` reports it and writes no checkpoint until it is
-            back, `"stop"` ends the run with a postmortem.
+        on_divergence (`str`, *optional*, defaults to `"heal"`):
+            What to do about a loss that rises and stays up: `"heal"` finds out whether the weights or the data are the
+            cause and goes back to a trusted state if it is the weights, `"warn"` reports it and writes no checkpoint
+            until it is back, `"stop"` ends the run with a postmortem.
         divergence_slack (`float`, *optional*, defaults to `0.5`):
             Part of each robust z of the loss that a CUSUM forgives. Above 0.
         divergence_limit (`float`, *optional*, defaults to `11.0`):
@@ -126,8 +127,8 @@ class HealingConfig:
         rules_file (`str`, *optional*):
             TOML file of metric rules, merged over the table in the package. `self-healing rules` prints both.
         on_red_flag (`str`, *optional*, defaults to `"act"`):
-            What to do when a metric rule fires whose action is to stop: `"act"` ends the run with a postmortem,
-            `"warn"` reports it.
+            What to do when a metric rule fires whose action is to stop or to roll back: `"act"` does it, `"warn"`
+            reports it.
 
         > Section `clipping`: gradients that are clipped by what is usual in the run, below `max_grad_norm`
 
@@ -146,10 +147,36 @@ class HealingConfig:
         zclip_warmup_steps (`int`, *optional*, defaults to `25`):
             Steps the statistic starts from, in which nothing is clipped. At least 2.
 
-        > Section `recovery`: exceptions that end `train()`; only [`SelfHealingTrainer`] can enter it again
+        > Section `rollback`: going back to a trusted state, and the learning rate afterwards
 
-        max_recovery_attempts (`int`, *optional*, defaults to `5`):
-            Re-entries into `train()` without progress before giving up. At least 0.
+        snapshots (`bool`, *optional*, defaults to `True`):
+            Whether to keep trusted states in host memory. If `False`, and where memory is short, a run goes back to
+            its newest trusted checkpoint on disk.
+        snapshot_interval (`int`, *optional*, defaults to `0`):
+            Steps between two snapshots; 0 to choose them by `snapshot_overhead_budget`. At least 0.
+        snapshot_overhead_budget (`float`, *optional*, defaults to `0.01`):
+            Share of the training time that copying may take. Above 0, at most 1.
+        snapshot_verify_steps (`int`, *optional*, defaults to `6`):
+            Healthy steps after which a snapshot or a checkpoint is trusted. At least 1.
+        lr_reduce_factor (`float`, *optional*, defaults to `0.5`):
+            What the learning rate is multiplied with when going back alone did not help. Above 0, at most 0.95.
+        max_lr_reductions (`int`, *optional*, defaults to `4`):
+            Reductions in force at the same time; when they do not suffice, the run stops. At least 0.
+        lr_hold_steps (`int`, *optional*, defaults to `0`):
+            Steps the rate stays down, but no more than a tenth of the run; 0 for 100, or as long as the optimizer's
+            second moments remember, if that is longer. At least 0.
+        lr_ramp_steps (`int`, *optional*, defaults to `0`):
+            Steps in which the rate grows back in a straight line afterwards; 0 for as many as it was held. At least
+            0.
+        lr_increase_factor (`float`, *optional*, defaults to `1.0`):
+            What the learning rate is multiplied with, once, when the loss has reached a plateau; 1 for never. At least
+            1, at most 3.
+
+        > Section `recovery`: how often a run may be brought back, and exceptions that end `train()`
+
+        max_recovery_attempts (`int`, *optional*, defaults to `6`):
+            Rollbacks and re-entries into `train()` without progress before giving up; only [`SelfHealingTrainer`] can
+            enter it again. At least 0.
         budget_refund_steps (`int`, *optional*, defaults to `50`):
             Healthy steps beyond the failure that give the attempts back. At least 1.
         emergency_checkpoint (`bool`, *optional*, defaults to `True`):
@@ -200,8 +227,8 @@ class HealingConfig:
     nan_patience: Annotated[int, Setting("nonfinite", at_least=1)] = field(
         default=3,
         metadata={
-            "help": "Consecutive steps skipped without an explanation after which the run stops; a step with poison "
-            "rows starts the count again."
+            "help": "Consecutive steps skipped without an explanation after which the run goes back to a trusted "
+            "state with a lower learning rate; a step with poison rows starts the count again."
         },
     )
     reexecute_attempts: Annotated[int, Setting("nonfinite", at_least=0, at_most=10)] = field(
@@ -283,11 +310,12 @@ class HealingConfig:
             "together; further ones are clipped to the usual norm."
         },
     )
-    on_divergence: Annotated[Literal["warn", "stop"], Setting("detection")] = field(
-        default="warn",
+    on_divergence: Annotated[Literal["heal", "warn", "stop"], Setting("detection")] = field(
+        default="heal",
         metadata={
-            "help": "What to do about a loss that rises and stays up: `warn` reports it and writes no "
-            "checkpoint until it is back, `stop` ends the run with a postmortem."
+            "help": "What to do about a loss that rises and stays up: `heal` finds out whether the weights or the "
+            "data are the cause and goes back to a trusted state if it is the weights, `warn` reports it and writes "
+            "no checkpoint until it is back, `stop` ends the run with a postmortem."
         },
     )
     divergence_slack: Annotated[float, Setting("detection", above=0)] = field(
@@ -332,8 +360,8 @@ class HealingConfig:
     on_red_flag: Annotated[Literal["act", "warn"], Setting("detection")] = field(
         default="act",
         metadata={
-            "help": "What to do when a metric rule fires whose action is to stop: `act` ends the run with a "
-            "postmortem, `warn` reports it."
+            "help": "What to do when a metric rule fires whose action is to stop or to roll back: `act` does it, "
+            "`warn` reports it."
         },
     )
 
@@ -368,8 +396,55 @@ class HealingConfig:
         default=25, metadata={"help": "Steps the statistic starts from, in which nothing is clipped."}
     )
 
+    snapshots: Annotated[bool, Setting("rollback")] = field(
+        default=True,
+        metadata={
+            "help": "Keep trusted states in host memory. If False, and where memory is short, a run goes back to its "
+            "newest trusted checkpoint on disk."
+        },
+    )
+    snapshot_interval: Annotated[int, Setting("rollback", at_least=0)] = field(
+        default=0,
+        metadata={"help": "Steps between two snapshots; 0 to choose them by `snapshot_overhead_budget`."},
+    )
+    snapshot_overhead_budget: Annotated[float, Setting("rollback", above=0, at_most=1)] = field(
+        default=0.01, metadata={"help": "Share of the training time that copying snapshots may take."}
+    )
+    snapshot_verify_steps: Annotated[int, Setting("rollback", at_least=1)] = field(
+        default=6, metadata={"help": "Healthy steps after which a snapshot or a checkpoint is trusted."}
+    )
+    lr_reduce_factor: Annotated[float, Setting("rollback", above=0, at_most=0.95)] = field(
+        default=0.5,
+        metadata={"help": "What the learning rate is multiplied with when going back alone did not help."},
+    )
+    max_lr_reductions: Annotated[int, Setting("rollback", at_least=0)] = field(
+        default=4,
+        metadata={"help": "Reductions in force at the same time; when they do not suffice, the run stops."},
+    )
+    lr_hold_steps: Annotated[int, Setting("rollback", at_least=0)] = field(
+        default=0,
+        metadata={
+            "help": "Steps the rate stays down, but no more than a tenth of the run; 0 for 100, or as long as the "
+            "optimizer's second moments remember, if that is longer."
+        },
+    )
+    lr_ramp_steps: Annotated[int, Setting("rollback", at_least=0)] = field(
+        default=0,
+        metadata={
+            "help": "Steps in which the rate grows back in a straight line afterwards; 0 for as many as it was held."
+        },
+    )
+    lr_increase_factor: Annotated[float, Setting("rollback", at_least=1, at_most=3)] = field(
+        default=1.0,
+        metadata={
+            "help": "What the learning rate is multiplied with, once, when the loss has reached a plateau; 1 for "
+            "never."
+        },
+    )
+
     max_recovery_attempts: Annotated[int, Setting("recovery", at_least=0)] = field(
-        default=5, metadata={"help": "Re-entries into `train()` without progress before giving up."}
+        default=6,
+        metadata={"help": "Rollbacks and re-entries into `train()` without progress before giving up."},
     )
     budget_refund_steps: Annotated[int, Setting("recovery", at_least=1)] = field(
         default=50, metadata={"help": "Healthy steps beyond the failure that give the recovery attempts back."}
@@ -433,7 +508,8 @@ class HealingConfig:
     @classmethod
     def aggressive(cls, **overrides: Any) -> Self:
         """
-        For unattended runs that should reach their end: more attempts, longer waits, more steps and rows given up.
+        For unattended runs that should reach their end: more attempts, longer waits, lower learning rates, more steps
+        and rows given up.
 
         Args:
             overrides:
@@ -446,6 +522,7 @@ class HealingConfig:
             "max_quarantined_fraction": 0.5,
             "max_spike_skips": 10,
             "zclip_mode": "clip",
+            "max_lr_reductions": 6,
             "max_recovery_attempts": 20,
             "retry_max_seconds": 900.0,
         }
@@ -467,6 +544,7 @@ class HealingConfig:
             "max_quarantined_fraction": 0.05,
             "max_spike_skips": 1,
             "on_divergence": "stop",
+            "max_lr_reductions": 1,
             "max_recovery_attempts": 2,
         }
         return cls.from_dict({**preset, **overrides})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,9 @@ from . import consensus
 from .config import HealingConfig
 from .failures import FailureType
 from .instrument import Instrument, TrainingFault, Window
+from .rollback import Rollback
+from .signals import StepSignals
+from .snapshots import Snapshot
 
 
 logger = logging.getLogger(__name__)
@@ -149,3 +153,113 @@ def _probe_in_lockstep(window: Window, sizes: Sequence[int], device: Any) -> dic
                 found.setdefault(index, []).append(row)
             row += 1
     return found
+
+
+def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float, scale: float) -> Diagnosis:
+    """
+    Finds out why a loss has risen and stays up, by computing the same batch with the weights of trusted states.
+
+    If one of them does clearly better, the weights have become worse. If none does, but an earlier healthy batch gives
+    with trusted weights what it gave then, the data have become harder, and going back would not help. If that is not
+    so either, something else in the computation is wrong. Weights, gradients and random states are as before on
+    return.
+
+    Args:
+        window ([`Window`]):
+            The step.
+        rollback ([`Rollback`]):
+            The trusted states.
+        loss (`float`):
+            Of the step, with the weights as they are.
+        level (`float`):
+            What the loss was before it rose.
+        scale (`float`):
+            How far the log of the loss usually strays.
+    """
+    if not min(loss, level) > 0:
+        return _unexplained()
+    rise = max(math.log(loss / level), 2 * scale)
+
+    def experiment() -> Diagnosis:
+        # Half of the rise, because the other half may be this batch.
+        found = _try_trusted_states(window, rollback, lambda then: _rise(then.loss, loss) >= 0.5 * rise)
+        found.evidence["loss_now"] = loss
+        if found.cause == "weights":
+            return found
+        return _hold_against_control(window, rollback, rollback.generations()[0], rise, found.evidence)
+
+    return _as_experiment(window, rollback, experiment)
+
+
+def diagnose_stillness(window: Window, rollback: Rollback, grad_norm: float) -> Diagnosis:
+    """
+    Finds out why there is practically no gradient: with weights that a too high learning rate has driven out of reach
+    there is none, with those of a trusted state there is.
+
+    Args:
+        window ([`Window`]):
+            The step.
+        rollback ([`Rollback`]):
+            The trusted states.
+        grad_norm (`float`):
+            Of the step.
+    """
+    least = max(1000 * grad_norm, 1e-4)
+    return _as_experiment(
+        window,
+        rollback,
+        lambda: _try_trusted_states(window, rollback, lambda then: (then.grad_norm or 0.0) >= least),
+    )
+
+
+def _unexplained() -> Diagnosis:
+    return Diagnosis(FailureType.DIVERGENCE, "not looked for", {})
+
+
+def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], Diagnosis]) -> Diagnosis:
+    """Runs what puts other weights in place; weights, gradients and random states are as before on return."""
+    if window.objective.online or not rollback.set_aside(window.step):
+        return _unexplained()
+    try:
+        diagnosis = experiment()
+    except TrainingFault as fault:
+        logger.info("The step could not be computed with trusted weights.", exc_info=fault.error)
+        diagnosis = _unexplained()
+    rollback.bring_back()
+    window.reexecute()
+    window.accept()
+    return diagnosis
+
+
+def _try_trusted_states(window: Window, rollback: Rollback, better: Callable[[StepSignals], bool]) -> Diagnosis:
+    """The newest trusted state whose weights do better on the same batch; newer ones are not trusted any more."""
+    tried: dict[str, Any] = {}
+    for snapshot in rollback.generations():
+        rollback.try_on(snapshot)
+        window.reexecute()
+        then = window.signals()
+        tried[f"weights of step {snapshot.step}"] = {"loss": then.loss, "grad_norm": then.grad_norm}
+        if better(then):
+            rollback.prefer(snapshot)
+            return Diagnosis(FailureType.DIVERGENCE, "weights", {"same_batch": tried})
+    return Diagnosis(FailureType.DIVERGENCE, "unclear", {"same_batch": tried})
+
+
+def _hold_against_control(
+    window: Window, rollback: Rollback, snapshot: Snapshot, rise: float, evidence: dict[str, Any]
+) -> Diagnosis:
+    control = rollback.try_on(snapshot)
+    if control is None:
+        return Diagnosis(FailureType.DIVERGENCE, "unclear", evidence)
+    again = window.loss_of(control)
+    evidence["earlier_batch"] = {"loss_then": control.loss, "loss_now": again}
+    if _rise(control.loss, again) >= 0.5 * rise:
+        return Diagnosis(FailureType.DIVERGENCE, "the computation, not the weights", evidence)
+    return Diagnosis(FailureType.HARDER_DATA, "harder data", evidence)
+
+
+def _rise(before: float, after: float) -> float:
+    """How far a loss has risen, in logarithms; without end if it is not finite any more."""
+    if not math.isfinite(after):
+        return math.inf
+    return math.log(after / before) if before > 0 and after > 0 else -math.inf

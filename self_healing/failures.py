@@ -24,6 +24,9 @@ class FailureType(StrEnum):
     GRADIENT_SPIKE = "gradient_spike"
     LOSS_SPIKE = "loss_spike"
     DIVERGENCE = "divergence"
+    HARDER_DATA = "harder_data"
+    LEARNING_RATE = "learning_rate"
+    PLATEAU = "plateau"
     VANISHING_GRADIENT = "vanishing_gradient"
     DEAD_LOSS = "dead_loss"
     RED_FLAG = "red_flag"
@@ -44,6 +47,13 @@ class Action(StrEnum):
     SKIP_STEP = "skip_step"
     CLIP_GRADIENT = "clip_gradient"
     HOLD_CHECKPOINTS = "hold_checkpoints"
+    ROLL_BACK = "roll_back"
+    REPLAY_STEPS = "replay_steps"
+    REDUCE_LEARNING_RATE = "reduce_learning_rate"
+    INCREASE_LEARNING_RATE = "increase_learning_rate"
+    RESET_MOMENTS = "reset_moments"
+    CHECK_DATA_QUALITY = "check_data_quality"
+    CHECK_MODEL_INIT = "check_model_init"
     EMERGENCY_CHECKPOINT = "emergency_checkpoint"
     WAIT_AND_RESUME = "wait_and_resume"
     STOP = "stop"
@@ -92,7 +102,13 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.NONFINITE_NUMERICAL: Recipe(
         diagnosis="Computing the step again did not cure it, weights and optimizer state are finite, and the data "
         "does not explain it: the computation overflows.",
-        ladder=(Action.SKIP_STEP, Action.STOP),
+        ladder=(
+            Action.SKIP_STEP,
+            Action.ROLL_BACK,
+            Action.REDUCE_LEARNING_RATE,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.STOP,
+        ),
         advice="Resume from a checkpoint well before it, with a lower learning rate, or in bf16 or fp32 instead of "
         "fp16; check custom losses for log(0) or division by zero.",
         severity="warning",
@@ -104,11 +120,17 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
     ),
     FailureType.CORRUPTED_STATE: Recipe(
-        diagnosis="Weights, buffers or optimizer state hold NaN or Inf: every further step is lost.",
-        ladder=(Action.STOP,),
-        advice="Resume from the newest checkpoint whose weights are finite; checkpoints written after the corruption "
-        "are no use.",
-        severity="error",
+        diagnosis="Weights, buffers or optimizer state hold NaN or Inf: every further step would be lost.",
+        ladder=(
+            Action.ROLL_BACK,
+            Action.REPLAY_STEPS,
+            Action.SKIP_STEP,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.STOP,
+        ),
+        advice="Resume from the newest checkpoint that `self-healing check` finds good. If it comes back, test the "
+        "device (dcgmi diag, memory test) and look for code that writes into the weights.",
+        severity="warning",
     ),
     FailureType.SPIKE_TRANSIENT: Recipe(
         diagnosis="The gradient was far outside of what is usual, and was not when the same micro-batches were "
@@ -137,14 +159,46 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.DIVERGENCE: Recipe(
         diagnosis="The loss has risen and stays up: the weights are getting worse.",
-        ladder=(Action.HOLD_CHECKPOINTS, Action.STOP),
+        ladder=(
+            Action.HOLD_CHECKPOINTS,
+            Action.ROLL_BACK,
+            Action.REPLAY_STEPS,
+            Action.SKIP_STEP,
+            Action.REDUCE_LEARNING_RATE,
+            Action.RESET_MOMENTS,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.STOP,
+        ),
         advice="Resume from a checkpoint well before it, with half the learning rate or a longer warm-up.",
         severity="error",
-        references=("https://doi.org/10.1093/biomet/41.1-2.100",),
+        references=("https://doi.org/10.1093/biomet/41.1-2.100", "https://arxiv.org/abs/2204.02311"),
+    ),
+    FailureType.HARDER_DATA: Recipe(
+        diagnosis="The loss has risen and stays up, but weights from before the rise do no better on the same batch, "
+        "and as well as ever on an earlier one: the data have become harder, or are others.",
+        ladder=(),
+        advice="Nothing, if the data are ordered on purpose (a curriculum, one source after the other); else shuffle "
+        "them.",
+        severity="info",
+    ),
+    FailureType.LEARNING_RATE: Recipe(
+        diagnosis="The loss diverged again after every reduction of the learning rate that is allowed.",
+        ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY, Action.EMERGENCY_CHECKPOINT, Action.STOP),
+        advice="Train with a learning rate well below the last one that was tried, or a longer warm-up. If that one "
+        "was already low for a model like this, it is not the rate: look at what the checks of data and model say, "
+        "and at custom losses.",
+        severity="error",
+    ),
+    FailureType.PLATEAU: Recipe(
+        diagnosis="The loss has not fallen for a long time.",
+        ladder=(Action.INCREASE_LEARNING_RATE,),
+        advice="The run may be finished; a higher learning rate (lr_increase_factor), more data or a larger model may "
+        "still bring it down.",
+        severity="info",
     ),
     FailureType.VANISHING_GRADIENT: Recipe(
         diagnosis="The gradient norm has been practically zero for many steps: nothing is learned.",
-        ladder=(),
+        ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY),
         advice="Check that the loss depends on parameters that are trained (requires_grad, adapters, frozen layers), "
         "that labels are not all masked, and that the learning rate has not decayed to zero.",
         severity="warning",
@@ -152,7 +206,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.DEAD_LOSS: Recipe(
         diagnosis="The loss has been exactly 0.0 for many steps: no token counts in it. That is a wiring bug; a model "
         "that has learned everything has a small loss that is never the same.",
-        ladder=(Action.STOP,),
+        ladder=(Action.CHECK_DATA_QUALITY, Action.STOP),
         advice="Look at one batch: are all labels -100 (a chat template without generation markers, "
         "completion_only_loss on data without completions, a response template that is never found, prompts longer "
         "than max_length)? Set on_dead_loss='warn' if 0.0 is right for your loss.",
@@ -160,7 +214,13 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.RED_FLAG: Recipe(
         diagnosis="A metric is outside of its healthy range, and has been for long enough to mean something.",
-        ladder=(Action.STOP,),
+        ladder=(
+            Action.ROLL_BACK,
+            Action.SKIP_STEP,
+            Action.REDUCE_LEARNING_RATE,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.STOP,
+        ),
         advice="Follow the remedy of the rule (`self-healing rules` prints them all); change or switch off a "
         "rule that does not fit your run in a TOML file of your own (rules_file).",
         severity="warning",

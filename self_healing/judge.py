@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 from .actions import HealingActions, HealingContext, save_offending_batch
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
-from .diagnosis import Diagnosis, diagnose
-from .failures import Action, FailureType
-from .instrument import Instrument, Window
+from .diagnosis import Diagnosis, diagnose, diagnose_rise, diagnose_stillness
+from .failures import FAILURE_RECIPES, Action, FailureType
+from .instrument import Instrument, TrainingFault, Window
 from .journal import Incident
+from .rate_trial import try_rates
+from .rollback import Target
 from .session import Session
 from .signals import StepSignals
 
+
+logger = logging.getLogger("self_healing")
 
 # What the panel sees, and the failure it is a sign of; anything else is worth a note and no more.
 _FAILURES = {
     "vanishing_gradient": FailureType.VANISHING_GRADIENT,
     "dead_loss": FailureType.DEAD_LOSS,
+    "plateau": FailureType.PLATEAU,
 }
+
+
+# With fewer steps to try learning rates on, the ladder is climbed rung by rung.
+_LEAST_TRIAL_STEPS = 3
 
 
 class StepJudge:
@@ -42,18 +53,24 @@ class StepJudge:
         self.config = config
         self.session = session
         self.actions = actions
+        self._went_back_in = -1
 
     def judge(self, window: Window) -> None:
         """One step. It is left as it is, healed in place, or left out; or the run ends."""
         session = self.session
-        signals = window.signals(stop=session.stop_for is not None)
+        signals = window.signals(stop=session.stop_for is not None, roll_back=session.roll_back_for is not None)
         if window.stop_wanted:
             self._stop_for_red_flag(window)
+        incidents = len(session.journal.incidents)
         symptom = session.detector.judge(signals, window.scaler_active)
         if symptom is not None:
             self._heal_nonfinite(window, symptom)
+        elif window.rollback_wanted:
+            self._roll_back_for_red_flag(window)
         elif signals.finite:
             self._judge_finite(window, signals)
+        undisturbed = signals.finite and not window.skipped and len(session.journal.incidents) == incidents
+        session.rollback.step_taken(window, signals.loss, healthy=undisturbed and session.calm)
 
     # ---- not finite ----
 
@@ -69,6 +86,10 @@ class StepJudge:
         diagnosis = self._diagnose(window)
         session.journal.diagnosed(incident, diagnosis.failure, diagnosis.cause, diagnosis.evidence)
         context = HealingContext(incident, self._instrument, window, diagnosis)
+        if diagnosis.failure is FailureType.CORRUPTED_STATE:
+            self._climb(context, diagnosis.failure)
+            self._after_rollback(incident, began)
+            return
         decision = session.policy.decide(diagnosis, acts=self._acts)
         if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT and self.config.save_offending_batch:
             incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
@@ -87,6 +108,10 @@ class StepJudge:
             dropped=diagnosis.poison_rows,
         )
         if stop is not None:
+            if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and session.policy.out_of_patience:
+                self._climb(context, diagnosis.failure, verdict=stop)
+                self._after_rollback(incident, began)
+                return
             context.verdict = stop
             session.policy.start_anew()
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
@@ -103,6 +128,116 @@ class StepJudge:
                 FailureType.NONFINITE_UNDIAGNOSED, "not looked for", {"on_nonfinite": self.config.on_nonfinite}
             )
         return diagnose(window, self._instrument, self.config, self.session.healthy_inputs)
+
+    # ---- back to a trusted state ----
+
+    def _climb(self, context: HealingContext, failure: FailureType, verdict: str = "") -> None:
+        """Takes the next rung of the ladder: back to a trusted state, with what has to change, or the end."""
+        session, instrument, incident, window = self.session, self._instrument, context.incident, context.window
+        if window is None:
+            raise ValueError("going back in the middle of a run needs `context.window`")
+        if not session.rollback.can_go_back():
+            why = verdict or FAILURE_RECIPES[failure].diagnosis.rstrip(".")
+            context.verdict = f"{why}; there is no trusted state to go back to, neither in memory nor on disk"
+            session.policy.start_anew()
+            saving = failure is FailureType.NONFINITE_NUMERICAL
+            self.actions.apply(
+                (Action.EMERGENCY_CHECKPOINT, Action.STOP) if saving else (Action.STOP,), context, self._args
+            )
+            return
+        step = int(instrument.trainer.state.global_step)
+        control = session.learning_rate
+        decision = session.ladder.next(
+            failure,
+            step,
+            early=session.rollback.early(step),
+            may_reduce=instrument.can_scale_rate and not control.exhausted,
+            rate=f"{instrument.learning_rate:.3g}, after {control.reductions} reductions",
+        )
+        incident.evidence["rung"] = decision.rung
+        context.verdict = "; ".join(each for each in (verdict, decision.verdict) if each)
+        context.target = decision.target or context.target
+        if decision.failure is not None:
+            session.journal.diagnosed(incident, decision.failure, incident.cause, {})
+        if decision.stops:
+            session.policy.start_anew()
+            session.ladder.start_anew()
+        if decision.target is Target.INITIAL and Action.REDUCE_LEARNING_RATE in decision.actions:
+            context.rate_scale = self._try_rates(context)
+        self.actions.apply(decision.actions, context, self._args)
+        self._went_back_in = window.step
+        if context.went_back is None:
+            context.verdict = f"{FAILURE_RECIPES[failure].diagnosis.rstrip('.')}, and no state tried was any better"
+            self.actions.apply((Action.STOP,), context, self._args)
+
+    def _try_rates(self, context: HealingContext) -> float | None:
+        """A run that fails in its first steps: the factor with which it learns, if there is one within reach."""
+        session, instrument, panel = self.session, self._instrument, self._panel
+        start, steps = session.rollback.ring.initial, session.rollback.first_steps
+        if start is None or len(steps) < _LEAST_TRIAL_STEPS or context.window is None:
+            return None
+        step = int(instrument.trainer.state.global_step)
+        control = session.learning_rate
+        try:
+            trial = try_rates(
+                context.window,
+                session.rollback,
+                start,
+                steps,
+                now=control.scale(step),
+                lowest=control.lowest(step),
+                limit=panel.divergence.early_limit,
+                adaptive=instrument.beta2 is not None,
+            )
+        except TrainingFault as fault:
+            logger.warning("Learning rates could not be tried out.", exc_info=fault.error)
+            return None
+        found = {f"{scale:.4g}": loss for scale, loss in trial.losses.items()}
+        context.incident.evidence["loss_by_rate_scale"] = found
+        return trial.scale
+
+    def _after_rollback(self, incident: Incident, began: float) -> None:
+        incident.seconds_lost += time.perf_counter() - began
+        self.session.await_outcome(incident)
+        self.session.journal.dealt_with(incident)
+
+    def _may_go_back(self) -> bool:
+        """Without a state to go back to, a run that goes on may still recover; one that was stopped cannot."""
+        able = self.config.on_divergence == "heal" and self._instrument.can_reexecute
+        return able and self.session.rollback.can_go_back()
+
+    def _diagnose_rise(self, window: Window, loss: float) -> Diagnosis:
+        panel = self._panel
+        level = panel.loss_level if panel.loss_trend.ready else None
+        if level is None:
+            level = median(panel.divergence.first or [math.nan])
+        return diagnose_rise(window, self.session.rollback, loss, level, panel.loss_trend.scale)
+
+    def _heal_divergence(self, incident: Incident, window: Window) -> None:
+        """Finds out what made the loss rise; back to a trusted state if it was the weights."""
+        session, began = self.session, time.perf_counter()
+        found = self._diagnose_rise(window, window.signals().loss)
+        session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        if found.failure is FailureType.HARDER_DATA:
+            self._panel.divergence.hurry()
+            session.watch.forget()
+            incident.seconds_lost += time.perf_counter() - began
+            session.journal.dealt_with(incident)
+            session.journal.closed(incident, "reported")
+            return
+        self._climb(HealingContext(incident, self._instrument, window, found), FailureType.DIVERGENCE)
+        self._after_rollback(incident, began)
+
+    def _heal_stillness(self, incident: Incident, window: Window) -> bool:
+        """Weights that were driven where there is no gradient are a divergence that the loss does not show."""
+        began = time.perf_counter()
+        found = diagnose_stillness(window, self.session.rollback, window.signals().grad_norm or 0.0)
+        if found.cause != "weights":
+            return False
+        self.session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        self._climb(HealingContext(incident, self._instrument, window, found), FailureType.DIVERGENCE)
+        self._after_rollback(incident, began)
+        return True
 
     # ---- finite, and wrong all the same ----
 
@@ -132,6 +267,10 @@ class StepJudge:
         session.journal.diagnosed(incident, failure, cause, evidence)
         if not transient and self.config.save_offending_batch:
             incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
+        if not transient and again.finite and self._weights_spike(incident, window, symptom, again):
+            self._climb(HealingContext(incident, self._instrument, window), FailureType.DIVERGENCE)
+            self._after_rollback(incident, began)
+            return
         usual = self._panel.gradient_level
         decision = session.policy.decide_spike(symptom, transient, again.finite, may_clip=usual is not None)
         context = HealingContext(incident, self._instrument, window, clip_to=usual)
@@ -147,6 +286,19 @@ class StepJudge:
             clipped = Action.CLIP_GRADIENT in decision.actions and usual is not None
             self._take_in(window, again, usual if clipped and usual is not None else math.inf)
         session.journal.dealt_with(incident)
+
+    def _weights_spike(self, incident: Incident, window: Window, symptom: Symptom, again: StepSignals) -> bool:
+        """
+        Whether it is the weights: a batch that is left out does not come back in the next step. One such step is left
+        to pass; that of the step after is held against trusted weights.
+        """
+        in_a_row = symptom.name == "co_spike" and window.step - 1 in self.session.policy.spike_skips
+        if not in_a_row or not self._may_go_back():
+            return False
+        found = self._diagnose_rise(window, again.loss)
+        if found.cause == "weights":
+            self.session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        return found.cause == "weights"
 
     def _report_spike(self, symptom: Symptom) -> None:
         if symptom.name == "co_spike":
@@ -172,13 +324,18 @@ class StepJudge:
             return
         session.observed_step = signals.step
         for symptom in panel.observe(signals):
+            if self._went_back_in == window.step:
+                # What was seen belongs to the state that was left.
+                return
             if symptom.name in ("loss_spike", "divergence"):
                 session.watch.begin(symptom, lambda incident, failure: self._tell(incident, failure, window))
-            elif symptom.name in _FAILURES:
+            elif symptom.name in _FAILURES and (symptom.name != "plateau" or self.config.lr_increase_factor > 1):
                 failure = _FAILURES[symptom.name]
                 self._tell(self._open(symptom, failure, symptom.name.replace("_", " ")), failure, window)
             else:
                 session.journal.noticed(symptom)
+        if self._went_back_in == window.step:
+            return
         if panel.loss_is_usual:
             session.detector.accept(signals.loss)
         session.watch.follow(panel)
@@ -189,6 +346,16 @@ class StepJudge:
         return incident
 
     def _tell(self, incident: Incident, failure: FailureType, window: Window | None) -> None:
+        divergence = failure is FailureType.DIVERGENCE and self.config.on_divergence == "heal"
+        # Without a state to go back to, a run that goes on may still recover; one that was stopped cannot.
+        if (
+            divergence
+            and window is not None
+            and self._instrument.can_reexecute
+            and self.session.rollback.can_go_back()
+        ):
+            self._heal_divergence(incident, window)
+            return
         decision = self.session.policy.decide_watched(failure)
         if Action.STOP in decision.actions:
             self.session.watch.forget()
@@ -216,26 +383,41 @@ class StepJudge:
                 continue
             incident = self._open(symptom, FailureType.RED_FLAG, symptom.name.removeprefix("rule:").replace("_", " "))
             action = str(symptom.evidence.get("action"))
-            if action == "rollback":
-                incident.evidence["why"] = "Its action is to roll back, which this version cannot do yet"
-            if session.policy.stops_for(action) and session.stop_for is None:
+            if session.policy.acts_on(action) and action == "stop" and session.stop_for is None:
                 session.stop_for = incident
+            elif session.policy.acts_on(action) and action == "rollback" and session.roll_back_for is None:
+                session.roll_back_for = incident
             else:
                 session.journal.dealt_with(incident)
                 session.journal.closed(incident, "reported")
 
     def _stop_for_red_flag(self, window: Window) -> None:
         session = self.session
-        incident = session.stop_for
-        if incident is None:
-            # Another rank has seen it, in a metric that is not the same everywhere.
-            incident = session.journal.open(window.step, "red_flag_on_another_rank", {})
-            session.journal.diagnosed(incident, FailureType.RED_FLAG, "seen by another rank", {})
+        incident = session.stop_for or self._seen_elsewhere(window)
         session.stop_for = None
         evidence = incident.evidence
         verdict = f"{evidence.get('diagnosis', 'a metric rule ended the run')} (rule {incident.cause})"
         context = HealingContext(incident, self._instrument, window, verdict=verdict)
         self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
+
+    def _roll_back_for_red_flag(self, window: Window) -> None:
+        session = self.session
+        began = time.perf_counter()
+        incident = session.roll_back_for or self._seen_elsewhere(window)
+        session.roll_back_for = None
+        if not self._instrument.can_reexecute or not session.rollback.can_go_back():
+            incident.evidence["why"] = "Its action is to roll back, and there is no trusted state to go back to"
+            session.journal.dealt_with(incident)
+            session.journal.closed(incident, "reported")
+            return
+        self._climb(HealingContext(incident, self._instrument, window), FailureType.RED_FLAG)
+        self._after_rollback(incident, began)
+
+    def _seen_elsewhere(self, window: Window) -> Incident:
+        """A red flag that another rank has seen, in a metric that is not the same everywhere."""
+        incident = self.session.journal.open(window.step, "red_flag_on_another_rank", {})
+        self.session.journal.diagnosed(incident, FailureType.RED_FLAG, "seen by another rank", {})
+        return incident
 
     # ---- the run it belongs to ----
 

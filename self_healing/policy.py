@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .config import HealingConfig
 from .detectors import Symptom
 from .diagnosis import Diagnosis
 from .failures import FAILURE_RECIPES, Action, FailureType
+from .rollback import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,23 @@ class Decision:
             In order.
         verdict (`str`, *optional*):
             If the last action is `STOP`: why the run ends.
+        target ([`Target`], *optional*):
+            If it goes back: to which state.
+        failure ([`FailureType`], *optional*):
+            What it turned out to be, if that is another failure than the one decided about.
+        rung (`int`, *optional*, defaults to 0):
+            Which rung of its ladder this is, from 1.
     """
 
     actions: tuple[Action, ...]
     verdict: str = ""
+    target: Target | None = None
+    failure: FailureType | None = None
+    rung: int = 0
+
+    @property
+    def stops(self) -> bool:
+        return Action.STOP in self.actions
 
 
 class StepPolicy:
@@ -69,8 +83,6 @@ class StepPolicy:
             if self.config.drop_poison_rows:
                 return Decision((Action.QUARANTINE_ROWS, Action.DROP_ROWS))
             return Decision((Action.QUARANTINE_ROWS, Action.SKIP_STEP))
-        if diagnosis.failure is FailureType.CORRUPTED_STATE:
-            return Decision((Action.STOP,), FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis)
         return Decision((Action.SKIP_STEP,))
 
     def decide_spike(self, symptom: Symptom, transient: bool, finite: bool, may_clip: bool) -> Decision:
@@ -104,17 +116,22 @@ class StepPolicy:
 
     def decide_watched(self, failure: FailureType) -> Decision:
         """The actions for what was seen in steps that have been applied."""
-        stops = {FailureType.DIVERGENCE: self.config.on_divergence, FailureType.DEAD_LOSS: self.config.on_dead_loss}
-        if stops.get(failure) == "stop":
-            # The weights are what is wrong: nothing is saved of them. Those of a dead loss have never moved.
+        if failure is FailureType.DIVERGENCE and self.config.on_divergence == "stop":
+            # The weights are what is wrong: nothing is saved of them.
             return Decision((Action.STOP,), FAILURE_RECIPES[failure].diagnosis)
+        if failure is FailureType.DEAD_LOSS and self.config.on_dead_loss == "stop":
+            return Decision((Action.CHECK_DATA_QUALITY, Action.STOP), FAILURE_RECIPES[failure].diagnosis)
         if failure in (FailureType.LOSS_SPIKE, FailureType.DIVERGENCE):
             return Decision((Action.HOLD_CHECKPOINTS,))
+        if failure is FailureType.PLATEAU:
+            return Decision((Action.INCREASE_LEARNING_RATE,))
+        if failure is FailureType.VANISHING_GRADIENT:
+            return Decision((Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY))
         return Decision(())
 
-    def stops_for(self, action: str) -> bool:
-        """Whether a metric rule whose action this is ends the run."""
-        return action == "stop" and self.config.on_red_flag == "act"
+    def acts_on(self, action: str) -> bool:
+        """Whether anything is done when a metric rule fires whose action this is."""
+        return action in ("stop", "rollback") and self.config.on_red_flag == "act"
 
     def note(self, skipped: bool, explained: bool, rows: int = 0, dropped: int = 0) -> str | None:
         """
@@ -157,8 +174,13 @@ class StepPolicy:
             )
         return None
 
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether too many steps in a row were left out without an explanation."""
+        return self.unhealed_in_a_row >= self.config.nan_patience
+
     def start_anew(self) -> None:
-        """The run ends on this policy's verdict: whoever resumes it has decided to try again."""
+        """What was left out until now counts no more: the run has gone back, or ends and is resumed on purpose."""
         self.unhealed_in_a_row = 0
         self.recent.clear()
         self.spike_skips.clear()
@@ -178,7 +200,7 @@ class StepPolicy:
 
 class RecoveryBudget:
     """
-    How often `train()` may be entered again, tied to progress.
+    How often a run may be brought back, in memory or by entering `train()` again, tied to progress.
 
     Args:
         config ([`HealingConfig`]):
@@ -190,12 +212,130 @@ class RecoveryBudget:
         self.used = 0
         self.failed_at = -1
 
+    def refunds(self, step: int) -> bool:
+        """Whether the run has got far enough beyond the last failure for its attempts to be given back."""
+        return self.failed_at >= 0 and step >= self.failed_at + self.config.budget_refund_steps
+
     def spend(self, step: int) -> bool:
         """Takes one attempt for a failure at a step; `False` if none is left."""
-        if self.failed_at >= 0 and step >= self.failed_at + self.config.budget_refund_steps:
+        if self.refunds(step):
             self.used = 0
         self.failed_at = max(step, self.failed_at)
         if self.used >= self.config.max_recovery_attempts:
             return False
         self.used += 1
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"used": self.used, "failed_at": self.failed_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.used, self.failed_at = state["used"], state["failed_at"]
+
+
+# Where a run goes back to when the same failure comes again and again, if its learning rate is not to blame.
+_CORRUPTED = (Target.NEWEST, Target.OLDER, Target.DISK)
+
+
+class RollbackLadder:
+    """
+    Which state to go back to, and what to change, given how often that was tried.
+
+    - Weights that are not finite: newest, older, disk; the learning rate stays.
+    - Numbers that overflow: the same, and each time with a lower learning rate.
+    - A divergence: newest, with fresh data; again nearby: with a lower learning rate, and from the second reduction on
+      an older state; when no further reduction is allowed: with new moments; then the end. In its first steps a run
+      goes back to where it began, with a lower learning rate at once.
+
+    A failure is the same one again until `budget_refund_steps` healthy steps beyond it; all rungs are paid for from
+    one budget, [`RecoveryBudget`].
+
+    Args:
+        config ([`HealingConfig`]):
+            The limits.
+        budget ([`RecoveryBudget`]):
+            Attempts without progress.
+    """
+
+    def __init__(self, config: HealingConfig, budget: RecoveryBudget) -> None:
+        self.config = config
+        self.budget = budget
+        self._climbed: dict[str, int] = {}
+        self._moments_reset = False
+
+    def next(self, failure: FailureType, step: int, early: bool, may_reduce: bool, rate: str) -> Decision:
+        """
+        The next rung.
+
+        Args:
+            failure ([`FailureType`]):
+                What happened.
+            step (`int`):
+                Where.
+            early (`bool`):
+                Whether the run has only just begun.
+            may_reduce (`bool`):
+                Whether the learning rate may be reduced once more.
+            rate (`str`):
+                The learning rate that failed, for the verdict.
+        """
+        if self.budget.refunds(step):
+            self._climbed.clear()
+            self._moments_reset = False
+        attempt = self._climbed[failure] = self._climbed.get(failure, 0) + 1
+        decision = self._rung(failure, attempt, early, may_reduce, rate)
+        if not decision.stops and not self.budget.spend(step):
+            budget = f"the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
+            decision = self._end(failure, f"{FAILURE_RECIPES[failure].diagnosis.rstrip('.')}; {budget}")
+        return replace(decision, rung=attempt)
+
+    def _rung(self, failure: FailureType, attempt: int, early: bool, may_reduce: bool, rate: str) -> Decision:
+        if failure is FailureType.CORRUPTED_STATE:
+            if attempt > len(_CORRUPTED):
+                return self._end(failure, f"the weights were not finite again after {attempt - 1} rollbacks")
+            return self._back(_CORRUPTED[attempt - 1])
+        if failure is FailureType.DIVERGENCE and attempt == 1 and not early:
+            return self._back(Target.NEWEST)
+        if self.config.max_lr_reductions == 0 and failure is not FailureType.DIVERGENCE and attempt <= len(_CORRUPTED):
+            return self._back(_CORRUPTED[attempt - 1])
+        if may_reduce:
+            reductions = attempt - (failure is FailureType.DIVERGENCE and not early)
+            if early:
+                target = Target.INITIAL
+            elif failure is FailureType.NONFINITE_NUMERICAL:
+                target = _CORRUPTED[min(reductions, len(_CORRUPTED)) - 1]
+            else:
+                target = Target.OLDER if reductions == 2 else Target.NEWEST
+            return self._back(target, Action.REDUCE_LEARNING_RATE)
+        if failure is FailureType.DIVERGENCE and not early and not self._moments_reset:
+            self._moments_reset = True
+            return self._back(Target.NEWEST, Action.RESET_MOMENTS)
+        return replace(
+            self._end(FailureType.LEARNING_RATE, f"the learning rate: it still fails at {rate}"),
+            failure=FailureType.LEARNING_RATE,
+        )
+
+    def _back(self, target: Target, *changes: Action) -> Decision:
+        if target is Target.NEWEST and not changes:
+            # If the steps since then can be applied again and all is well, none is lost.
+            return Decision((Action.ROLL_BACK, Action.REPLAY_STEPS), target=target)
+        return Decision((Action.ROLL_BACK, Action.SKIP_STEP, *changes), target=target)
+
+    def _end(self, failure: FailureType, verdict: str) -> Decision:
+        checks = [each for each in FAILURE_RECIPES[failure].ladder if each.value.startswith("check")]
+        # What is saved is the trusted state, to be resumed once somebody knows better.
+        ending = (Action.ROLL_BACK, Action.SKIP_STEP, *checks, Action.EMERGENCY_CHECKPOINT, Action.STOP)
+        return Decision(ending, verdict, target=Target.NEWEST)
+
+    def start_anew(self) -> None:
+        """The run ends: whoever resumes it has decided to try again."""
+        self._climbed.clear()
+        self._moments_reset = False
+        self.budget.used = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"climbed": dict(self._climbed), "moments_reset": self._moments_reset}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._climbed = dict(state["climbed"])
+        self._moments_reset = state["moments_reset"]

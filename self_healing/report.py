@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from .journal import EVENTS_FILE, Incident
+
+
+_OF_THE_RATE = ("lr_reductions", "learning_rate_scale", "learning_rate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +27,19 @@ class HealingReport:
             seconds_lost, outcome.
         journal (`str` or `None`):
             Where the events lie.
+        lr_reductions (`int`):
+            Reductions of the learning rate that were in force in the end.
+        learning_rate_scale (`float`):
+            Factor on the schedule's learning rate in the end.
+        learning_rate (`float` or `None`):
+            The rate that worked: the one in force after the last reduction. `None` if it was never reduced.
     """
 
     incidents: list[dict[str, Any]] = field(default_factory=list)
     journal: str | None = None
+    lr_reductions: int = 0
+    learning_rate_scale: float = 1.0
+    learning_rate: float | None = None
 
     @property
     def steps_lost(self) -> int:
@@ -45,8 +57,10 @@ class HealingReport:
         return not self.incidents
 
     @classmethod
-    def from_incidents(cls, incidents: Sequence[Incident], journal: str | None = None) -> HealingReport:
-        return cls([incident.to_dict() for incident in incidents], journal)
+    def from_incidents(
+        cls, incidents: Sequence[Incident], journal: str | None = None, rate: Mapping[str, Any] | None = None
+    ) -> HealingReport:
+        return cls([incident.to_dict() for incident in incidents], journal, **(rate or {}))
 
     @classmethod
     def from_run_dir(cls, directory: str | Path) -> HealingReport:
@@ -65,15 +79,24 @@ class HealingReport:
                 "had a SelfHealingCallback."
             )
         incidents: dict[str, dict[str, Any]] = {}
+        rate: dict[str, Any] = {}
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 event = json.loads(line)
             except ValueError:
                 # A line torn by a killed process; the ones around it are whole.
                 continue
+            if event["kind"] == "run_ended":
+                rate.update({key: event[key] for key in _OF_THE_RATE if key in event})
             name = event.get("incident")
             if name is None:
                 continue
+            if event.get("action") == "reduce_learning_rate":
+                rate = {
+                    "lr_reductions": event["reductions"],
+                    "learning_rate_scale": event["scale"],
+                    "learning_rate": event["learning_rate"],
+                }
             incident = incidents.setdefault(name, Incident(name, event["step"], event.get("symptom", "?")).to_dict())
             if event["kind"] == "action":
                 incident["actions"].append(event["action"])
@@ -85,7 +108,7 @@ class HealingReport:
                 }
             )
             incident["evidence"].update(event.get("evidence") or {})
-        return cls(list(incidents.values()), str(path))
+        return cls(list(incidents.values()), str(path), **rate)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -93,7 +116,21 @@ class HealingReport:
             "steps_lost": self.steps_lost,
             "seconds_lost": round(self.seconds_lost, 3),
             "journal": self.journal,
+            "lr_reductions": self.lr_reductions,
+            "learning_rate_scale": self.learning_rate_scale,
+            "learning_rate": self.learning_rate,
         }
+
+    @property
+    def rate(self) -> str:
+        """What became of the learning rate, in a sentence; empty if it is the schedule's."""
+        if self.learning_rate is None:
+            return ""
+        times = "once" if self.lr_reductions == 1 else f"{self.lr_reductions} times"
+        return (
+            f"The learning rate was reduced {times}: {self.learning_rate:.3g} worked, "
+            f"{self.learning_rate_scale:.3g} of the schedule's."
+        )
 
     def __rich__(self) -> Table:
         return self.table()

@@ -14,8 +14,10 @@ from .detectors import DetectorPanel, NonFiniteDetector
 from .detectors.rules import MetricRule, MetricRules, rules_for
 from .instrument import Instrument, ResumePoint, RowSource, Window
 from .journal import Incident, Journal
+from .learning_rate import LearningRateControl
 from .objectives import content_hash, row_text
-from .policy import RecoveryBudget, StepPolicy
+from .policy import RecoveryBudget, RollbackLadder, StepPolicy
+from .rollback import Rollback
 from .signals import StepSignals
 from .step_clipping import StepClipping
 from .watch import LossWatch
@@ -55,8 +57,12 @@ class Session:
         self.clipping: StepClipping | None = None
         self.watch = LossWatch(config, self.journal)
         self.stop_for: Incident | None = None
+        self.roll_back_for: Incident | None = None
         self.policy = StepPolicy(config)
         self.budget = RecoveryBudget(config)
+        self.ladder = RollbackLadder(config, self.budget)
+        self.learning_rate = LearningRateControl(config)
+        self.rollback = Rollback(config, self.journal, self._remember, self._recall)
         self.started_at = time.time()
         self.resume_point: ResumePoint | None = None
         self.instrument: Instrument | None = None
@@ -65,6 +71,7 @@ class Session:
         self.entries = 0
         self.reported_step = -2
         self.observed_step = -1
+        self.rate_after_reduction: float | None = None
         self.postmortem_path: str | None = None
         self.first_resume: str | None = None
         self._judging: list[tuple[Incident, tuple[float, float] | None, list[float]]] = []
@@ -87,7 +94,81 @@ class Session:
     def metrics(self, training: bool) -> dict[str, float]:
         """What is added to the trainer's logs; the statistic of clipping only to those of training steps."""
         found = self.journal.metrics()
+        if found and self.instrument is not None and self.learning_rate.touched:
+            found["healing/lr_scale"] = self.learning_rate.scale(int(self.instrument.trainer.state.global_step))
         return found | self.clipping.metrics() if training and self.clipping is not None else found
+
+    # ---- states that can be gone back to ----
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing is wrong with the loss: no open incident about it, and nothing that builds up to one."""
+        return not self.watch.open and (self.panel is None or not self.panel.divergence.suspicious)
+
+    def _remember(self) -> dict[str, Any]:
+        """What detectors and statistics know, to be put back together with the weights they speak of."""
+        return {"detectors": {name: part.state_dict() for name, part in self._detectors().items()}}
+
+    def _recall(self, extras: dict[str, Any]) -> None:
+        for name, part in self._detectors().items():
+            if name in extras.get("detectors", {}):
+                first = self.panel.divergence.first if self.panel is not None else []
+                part.load_state_dict(extras["detectors"][name])
+                if part is self.panel:
+                    # Back before them, the losses the run began with still are what they were.
+                    self.panel.divergence.keep_first(first)
+        if self.panel is not None:
+            self.panel.divergence.reset()
+
+    def _detectors(self) -> dict[str, Any]:
+        parts = {"detector": self.detector, "panel": self.panel, "rules": self.rules, "clipping": self.clipping}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @property
+    def warm(self) -> bool:
+        """Whether the detectors have a baseline, from a checkpoint or from the steps there were."""
+        return self.panel is not None and self.panel.loss_trend.ready
+
+    def is_well(self, signals: StepSignals) -> bool:
+        """Shows the detectors a step that is applied again; whether they find nothing wrong."""
+        panel = self.panel
+        if panel is None or panel.alarming(signals) is not None:
+            return False
+        panel.observe(signals)
+        if panel.loss_is_usual:
+            self.detector.accept(signals.loss)
+        return panel.loss_is_usual
+
+    def nothing_lost_since(self, step: int) -> None:
+        """Steps from here on that were left out have been applied after all."""
+        for incident, _, _ in self._judging:
+            if incident.step >= step:
+                incident.steps_lost = 0
+
+    def note_rate(self, learning_rate: float) -> None:
+        """Takes in the rate that is in force after a reduction, for the report."""
+        self.rate_after_reduction = learning_rate
+
+    def rate_in_force(self) -> dict[str, Any]:
+        """What became of the learning rate; nothing if it was never reduced."""
+        if self.rate_after_reduction is None:
+            return {}
+        step = self.observed_step + 1
+        return {
+            "lr_reductions": self.learning_rate.reductions,
+            "learning_rate_scale": self.learning_rate.scale(step),
+            "learning_rate": self.rate_after_reduction,
+        }
+
+    def went_back(self, incident: Incident) -> None:
+        """The run is in an earlier state because of an incident: what was going on in the later one is over."""
+        for entry in list(self._judging):
+            if "roll_back" in entry[0].actions and entry[0] is not incident:
+                # It has come back before it could be told whether it was gone.
+                self._judging.remove(entry)
+                self.journal.closed(entry[0], "unresolved", relapse=incident.id)
+        self.watch.forget()
+        self.policy.start_anew()
 
     # ---- outcomes ----
 
@@ -165,15 +246,13 @@ class Session:
             self.panel.divergence.alarmed = False
 
     def _parts(self) -> dict[str, Any]:
-        parts = {
-            "detector": self.detector,
+        return self._detectors() | {
             "policy": self.policy,
             "quarantine": self.quarantine,
-            "panel": self.panel,
-            "rules": self.rules,
-            "clipping": self.clipping,
+            "learning_rate": self.learning_rate,
+            "budget": self.budget,
+            "ladder": self.ladder,
         }
-        return {name: part for name, part in parts.items() if part is not None}
 
 
 def quarantined_rows(window: Window, poison: Mapping[int, list[int]], tokenizer: Any) -> list[QuarantinedRow]:

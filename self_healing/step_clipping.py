@@ -67,6 +67,7 @@ class StepClipping:
         """
         if self._adagc is not None and may_clip:
             self._last = self._adagc.update_and_clip(self._model)
+            window.cannot_be_repeated()
         if self._zclip is None or not signals.grad_norm:
             return
         if signals.step != self._step:

@@ -286,6 +286,7 @@ class TestPresets:
             "max_quarantined_fraction": 0.5,
             "max_spike_skips": 10,
             "zclip_mode": "clip",
+            "max_lr_reductions": 6,
             "max_recovery_attempts": 20,
             "retry_max_seconds": 900.0,
         }
@@ -298,6 +299,7 @@ class TestPresets:
             "max_quarantined_fraction": 0.05,
             "max_spike_skips": 1,
             "on_divergence": "stop",
+            "max_lr_reductions": 1,
             "max_recovery_attempts": 2,
         }
 
@@ -380,7 +382,8 @@ def values_of(name: str) -> st.SearchStrategy:
     if name == "retry_max_seconds":
         return st.floats(1e3, allow_infinity=False)
     if isinstance(default, float):
-        return st.floats(0, 1 if setting.at_most is None else setting.at_most, exclude_min=True)
+        most = 1 if setting.at_most is None else setting.at_most
+        return st.floats(setting.at_least or 0, most, exclude_min=setting.at_least is None)
     return st.none() | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")).filter(str.strip)
 
 

@@ -169,7 +169,7 @@ def test_a_loss_of_zero_after_a_spike_is_back(tmp_path: Path, tokenizer: Any) ->
 def test_a_loss_that_neither_comes_back_nor_settles_does_not_hold_checkpoints_for_ever(
     tmp_path: Path, tokenizer: Any
 ) -> None:
-    config = HealingConfig(divergence_patience=10)
+    config = HealingConfig(divergence_patience=10, on_divergence="warn")
     arguments = {**STEADY, "max_steps": 100, "save_strategy": "steps", "save_steps": 10}
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], **arguments)
     LossOffset(trainer, lambda step: 0.0 if step < 30 else (20.0 if step % 2 else 2000.0))
@@ -180,9 +180,8 @@ def test_a_loss_that_neither_comes_back_nor_settles_does_not_hold_checkpoints_fo
 
 
 def test_a_spike_that_stays_widens_into_a_divergence_in_the_same_incident(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(
-        tmp_path, tokenizer, callbacks=[SelfHealingCallback()], save_strategy="steps", save_steps=10, **STEADY
-    )
+    callback = SelfHealingCallback(HealingConfig(on_divergence="warn"))
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], save_strategy="steps", save_steps=10, **STEADY)
     LossOffset(trainer, lambda step: 20.0 if step >= 35 else 0.0)
     trainer.train()
     assert [event["symptom"] for event in of_kind(tmp_path, "detected")] == ["loss_spike"]
@@ -219,7 +218,7 @@ def test_a_slow_rise_is_a_divergence_and_can_end_the_run(tmp_path: Path, tokeniz
 
 
 def test_a_new_level_of_the_loss_is_learned_and_checkpoints_come_again(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(divergence_patience=30)
+    config = HealingConfig(divergence_patience=30, on_divergence="warn")
     trainer = sft_trainer(
         tmp_path,
         tokenizer,
@@ -239,7 +238,8 @@ def test_a_new_level_of_the_loss_is_learned_and_checkpoints_come_again(tmp_path:
 
 
 def test_a_loss_that_is_back_at_a_baseline_that_lags_has_not_recovered(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **{**STEADY, "max_steps": 90})
+    callback = SelfHealingCallback(HealingConfig(on_divergence="warn"))
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], **{**STEADY, "max_steps": 90})
     # Falls fast, jumps, and comes back to where it was a while ago.
     LossOffset(trainer, lambda step: 60.0 * 0.95**step if step < 50 else (60.0 if step < 56 else 20.0))
     trainer.train()

@@ -84,8 +84,14 @@ def test_causes_that_form_a_circle_are_followed_once() -> None:
 
 def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
     assert set(FAILURE_RECIPES) == set(FailureType)
-    # A spike passes or becomes a divergence; that nothing is learned is told, and is no reason to end a run.
-    watched = {FailureType.LOSS_SPIKE, FailureType.VANISHING_GRADIENT}
+    # A spike passes or becomes a divergence; that nothing is learned, or that the data are harder, is told, and is no
+    # reason to end a run.
+    watched = {
+        FailureType.LOSS_SPIKE,
+        FailureType.VANISHING_GRADIENT,
+        FailureType.HARDER_DATA,
+        FailureType.PLATEAU,
+    }
     for failure, recipe in FAILURE_RECIPES.items():
         assert failure in watched or recipe.ladder[-1] in (Action.STOP, Action.USE_REEXECUTED_STEP)
         assert recipe.diagnosis

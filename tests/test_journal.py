@@ -236,7 +236,7 @@ def test_a_failure_of_ours_while_healing_leaves_the_step_out(
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr("self_healing.instrument.Instrument.nonfinite_tensors", fail)
+    monkeypatch.setattr("self_healing.diagnosis.find_poison_rows", fail)
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
     fault = OutputFault(trainer.model, strike=lambda forward: forward in (5, 7))
     trainer.train()
@@ -308,16 +308,17 @@ def test_a_run_that_died_is_told_alike_by_journal_report_and_listeners(
         def on_instability(self, args: Any, state: Any, control: Any, incident: Incident, **kwargs: Any) -> None:
             told.append(incident.outcome)
 
-    config = HealingConfig(nan_patience=2)
+    config = HealingConfig(nan_patience=2, max_recovery_attempts=0)
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), Listener()])
     OutputFault(trainer.model, strike=lambda _: trainer.state.global_step >= 2)
     with pytest.raises(RuntimeError, match="2 steps in a row"):
         (SelfHealingTrainer(trainer) if wrapped else trainer).train()
     report = HealingReport.from_run_dir(tmp_path)
     assert [incident["outcome"] for incident in report.incidents] == ["unresolved", "fatal"]
-    assert [incident["steps_lost"] for incident in report.incidents] == [1, 1]
+    # What is saved is the trusted state: of the four steps there were, nothing is left.
+    assert [incident["steps_lost"] for incident in report.incidents] == [1, 4]
     assert told == ["open", "fatal"]
-    assert report.incidents[-1]["actions"] == ["skip_step", "emergency_checkpoint", "stop"]
+    assert report.incidents[-1]["actions"] == ["skip_step", "roll_back", "skip_step", "emergency_checkpoint", "stop"]
 
 
 def test_waits_differ_between_jobs_with_the_same_seed(tmp_path: Path, tokenizer: Any) -> None:

@@ -196,29 +196,24 @@ def test_an_unexplained_nan_skips_the_step_and_leaves_weights_and_moments_untouc
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
-def test_after_nan_patience_skips_in_a_row_the_run_stops_with_a_postmortem(
+def test_what_neither_patience_nor_a_lower_rate_heals_stops_the_run_with_a_postmortem(
     tmp_path: Path, tokenizer: Any, wrapped: bool
 ) -> None:
-    config = HealingConfig(nan_patience=3)
+    config = HealingConfig(nan_patience=3, max_lr_reductions=1)
     trainer = sft_trainer(
         tmp_path, tokenizer, max_steps=20, callbacks=None if wrapped else [SelfHealingCallback(config)]
     )
-    good: dict[str, torch.Tensor] = {}
-
-    def strike(_: int) -> bool:
-        if trainer.state.global_step == 2 and not good:
-            good.update(weights(trainer))
-        return trainer.state.global_step >= 2
-
-    fault = OutputFault(trainer.model, strike=strike)
+    good = weights(trainer)
+    fault = OutputFault(trainer.model, strike=lambda _: trainer.state.global_step >= 2)
     with pytest.raises(UnrecoverableTrainingError, match="3 steps in a row") as caught:
         (SelfHealingTrainer(trainer, config) if wrapped else trainer).train()
 
     assert fault.fired
     assert str(tmp_path / "postmortem.json") in str(caught.value)
     postmortem = json.loads((tmp_path / "postmortem.json").read_text())
-    assert [incident["failure"] for incident in postmortem["chain"]] == ["nonfinite_numerical"] * 3
-    assert postmortem["emergency_checkpoint"] == str(tmp_path / "checkpoint-4")
+    assert [incident["failure"] for incident in postmortem["chain"]] == ["nonfinite_numerical"] * 5 + ["learning_rate"]
+    assert postmortem["chain"][2]["actions"] == ["skip_step", "roll_back", "skip_step", "reduce_learning_rate"]
+    assert postmortem["emergency_checkpoint"] == str(tmp_path / "checkpoint-7")
     assert_same_weights(weights(trainer), good)
 
 
@@ -232,8 +227,8 @@ def test_skipping_cannot_hide_a_dead_model(tmp_path: Path, tokenizer: Any) -> No
     assert trainer.state.global_step <= 8
 
 
-def test_corrupted_weights_stop_the_run_and_are_named(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+def test_corrupted_weights_without_a_state_to_go_back_to_stop_the_run(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(HealingConfig(snapshots=False))])
     corrupted = []
 
     def corrupt(module: Any, inputs: Any) -> None:

@@ -158,7 +158,7 @@ def test_nothing_differs_from_the_run_without_the_fault(
     assert output.training_loss == expected.training_loss
     assert output.global_step == expected.global_step
     mine, theirs = (sorted(p.name for p in (tmp_path / name).glob("*")) for name in ("healed", "clean"))
-    assert [name for name in mine if "healing" not in name] == theirs
+    assert [name for name in mine if "healing" not in name and name != "last-known-good"] == theirs
 
 
 def test_a_checkpoint_of_another_run_is_not_ours_to_take(tmp_path: Path, tokenizer: Any) -> None:

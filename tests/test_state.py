@@ -29,7 +29,8 @@ def live_callback(trainer: Any) -> SelfHealingCallback:
 @pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
 @pytest.mark.parametrize("restore", [False, True], ids=["kept", "rebuilt"])
 def test_skips_before_a_resume_count_after_it(tmp_path: Path, tokenizer: Any, restore: bool, wrapped: bool) -> None:
-    config = HealingConfig(nan_patience=3)
+    # Without an attempt to go back, patience is the end.
+    config = HealingConfig(nan_patience=3, max_recovery_attempts=0)
     arguments = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
 
     def build() -> Any:
@@ -113,7 +114,8 @@ def test_added_to_a_run_that_began_without_it(tmp_path: Path, tokenizer: Any) ->
 
 
 def test_a_run_that_ended_on_its_patience_starts_it_anew_when_resumed(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(nan_patience=3)
+    # Without an attempt to go back, patience is the end.
+    config = HealingConfig(nan_patience=3, max_recovery_attempts=0)
     first = sft_trainer(tmp_path, tokenizer, max_steps=10)
     OutputFault(first.model, strike=lambda _: first.state.global_step >= 2)
     with pytest.raises(UnrecoverableTrainingError, match="3 steps in a row"):

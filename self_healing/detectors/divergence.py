@@ -14,6 +14,8 @@ from .trend import Reading
 # Before there is a baseline, the loss is held against the median of this many first steps.
 _FIRST_STEPS = 5
 _EARLY_WINDOW = 10
+# In nats, from one batch to another: the very first loss is that of one batch.
+_FIRST_LOSS_VARIES = 0.5
 
 
 class DivergenceDetector:
@@ -111,7 +113,7 @@ class DivergenceDetector:
         if above_chance and self.chance is not None:
             return self._alarm(reading, "above chance", limit=self.chance + 1, steps=self._above_chance)
         if early:
-            return self._alarm(reading, "early", limit=median(self._first) + self.early_rise, steps=sum(self._early))
+            return self._alarm(reading, "early", limit=self.early_limit, steps=sum(self._early))
         return None
 
     def reset(self) -> None:
@@ -123,6 +125,20 @@ class DivergenceDetector:
         """Ends the alarm: the loss stays where it is, and has to fall below chance again before it can rise above."""
         self.reset()
         self._was_below_chance = False
+
+    def hurry(self) -> None:
+        """It is known that the loss has found another level: no patience is needed any more ([`overdue`])."""
+        self._since = max(self._since, self.patience)
+
+    @property
+    def first(self) -> list[float]:
+        """The losses the run began with."""
+        return list(self._first)
+
+    def keep_first(self, first: list[float]) -> None:
+        """Takes the losses a run began with from a state in which more of them were known."""
+        if len(first) > len(self._first):
+            self._first = list(first)
 
     def _observe_chance(self, loss: float) -> bool:
         if self.chance is None:
@@ -136,11 +152,21 @@ class DivergenceDetector:
             return False
         if len(self._first) < _FIRST_STEPS:
             self._first.append(reading.value)
-            return False
-        if median(self._first) > self.chance + 1:
+        if self._first[0] > self.chance + 1:
             return False  # That is no mean cross-entropy per token, or of another vocabulary.
-        self._early.append(reading.value > median(self._first) + self.early_rise)
+        self._early.append(reading.value > self.early_limit)
         return sum(self._early) >= _EARLY_WINDOW // 2
+
+    @property
+    def early_limit(self) -> float:
+        """
+        Loss that is too high for the first steps of a run: `early_rise` above the median of the first five. Where the
+        rate is far too high they have risen themselves: the very first loss, of weights that nothing was done to, says
+        so.
+        """
+        if not self._first:
+            return math.inf
+        return min(median(self._first), self._first[0] + _FIRST_LOSS_VARIES) + self.early_rise
 
     def _alarm(self, reading: Reading, test: str, **evidence: float) -> Symptom:
         self.alarmed, self._since, self._back = True, 0, 0
@@ -154,7 +180,7 @@ class DivergenceDetector:
             # No logarithm: zero, or below.
             back = reading.value <= reading.level
         else:
-            back = not self._first or reading.value <= median(self._first) + self.early_rise
+            back = reading.value <= self.early_limit
         back = back and (self.chance is None or not self._was_below_chance or reading.value <= self.chance + 1)
         self._back = self._back + 1 if back else 0
         if self._back >= self.recover_steps:

@@ -13,14 +13,16 @@ from .preservation import preserved
 from .random_state import RandomState
 from .reentry import EMERGENCY_DIR, ResumePoint
 from .row_sources import RowSource
-from .window import TrainingFault, Window
+from .window import Control, Recording, TrainingFault, Window
 from .wrapping import Instrument
 
 
 __all__ = [
     "EMERGENCY_DIR",
+    "Control",
     "Instrument",
     "RandomState",
+    "Recording",
     "ResumePoint",
     "RowSource",
     "TrainingFault",

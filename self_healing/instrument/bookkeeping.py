@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,15 @@ class Ledger:
         """Back to where a step began; what the training loop counts around the step stays."""
         self._rewind(bookkeeping, _SET_BY_THE_LOOP)
         bookkeeping.rng.restore()
+
+    def rewind_counts(self, bookkeeping: Bookkeeping) -> None:
+        """What is counted and logged as it was; random states and buffers stay."""
+        self._set_counts(bookkeeping, _SET_BY_THE_LOOP)
+        del self._trainer.state.log_history[bookkeeping.log_length :]
+
+    def with_buffers_of_now(self, bookkeeping: Bookkeeping) -> Bookkeeping:
+        """The same moment, with the buffers as they are now."""
+        return replace(bookkeeping, buffers=self._copy_moving_buffers())
 
     def rewind(self, bookkeeping: Bookkeeping) -> None:
         """Back to an earlier moment altogether."""

@@ -18,6 +18,7 @@ from ..objectives import Layout, Objective, layout_of, own_token_count, select_r
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
 from .phase import Phase
+from .random_state import RandomState
 from .row_sources import RowSource
 
 
@@ -31,6 +32,50 @@ class TrainingFault(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """
+    A healthy step, kept to be computed again with other weights.
+
+    Args:
+        calls (`list`):
+            Its calls of `training_step`: model, inputs, arguments.
+        loss (`float`):
+            What came out of them.
+        nbytes (`int`):
+            Memory their inputs take.
+    """
+
+    calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]
+    loss: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """
+    A step that was applied, with all that is needed to apply it again bit for bit.
+
+    Args:
+        step (`int`):
+            Optimizer steps finished before it.
+        control ([`Control`]):
+            Its calls and their loss.
+        rng ([`RandomState`]):
+            The random states it began with.
+        rates (`list[float]`):
+            The learning rate of each parameter group.
+        scaled_by (`float`):
+            Factor on its gradients, beyond the Trainer's own clipping.
+    """
+
+    step: int
+    control: Control
+    rng: RandomState
+    rates: list[float]
+    scaled_by: float
 
 
 class Window:
@@ -55,7 +100,7 @@ class Window:
         self.grad_norm: Any = None
         self.judged = False
         self.skipped = False
-        self.stop_wanted = False
+        self.stop_wanted = self.rollback_wanted = False
         self.prepared: dict[int, Any] = {}
         self.objective: Objective = instrument.objective
         self._calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -64,6 +109,8 @@ class Window:
         self._tokens_inside = 0
         self._measure: Callable[[], Any] = lambda: None
         self._touched = False
+        self._thinned = False
+        self._scaled_by = 1.0
 
     # ---- fed by the instrument, micro-batch by micro-batch ----
 
@@ -103,22 +150,24 @@ class Window:
 
     # ---- what the step looked like ----
 
-    def signals(self, stop: bool = False) -> StepSignals:
+    def signals(self, stop: bool = False, roll_back: bool = False) -> StepSignals:
         """
         Loss and gradient norm as floats. The one device sync of a healthy step, and its one collective.
 
         Args:
             stop (`bool`, *optional*, defaults to `False`):
                 Whether this rank wants the run to end with this step; [`stop_wanted`] says whether any does.
+            roll_back (`bool`, *optional*, defaults to `False`):
+                Whether this rank wants the run to go back to an earlier state; [`rollback_wanted`] likewise.
         """
         loss = torch.stack([loss.detach().float() for loss in self.losses]).sum()
         # Without a norm the loss stands in for it, so that there is one value per place on every rank.
         norm = loss if self.grad_norm is None else _as_tensor(self.grad_norm, loss.device).float()
         ranks = consensus.world_size()
         # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
-        wishes = [torch.full_like(loss, stop)] if ranks > 1 else []
-        loss_sum, norm_sum, *stops = consensus.sum_over_ranks(torch.stack([loss, norm, *wishes])).tolist()
-        self.stop_wanted = stop or sum(stops) > 0
+        wishes = [torch.full_like(loss, stop), torch.full_like(loss, roll_back)] if ranks > 1 else []
+        loss_sum, norm_sum, *votes = consensus.sum_over_ranks(torch.stack([loss, norm, *wishes])).tolist()
+        self.stop_wanted, self.rollback_wanted = (vote > 0 for vote in votes or (stop, roll_back))
         return StepSignals(
             step=self.step,
             loss=loss_sum / ranks,
@@ -148,6 +197,8 @@ class Window:
         """
         # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.
         counting = keep is not None
+        self._thinned = counting
+        self._scaled_by = 1.0
         keep = keep or {}
         layouts = {index: self.layout(index) for index in keep}
         counts = self._count_items(keep, layouts) if counting else None
@@ -220,10 +271,15 @@ class Window:
         model, inputs, args, kwargs = self._calls[index]
         if items is not None:
             args, kwargs = _with_items(args, kwargs, items)
+        with self._instrument.preparing(lambda batch: self._note(index, batch, pick)):
+            return self._call(model, inputs, args, kwargs, last, synchronise)
+
+    def _call(
+        self, model: Any, inputs: Any, args: Any, kwargs: Any, last: bool, synchronise: bool = True
+    ) -> torch.Tensor:
         accelerator = self._trainer.accelerator
         accelerator.gradient_state._set_sync_gradients(last)
-        together = contextlib.nullcontext() if last and synchronise else accelerator.no_sync(model=model)
-        with self._instrument.preparing(lambda batch: self._note(index, batch, pick)), together:
+        with contextlib.nullcontext() if last and synchronise else accelerator.no_sync(model=model):
             try:
                 return self._instrument.call_training_step(self, model, copy.copy(inputs), *args, **kwargs)
             except Exception as error:
@@ -280,17 +336,128 @@ class Window:
         if self._start is not None:
             self._instrument.ledger.restore_buffers(self._start)
 
+    def control(self, loss: float, largest: int) -> Control | None:
+        """
+        This step, to be computed again later; `None` if its rows are generated anew each time, or are too many.
+
+        Args:
+            loss (`float`):
+                What came out of it.
+            largest (`int`):
+                Bytes its inputs may have.
+        """
+        nbytes = sum(_nbytes(inputs) for inputs in self.all_inputs())
+        if self.objective.online or nbytes > largest:
+            return None
+        return Control(self._calls, loss, nbytes)
+
+    def recording(self, control: Control) -> Recording | None:
+        """This step, to be applied later, again or for the first time; `None` if rows of it were left out."""
+        if self._start is None or self._thinned:
+            return None
+        rates = self._instrument.rates_in_force()
+        return Recording(self.step, control, self._start.rng, rates, self._scaled_by)
+
+    def loss_of(self, control: Control) -> float:
+        """
+        The loss of an earlier step with the weights as they are, over all ranks. This step has to be computed again
+        afterwards.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        self._rewind()
+        loss = self._run_again(control)
+        self._rewind()
+        return loss
+
+    def train_on(self, control: Control, scale: float) -> float:
+        """
+        Takes one optimizer step on an earlier step's batches, as an experiment: weights and moments move.
+
+        Args:
+            control ([`Control`]):
+                The batches.
+            scale (`float`):
+                Factor on the schedule's learning rate.
+
+        Returns:
+            `float`: the loss before the step, over all ranks.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        self._rewind()
+        loss = self._run_again(control)
+        if math.isfinite(loss):
+            self._instrument.step_again(self._instrument.rates_in_force(scale))
+        self._rewind()
+        return loss
+
+    def replay(self, recording: Recording) -> StepSignals:
+        """
+        Applies an earlier step again, as it was applied then. Nothing is applied if it is not finite.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        assert self._start is not None
+        tokens = self._trainer.state.num_input_tokens_seen
+        self._trainer.model.zero_grad()
+        recording.rng.restore()
+        loss = self._run_again(recording.control)
+        norm = None
+        if math.isfinite(loss):
+            norm = self._instrument.step_again(recording.rates, recording.scaled_by)
+        self._trainer.model.zero_grad()
+        self._instrument.ledger.rewind_counts(self._start)
+        self._trainer.state.num_input_tokens_seen = tokens
+        return StepSignals(recording.step, loss, norm)
+
+    def cannot_be_repeated(self) -> None:
+        """Its gradients were changed in a way that is not kept."""
+        self._thinned = True
+
+    def begin_anew(self) -> None:
+        """After a replay: this step starts from the state there is now."""
+        if self._start is not None:
+            self._start = self._instrument.ledger.with_buffers_of_now(self._start)
+
+    def _run_again(self, control: Control) -> float:
+        """Forward and backward of an earlier step; its loss, over all ranks."""
+        self._touched = True
+        trainer = self._trainer
+        accumulation = trainer.current_gradient_accumulation_steps
+        trainer.current_gradient_accumulation_steps = len(control.calls)
+        try:
+            last = len(control.calls) - 1
+            losses = [self._call(*call, last=index == last) for index, call in enumerate(control.calls)]
+        finally:
+            trainer.current_gradient_accumulation_steps = accumulation
+        total = torch.stack([loss.detach().float() for loss in losses]).sum()
+        return float(consensus.sum_over_ranks(total)) / consensus.world_size()
+
     # ---- what becomes of it ----
 
     def accept(self) -> None:
         """Puts the re-executed step in the place of the one that failed: loss, gradients and their norm."""
         self._set_running_loss(self.losses)
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiplies all gradients by a factor."""
-        scale_gradients(self._trainer.model, factor)
+    def scale_gradients(self, factor: float, always: bool = True) -> None:
+        """
+        Multiplies all gradients by a factor.
 
-    def skip(self, substitute_loss: float | None) -> None:
+        Args:
+            factor (`float`):
+                The factor.
+            always (`bool`, *optional*, defaults to `True`):
+                Whether this belongs to the step, and not to what was wrong with it this time.
+        """
+        scale_gradients(self._trainer.model, factor)
+        if always:
+            self._scaled_by *= factor
+
+    def skip(self, substitute_loss: float | None, keep_buffers: bool = False) -> None:
         """
         Leaves the step out: no gradient, so neither weights nor moments move (with zeroed gradients AdamW would still
         decay the weights and move by momentum).
@@ -298,9 +465,12 @@ class Window:
         Args:
             substitute_loss (`float` or `None`):
                 What the step counts with in the logged average if its own loss is not finite.
+            keep_buffers (`bool`, *optional*, defaults to `False`):
+                Whether buffers are left as they are, because they belong to a state that was gone back to.
         """
         self.skipped = True
-        self.restore_buffers()
+        if not keep_buffers:
+            self.restore_buffers()
         self._catch_up_generation()
         for parameter in self._trainer.model.parameters():
             parameter.grad = None
@@ -389,6 +559,14 @@ def _with_items(args: tuple[Any, ...], kwargs: dict[str, Any], items: Any) -> tu
     if args:
         return (items, *args[1:]), kwargs
     return args, {**kwargs, "num_items_in_batch": items}
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(_nbytes(inner) for inner in value.values())
+    return sum(_nbytes(inner) for inner in value) if isinstance(value, (list, tuple)) else 0
 
 
 def _to_cpu(value: Any) -> Any:

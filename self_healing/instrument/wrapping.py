@@ -15,9 +15,11 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 
 from .. import consensus
+from ..clipping import scale_gradients
 from ..failures import UnrecoverableTrainingError, is_nonfinite_exception
 from ..objectives import objective_of
 from .bookkeeping import Ledger
+from .live_state import LiveState, beta2_of, innermost, live_state_of, reload_checkpoint, reset_moments
 from .phase import Phase
 from .reentry import Reentry
 from .row_sources import DataPosition
@@ -49,6 +51,12 @@ class Instrument:
             Metrics to add to what the trainer logs, by whether it is a log of training steps.
         hold ([`CheckpointHold`]):
             Whether checkpoints that are due have to wait.
+        rate_scale (`Callable[[int], float]`):
+            Factor on the schedule's learning rate, by optimizer steps finished.
+        before_step (`Callable[[], None]`):
+            Called right before `optimizer.step()`.
+        before_save (`Callable[[int], None]`):
+            Called with the step right before the Trainer writes a checkpoint of its schedule.
         broken (`Callable[[], None]`):
             Told when code of ours failed; by then the trainer is its plain self again.
         heals_exceptions (`bool`):
@@ -63,6 +71,9 @@ class Instrument:
         judge: Callable[[Window], None],
         extra_logs: Callable[[bool], dict[str, float]],
         hold: CheckpointHold,
+        rate_scale: Callable[[int], float],
+        before_step: Callable[[], None],
+        before_save: Callable[[int], None],
         broken: Callable[[], None],
         heals_exceptions: bool,
         started_at: float,
@@ -78,6 +89,9 @@ class Instrument:
         self._judge_step = judge
         self._extra_logs = extra_logs
         self._hold = hold
+        self._rate_scale = rate_scale
+        self._before_step = before_step
+        self._before_save = before_save
         self._maybe_saving = self._held_back = False
         self._broken = broken
         self._heals_exceptions = heals_exceptions
@@ -109,9 +123,12 @@ class Instrument:
         self._replace(trainer, "_evaluate", self._evaluate)
         self._replace(trainer, "_maybe_log_save_evaluate", self._maybe_log_save_evaluate)
         self._replace(trainer, "_save_checkpoint", self._save_checkpoint)
+        self._replace(trainer, "_get_learning_rate", self._get_learning_rate)
         self._replace(trainer.callback_handler, "on_save", self._on_save)
         self._replace(trainer.callback_handler, "on_epoch_end", self._on_epoch_end)
         self._replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
+        if self.can_scale_rate:
+            self._replace(trainer.optimizer, "step", self._optimizer_step)
         optimizer = innermost(trainer.optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
@@ -295,6 +312,62 @@ class Instrument:
     def _after_optimizer_step(self, *_: Any) -> None:
         self.reentry.phase = Phase.STEPPED
 
+    def _optimizer_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """
+        The optimizer steps with the rate that is in force; before and after, its groups hold the schedule's, so that
+        schedulers which compute from the current rate, and checkpoints, see nothing of it.
+        """
+        scale = 1.0
+        with self.contained():
+            self._before_step()
+            scale = self._rate_scale(int(self.trainer.state.global_step))
+        if scale == 1.0:
+            return original(*args, **kwargs)
+        with self._rates(self.rates_in_force(scale)):
+            return original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _rates(self, rates: Sequence[Any]) -> Iterator[None]:
+        groups = self.trainer.optimizer.param_groups
+        theirs = [group["lr"] for group in groups]
+        try:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            yield
+        finally:
+            for group, rate in zip(groups, theirs, strict=True):
+                group["lr"] = rate
+
+    def rates_in_force(self, scale: float | None = None) -> list[Any]:
+        """The learning rate of each parameter group: the schedule's, times the factor in force or another one."""
+        if scale is None:
+            scale = self._rate_scale(int(self.trainer.state.global_step))
+        rates = [group["lr"] for group in self.trainer.optimizer.param_groups]
+        # Not even multiplied by 1: a rate kept as a tensor would have to be read.
+        return rates if scale == 1.0 or not self.can_scale_rate else [rate * scale for rate in rates]
+
+    def step_again(self, rates: Sequence[Any], scaled_by: float = 1.0) -> float | None:
+        """Clips and applies the gradients there are with given rates, as the Trainer would; their norm before."""
+        trainer, phase, norm = self.trainer, self.reentry.phase, None
+        if self.max_grad_norm > 0:
+            norm = self._original(trainer.accelerator, "clip_grad_norm_")(
+                trainer.model.parameters(), self.max_grad_norm
+            )
+        if scaled_by != 1.0:
+            scale_gradients(trainer.model, scaled_by)
+        with self._rates(rates):
+            self._original(trainer.optimizer, "step")()
+        self.reentry.phase = phase
+        return None if norm is None else float(norm)
+
+    def _get_learning_rate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the Trainer logs: the rate the optimizer steps with, and not only what the schedule asks for."""
+        rate = original(*args, **kwargs)
+        scale = 1.0
+        with self.contained():
+            scale = self._rate_scale(int(self.trainer.state.global_step)) if self.can_scale_rate else 1.0
+        return rate if scale == 1.0 else rate * scale
+
     def _evaluate(self, original: Callable[..., Any], trial: Any, ignore_keys: Any, *args: Any, **kwargs: Any) -> Any:
         self.reentry.evaluation_begins(ignore_keys)
         metrics = original(trial, ignore_keys, *args, **kwargs)
@@ -317,6 +390,8 @@ class Instrument:
             return None
         if self._maybe_saving:
             self._hold.owed = False
+            with self.contained():
+                self._before_save(int(self.trainer.state.global_step))
         return original(*args, **kwargs)
 
     def _on_save(self, original: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -400,6 +475,40 @@ class Instrument:
     # ---- used by diagnosis and actions ----
 
     @property
+    def can_scale_rate(self) -> bool:
+        """Whether the optimizer has learning rates that can be set; Adafactor with `relative_step` has none."""
+        groups = getattr(innermost(self.trainer.optimizer), "param_groups", [])
+        return self.can_reexecute and bool(groups) and all(group.get("lr") is not None for group in groups)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate in force, of the first parameter group."""
+        return float(self.trainer._get_learning_rate())
+
+    @property
+    def beta2(self) -> float | None:
+        """Decay of the optimizer's second moments; `None` if it has none."""
+        return beta2_of(self.trainer.optimizer)
+
+    def live_state(self) -> LiveState:
+        """The tensors that training changes, as they are now."""
+        return live_state_of(self.trainer)
+
+    def optimizer_in_training_mode(self) -> None:
+        """Schedule-free optimizers keep other weights for evaluation; for all others this does nothing."""
+        switch = getattr(self.trainer.optimizer, "train", None)
+        if switch is not None:
+            switch()
+
+    def reset_moments(self) -> bool:
+        """Makes the optimizer forget everything; `False` if it cannot be known that it would begin anew."""
+        return reset_moments(self.trainer)
+
+    def reload(self, checkpoint: str) -> None:
+        """Puts weights, optimizer state and scaler of a checkpoint in place; schedule and data go on."""
+        reload_checkpoint(self.trainer, checkpoint)
+
+    @property
     def vocabulary(self) -> int | None:
         """Tokens the model knows, if the loss is a mean cross-entropy per token; `None` for any other loss."""
         if "above_chance" not in self.objective.detectors:
@@ -444,20 +553,13 @@ class Instrument:
             if isinstance(state, Mapping):
                 owner = names.get(id(parameter), "?")
                 named.extend((f"optimizer:{owner}.{key}", value) for key, value in state.items())
-        return [name for name, value in named if isinstance(value, torch.Tensor) and _is_corrupted(value)]
+        return [name for name, value in named if isinstance(value, torch.Tensor) and _is_corrupted(name, value)]
 
 
-def _is_corrupted(value: torch.Tensor) -> bool:
+def _is_corrupted(name: str, value: torch.Tensor) -> bool:
     if not (value.is_floating_point() or value.is_complex()):
         return False
-    if isinstance(value, torch.nn.Parameter):
+    if isinstance(value, torch.nn.Parameter) or name.startswith("optimizer:"):
         return not bool(torch.isfinite(value).all())
-    # A causal mask kept as a buffer holds -inf on purpose: outside of parameters only NaN is wrong.
+    # A causal mask kept as a buffer holds -inf on purpose: there only NaN is wrong.
     return bool(torch.isnan(value).any())
-
-
-def innermost(optimizer: Any) -> Any:
-    """The torch optimizer inside accelerate's wrapper."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer

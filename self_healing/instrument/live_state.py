@@ -1,0 +1,121 @@
+"""What training changes: the tensors of a trainer that a snapshot has to hold, and putting a checkpoint back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """
+    The tensors of one trainer, as they are now.
+
+    Args:
+        parameters (`dict[str, torch.Tensor]`):
+            What is trained, and a reference model that follows it; each tensor once, however many names it has.
+        buffers (`dict[str, torch.Tensor]`):
+            Of the model.
+        optimizer (`torch.optim.Optimizer`, *optional*):
+            The innermost one; `None` where an engine of its own (DeepSpeed) holds it.
+        scaler (`dict[str, torch.Tensor]`):
+            Of a `GradScaler` that has begun.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer | None
+    scaler: dict[str, torch.Tensor]
+
+
+def live_state_of(trainer: Any) -> LiveState:
+    """What training changes in a trainer."""
+    optimizer = innermost(trainer.optimizer)
+    optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    seen: set[int] = set()
+    parameters: dict[str, torch.Tensor] = {}
+    for name, parameter in _changing(trainer, optimizer):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            parameters[name] = local(parameter)
+    scaler = trainer.accelerator.scaler
+    inside = {} if scaler is None else {name: getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")}
+    return LiveState(
+        parameters,
+        {name: local(buffer) for name, buffer in trainer.model.named_buffers()},
+        optimizer,
+        {name: value for name, value in inside.items() if isinstance(value, torch.Tensor)},
+    )
+
+
+def _changing(trainer: Any, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter
+    if optimizer is not None:
+        # A loss with parameters of its own is trained beside the model.
+        for group, entry in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(entry["params"]):
+                yield f"group {group}, parameter {index}", parameter
+    reference = getattr(trainer, "ref_model", None)
+    if isinstance(reference, torch.nn.Module) and getattr(trainer.args, "sync_ref_model", False):
+        # It follows the model, so what went into the model went into it.
+        yield from ((f"ref_model.{name}", parameter) for name, parameter in reference.named_parameters())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; a tensor of its own memory otherwise."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor.detach()
+
+
+def innermost(optimizer: Any) -> Any:
+    """The torch optimizer inside accelerate's wrapper."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def beta2_of(optimizer: Any) -> float | None:
+    """Decay of the second moments; `None` for an optimizer without."""
+    groups = getattr(innermost(optimizer), "param_groups", [])
+    betas = groups[0].get("betas") if groups else None
+    return float(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else None
+
+
+def reset_moments(trainer: Any) -> bool:
+    """
+    Makes the optimizer forget everything, so that it begins as in the first step.
+
+    Returns:
+        Whether it did: optimizers that make their state in the constructor, or are not known to make it anew, are left
+        alone, because their next step would fail.
+    """
+    optimizer = innermost(trainer.optimizer)
+    known = type(optimizer).__module__.split(".")[0] in ("torch", "transformers", "bitsandbytes", "torchao")
+    if not known or isinstance(optimizer, torch.optim.Adagrad):
+        return False
+    optimizer.state.clear()
+    return True
+
+
+def reload_checkpoint(trainer: Any, checkpoint: str) -> None:
+    """
+    Puts weights, optimizer state and scaler of a checkpoint into a trainer in the middle of a run.
+
+    Step counter, schedule, data and random states stay where they are.
+    """
+    schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
+    groups = trainer.optimizer.param_groups
+    rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group} for group in groups]
+    trainer._load_from_checkpoint(checkpoint, model=trainer.model)
+    trainer._load_optimizer_and_scheduler(checkpoint)
+    if trainer.accelerator.scaler is not None:
+        trainer._load_scaler(checkpoint)
+    trainer.lr_scheduler.load_state_dict(schedule)
+    for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+        group.update(rate)

@@ -1,0 +1,544 @@
+"""Which states of a run can be trusted, in memory and on disk, and going back to one of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from . import consensus
+from .checkpoints import CheckpointKeeper, newest_checkpoint_of, step_of
+from .config import HealingConfig
+from .instrument import Control, Instrument, RandomState, Recording, TrainingFault, Window
+from .journal import Journal
+from .signals import StepSignals
+from .snapshots import Snapshot, SnapshotRing, free_host_memory, size_of
+
+
+logger = logging.getLogger("self_healing")
+
+# Between two snapshots, at least: closer ones would be no older than what verification takes anyway.
+_LEAST_INTERVAL = 5
+# A run that fails this early has not got far: it goes back to where it began.
+EARLY_STEPS = 50
+# Steps of its beginning that are kept for as long, to try out learning rates on.
+_TRIAL_STEPS = 10
+# All steps since the newest trusted state are kept, to be applied again, if their batches take no more than this.
+_LARGEST_TAPE = 256 * 2**20
+# A batch is kept, to tell harder data from worse weights, only if it is small beside the model.
+_LARGEST_CONTROL = 64 * 2**20
+
+
+class Target(StrEnum):
+    """Which state to go back to."""
+
+    NEWEST = "newest"
+    OLDER = "older"
+    INITIAL = "initial"
+    DISK = "disk"
+
+
+# Where to go if there is no such state.
+_OTHERWISE = {
+    Target.NEWEST: (Target.NEWEST, Target.INITIAL, Target.DISK),
+    Target.OLDER: (Target.OLDER, Target.DISK, Target.INITIAL, Target.NEWEST),
+    Target.INITIAL: (Target.INITIAL, Target.OLDER, Target.NEWEST, Target.DISK),
+    Target.DISK: (Target.DISK, Target.INITIAL, Target.NEWEST),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WentBack:
+    """
+    What a rollback did.
+
+    Args:
+        step (`int`):
+            Optimizer steps finished in the state the run is in now.
+        target ([`Target`]):
+            Which state that is.
+        steps_lost (`int`):
+            Optimizer steps whose effect on the weights is gone.
+        checkpoint (`str`, *optional*):
+            Where it came from, if not from memory.
+    """
+
+    step: int
+    target: Target
+    steps_lost: int
+    checkpoint: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        place = {"checkpoint": self.checkpoint} if self.checkpoint else {}
+        return {"to_step": self.step, "state": self.target.value, "lost": self.steps_lost, **place}
+
+
+class Rollback:
+    """
+    Keeps states that can be gone back to, and goes back to them.
+
+    A state is trusted once `snapshot_verify_steps` healthy steps have come after it and it was found to be finite; of
+    the states in memory that is a candidate until then, on disk a checkpoint that is marked unverified.
+
+    Args:
+        config ([`HealingConfig`]):
+            Interval, budget, verification.
+        journal ([`Journal`]):
+            Where it is written down what is kept and what it costs.
+        remember (`Callable[[], dict]`), recall (`Callable[[dict], None]`):
+            Detectors and statistics as of a state; putting them back.
+    """
+
+    def __init__(
+        self,
+        config: HealingConfig,
+        journal: Journal,
+        remember: Callable[[], dict[str, Any]],
+        recall: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.config = config
+        self.journal = journal
+        self.ring = SnapshotRing()
+        self.interval = config.snapshot_interval or _LEAST_INTERVAL
+        self.streak = 0
+        self.on_disk_only = not config.snapshots
+        self._remember, self._recall = remember, recall
+        self._instrument: Instrument | None = None
+        self._keeper: CheckpointKeeper | None = None
+        self._unverified: deque[int] = deque()
+        self._first_resume: str | None = None
+        self._entry_step = 0
+        self._cold = False
+        self._last_taken = 0
+        self._last_begin: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=20)
+        self._control: Control | None = None
+        self.first_steps: list[Control] = []
+        self._tape: deque[Recording] = deque()
+        self._tape_bytes = 0
+        self._gone_back_to: Snapshot | None = None
+        self._optimizer: Any = None
+        self._planned: int | None = None
+        self._copy_seconds: deque[float] = deque(maxlen=5)
+
+    # ---- a run begins and ends ----
+
+    def begin(self, instrument: Instrument, cold: bool, resumed_from: str | None) -> None:
+        """
+        Called whenever `train()` is entered: keeps the state the run begins with.
+
+        Args:
+            instrument ([`Instrument`]):
+                Of the trainer.
+            cold (`bool`):
+                Whether the detectors have no baseline yet.
+            resumed_from (`str`, *optional*):
+                The checkpoint the run was resumed from.
+        """
+        first = self._instrument is None
+        self._instrument = instrument
+        trainer = instrument.trainer
+        self._last_begin = None
+        self._control = None
+        self.streak = 0
+        if first:
+            self._entry_step = int(trainer.state.global_step)
+            self._cold = cold
+            self._first_resume = resumed_from
+            if trainer.args.should_save and consensus.is_first_rank():
+                self._keep_checkpoints(trainer.args, resumed_from)
+        live = instrument.live_state()
+        if not first and live.optimizer is self._optimizer:
+            # Entered again with the same model and optimizer: what was trusted still is.
+            self.ring.discard()
+            return
+        self._optimizer = live.optimizer
+        self.ring.release()
+        if not instrument.can_reexecute:
+            self.on_disk_only = True
+        if self.on_disk_only or not self._make_room():
+            return
+        step = int(trainer.state.global_step)
+        self._take(step)
+        self.ring.begin_with_candidate()
+
+    def _keep_checkpoints(self, args: Any, resumed_from: str | None) -> None:
+        if args.push_to_hub:
+            # transformers uploads everything in the output_dir but what begins with "checkpoint-" or "_".
+            logger.info("push_to_hub=True: trusted checkpoints are not kept beside the others, or they were uploaded.")
+            return
+        self._keeper = CheckpointKeeper(str(args.output_dir))
+        if resumed_from is not None and Path(resumed_from).resolve().is_relative_to(Path(args.output_dir).resolve()):
+            self.checkpoint_saved(Path(resumed_from), self._entry_step)
+
+    def release(self) -> None:
+        """Gives all host memory back."""
+        self.ring.release()
+        self._optimizer = self._instrument = self._control = None
+        self.first_steps = []
+        self._tape.clear()
+        self._tape_bytes = 0
+        self._gone_back_to = None
+
+    def early(self, step: int) -> bool:
+        """Whether the run has only just begun, with detectors that had nothing to go by."""
+        return self._cold and step - self._entry_step < EARLY_STEPS
+
+    # ---- keeping ----
+
+    def step_begins(self, step: int, calm: bool) -> None:
+        """
+        Called between two steps; takes a snapshot if one is due.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+            calm (`bool`):
+                Whether nothing is wrong with the loss.
+        """
+        now = time.perf_counter()
+        if self._last_begin is not None:
+            self._step_seconds.append(now - self._last_begin)
+        self._last_begin = now
+        due = self.ring.candidate is None and step - self._last_taken >= self.interval
+        if self.on_disk_only or not due or not calm:
+            return
+        if self._make_room():
+            self._take(step)
+            # The copy is no part of the step it is held against.
+            self._last_begin = time.perf_counter()
+
+    def step_taken(self, window: Window, loss: float, healthy: bool) -> None:
+        """
+        Takes in a step that is about to be applied; states that have stood the test become trusted.
+
+        Args:
+            window ([`Window`]):
+                The step.
+            loss (`float`):
+                Its loss.
+            healthy (`bool`):
+                Whether nothing was wrong with it, nor with the loss lately.
+        """
+        if self.early(window.step):
+            self._keep_first(window, loss)
+        elif self.first_steps:
+            self.first_steps = []
+        control = window.control(loss, _LARGEST_CONTROL)
+        self._record(window, control)
+        self.streak = self.streak + 1 if healthy else 0
+        if not healthy:
+            return
+        self._control = control
+        if self.streak < self.config.snapshot_verify_steps:
+            return
+        verified = window.step + 1 - self.config.snapshot_verify_steps
+        if self.ring.candidate is not None and self.ring.candidate.step <= verified:
+            self._promote(window.step)
+        if self._unverified and self._unverified[0] <= verified:
+            while self._unverified and self._unverified[0] <= verified:
+                self._unverified.popleft()
+            if self._keeper is not None:
+                self._keeper.verified_up_to(verified)
+
+    def _record(self, window: Window, control: Control | None) -> None:
+        """Keeps the steps since the newest trusted state, to be applied again; not beyond a gap."""
+        recording = None if control is None or self.on_disk_only else window.recording(control)
+        largest = _LARGEST_TAPE
+        if recording is None or control is None or (self._tape_bytes + control.nbytes > largest):
+            self._tape.clear()
+            self._tape_bytes = 0
+            return
+        self._tape.append(recording)
+        self._tape_bytes += control.nbytes
+
+    def _shorten_tape(self, step: int) -> None:
+        while self._tape and self._tape[0].step < step:
+            self._tape_bytes -= self._tape.popleft().control.nbytes
+
+    def _keep_first(self, window: Window, loss: float) -> None:
+        if len(self.first_steps) < _TRIAL_STEPS and math.isfinite(loss):
+            control = window.control(loss, _LARGEST_CONTROL // _TRIAL_STEPS)
+            if control is not None:
+                self.first_steps.append(control)
+
+    def about_to_save(self, step: int) -> None:
+        """A checkpoint is about to be written, perhaps over one that is kept."""
+        if self._keeper is not None:
+            self._keeper.about_to_save(step)
+
+    def checkpoint_saved(self, checkpoint: Path, step: int) -> None:
+        """Takes in that a checkpoint was completely written."""
+        if self._keeper is not None:
+            self._unverified.append(step)
+            self._keeper.saved(checkpoint, step)
+
+    def join(self) -> None:
+        """Before `optimizer.step()`: waits for a copy that is still under way."""
+        self.ring.join()
+
+    @property
+    def _running(self) -> Instrument:
+        if self._instrument is None:
+            raise RuntimeError("there is no run to keep the states of")
+        return self._instrument
+
+    @property
+    def _device(self) -> Any:
+        return self._running.trainer.accelerator.device
+
+    def _make_room(self) -> bool:
+        live = self._running.live_state()
+        while consensus.any_rank(not self.ring.fits(live), self._device):
+            if not self.ring.shrink():
+                self._rely_on_disk(size_of(live))
+                return False
+        return True
+
+    def _rely_on_disk(self, needed: int) -> None:
+        self.on_disk_only = True
+        free = free_host_memory()
+        self.ring.release()
+        self.journal.event("snapshots_off", self._last_taken, bytes_needed=needed, bytes_free=free)
+        logger.warning(
+            "Snapshots are off: one takes %.2f GB of host memory, and %.2f GB are free. A run that fails goes back to "
+            "its newest trusted checkpoint on disk instead; please make sure that save_steps is as many steps as you "
+            "can afford to lose.",
+            needed / 1e9,
+            free / 1e9,
+        )
+
+    def _take(self, step: int) -> None:
+        instrument = self._running
+        # A schedule-free optimizer swaps the weights in place between training and evaluation.
+        instrument.optimizer_in_training_mode()
+        extras = self._remember() | {"rng": RandomState.capture(self._device), "control": self._control}
+        self.ring.take(instrument.live_state(), step, extras)
+        self._last_taken = step
+
+    def _promote(self, step: int) -> None:
+        candidate = self.ring.candidate
+        assert candidate is not None
+        bad = candidate.nonfinite()
+        if consensus.any_rank(bool(bad), self._device):
+            self.ring.discard()
+            self.journal.event("snapshot_refused", step, taken_at=candidate.step, tensors=bad[:20])
+            logger.warning(
+                "Step %d: the snapshot of step %d is not finite (%s) and is not trusted.",
+                step,
+                candidate.step,
+                ", ".join(bad[:5]) or "on another rank",
+            )
+            return
+        self.ring.promote()
+        self._shorten_tape(candidate.step)
+        if not self.early(step + 1):
+            self.ring.forget_initial()
+        self._plan(candidate, step)
+
+    def _plan(self, snapshot: Snapshot, step: int) -> None:
+        """Chooses the interval by what the last copy cost, the same on all ranks."""
+        typical = median(self._step_seconds) if self._step_seconds else math.inf
+        if not snapshot.allocated or not self._copy_seconds:
+            # The first copies into new memory take several times as long, and are few.
+            self._copy_seconds.append(snapshot.seconds)
+        seconds = median(self._copy_seconds)
+        share = consensus.largest_of_ranks(seconds / typical, self._device)
+        interval = self.config.snapshot_interval
+        if not interval:
+            interval = max(math.ceil(share / self.config.snapshot_overhead_budget), _LEAST_INTERVAL)
+        # Near enough is left as it is: the measurement varies, and the journal is read by people.
+        if self._planned is None or not 0.5 <= interval / self.interval <= 2:
+            self.interval = self._planned = interval
+            self.journal.event(
+                "snapshots",
+                step,
+                # Nothing is taken while a candidate is being verified.
+                interval=max(interval, self.config.snapshot_verify_steps),
+                verify_steps=self.config.snapshot_verify_steps,
+                bytes=self.ring.nbytes,
+                seconds=seconds,
+                share_of_step=share,
+            )
+
+    # ---- going back ----
+
+    def go_back(self, target: Target, step: int, incident: str) -> WentBack | None:
+        """
+        Puts the run into a state that is trusted; step counter, schedule and data go on.
+
+        Args:
+            target ([`Target`]):
+                Which one; the next best if there is none such.
+            step (`int`):
+                The optimizer step that is not applied.
+            incident (`str`):
+                Why: written into the checkpoints that are not trusted any more.
+
+        Returns:
+            [`WentBack`], or `None` if there is no state to go back to.
+        """
+        self.ring.discard()
+        self.streak = 0
+        for option in _OTHERWISE[target]:
+            went = self._to_disk(step) if option is Target.DISK else self._to_memory(option, step)
+            if went is None:
+                continue
+            self._last_taken = step
+            if self._keeper is not None:
+                self._keeper.distrust_after(went.step, incident)
+            self._unverified.clear()
+            return went
+        return None
+
+    def _to_memory(self, target: Target, step: int) -> WentBack | None:
+        if target is Target.OLDER:
+            if len(self.ring.trusted) < 2:
+                return None
+            self.ring.distrust(self.ring.trusted[-1])
+        while True:
+            snapshot = self.ring.initial if target is Target.INITIAL else next(reversed(self.ring.trusted), None)
+            if snapshot is None:
+                return None
+            self._restore(snapshot)
+            if not consensus.any_rank(bool(self._running.nonfinite_tensors()), self._device):
+                break
+            # What is wrong is not in the snapshot (frozen weights), or the snapshot is wrong as well.
+            if target is Target.INITIAL:
+                return None
+            self.ring.distrust(snapshot)
+        if target is Target.INITIAL and self.ring.trusted:
+            self.ring.distrust(self.ring.trusted[0])
+        if "rng" in snapshot.extras:
+            snapshot.extras["rng"].restore()
+        self._recall(snapshot.extras)
+        lost = step + 1 - snapshot.as_of
+        self._gone_back_to = snapshot
+        return WentBack(snapshot.step, target, lost)
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        self.ring.restore(snapshot, self._running.live_state())
+        self._running.optimizer_in_training_mode()
+
+    def _to_disk(self, step: int) -> WentBack | None:
+        instrument = self._running
+        found = self._checkpoint()
+        if found is None:
+            return None
+        try:
+            instrument.reload(found)
+        except Exception:
+            logger.warning("%s could not be loaded.", found, exc_info=True)
+            return None
+        if consensus.any_rank(bool(instrument.nonfinite_tensors()), self._device):
+            return None
+        self._recall({})
+        reached = step_of(found, default=step)
+        return WentBack(reached, Target.DISK, max(step + 1 - reached, 1), found)
+
+    def settled(self, step: int) -> None:
+        """The steps since the state that was gone back to are lost for good: from now on the run is in that state."""
+        if self._gone_back_to is not None:
+            self._gone_back_to.as_of = step + 1
+        self._gone_back_to = None
+        self._tape.clear()
+        self._tape_bytes = 0
+
+    def replay(self, window: Window, still_well: Callable[[StepSignals], bool]) -> int | None:
+        """
+        After going back: applies the steps since then again, bit for bit. If what was wrong does not come back,
+        nothing is lost; if it does, it is not that the weights were hit, but where training leads, and the run is in
+        the state gone back to again.
+
+        Args:
+            window ([`Window`]):
+                The step that is judged; it is computed again in the end.
+            still_well (`Callable[[StepSignals], bool]`):
+                Whether a step that was applied again looks as it should.
+
+        Returns:
+            How many steps were applied again; `None` if that was not possible, or they did not stay well.
+        """
+        snapshot = self._gone_back_to
+        if snapshot is None:
+            return None
+        recordings = [each for each in self._tape if each.step >= snapshot.as_of]
+        if [each.step for each in recordings] != list(range(snapshot.as_of, window.step)):
+            return None
+        well = self._play(window, recordings, still_well)
+        if not well:
+            self._restore(snapshot)
+            self._recall(snapshot.extras)
+            return None
+        self._gone_back_to = None
+        return len(recordings)
+
+    def _play(
+        self, window: Window, recordings: Sequence[Recording], still_well: Callable[[StepSignals], bool]
+    ) -> bool:
+        try:
+            for recording in recordings:
+                signals = window.replay(recording)
+                if not signals.finite or not still_well(signals):
+                    return False
+            window.begin_anew()
+            window.reexecute()
+        except TrainingFault as fault:
+            logger.info("The steps since then could not be applied again.", exc_info=fault.error)
+            return False
+        signals = window.signals()
+        return signals.finite and still_well(signals)
+
+    def can_go_back(self) -> bool:
+        """Whether there is a trusted state, in memory or on disk. Collective."""
+        if self.generations():
+            return True
+        return self._checkpoint() is not None
+
+    def _checkpoint(self) -> str | None:
+        """The newest checkpoint of this run that can be resumed from, the same on all ranks."""
+        found = None
+        if consensus.is_first_rank():
+            output_dir = str(self._running.trainer.args.output_dir)
+            found = newest_checkpoint_of(self.journal.run_id, output_dir) or self._first_resume
+        chosen: str | None = consensus.from_first_rank(found)
+        return chosen
+
+    # ---- trying out ----
+
+    def generations(self) -> list[Snapshot]:
+        """Trusted states in memory, the newest first."""
+        initial = [] if self.ring.initial is None else [self.ring.initial]
+        return [*reversed(self.ring.trusted), *initial]
+
+    def set_aside(self, step: int) -> bool:
+        """Keeps the state as it is, however bad, to come back to after an experiment; `False` if memory is short."""
+        self.ring.discard()
+        if self.on_disk_only or not self.generations() or not self._make_room():
+            return False
+        self.ring.take(self._running.live_state(), step, {})
+        return True
+
+    def try_on(self, snapshot: Snapshot) -> Control | None:
+        """Puts a state in place for an experiment; a healthy step from before it, to compare with."""
+        self._restore(snapshot)
+        control = snapshot.extras.get("control")
+        return control if isinstance(control, Control) else None
+
+    def prefer(self, snapshot: Snapshot) -> None:
+        """Drops the states that are newer than one that was found to be better."""
+        for newer in [each for each in self.ring.trusted if each.step > snapshot.step][:1]:
+            self.ring.distrust(newer)
+
+    def bring_back(self) -> None:
+        """After an experiment: the state that was set aside is in place again."""
+        if self.ring.candidate is not None:
+            self._restore(self.ring.candidate)
+            self.ring.discard()

@@ -1,0 +1,525 @@
+"""Bad state got into the weights: back to state that is known to be good, and on to the end of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import (
+    TRAINERS,
+    OutputFault,
+    assert_same_weights,
+    journal,
+    logged,
+    losses,
+    plain_trainer,
+    sft_trainer,
+    tiny_model,
+    weights,
+)
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from self_healing import (
+    HealingConfig,
+    HealingReport,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
+from self_healing import rollback as rollback_module
+
+
+class WeightFault(TrainerCallback):
+    """Changes the weights in place once a step is finished, at the given steps."""
+
+    def __init__(self, change: Callable[[Any], None], *steps: int, when: Callable[[], bool] = lambda: True) -> None:
+        self.change, self.steps, self.when = change, steps, when
+        self.fired: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step in self.steps and self.when():
+            self.fired.append(state.global_step)
+            with torch.no_grad():
+                self.change(model)
+
+
+def a_few_nans(model: Any) -> None:
+    model.model.layers[0].mlp.down_proj.weight.view(-1)[:3] = float("nan")
+
+
+def scrambled_layer(model: Any) -> None:
+    weight = model.lm_head.weight
+    weight.mul_(50).add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+
+
+def held_out_loss(trainer: Any) -> float:
+    return float(trainer.evaluate(trainer.train_dataset)["eval_loss"])
+
+
+def snapshot_interval(directory: Path) -> int:
+    """As journalled, the largest there was."""
+    return max(event["interval"] for event in journal(directory, "snapshots"))
+
+
+def rollbacks(directory: Path) -> list[dict[str, Any]]:
+    return [event for event in journal(directory, "action") if event["action"] == "roll_back"]
+
+
+CONVERGED = {"max_steps": 120, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "eval_strategy": "no"}
+
+
+@pytest.fixture(scope="module")
+def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from conftest import build_tokenizer
+
+    trainer = plain_trainer(tmp_path_factory.mktemp("plain"), build_tokenizer(), **CONVERGED)
+    trainer.train()
+    return held_out_loss(trainer)
+
+
+class TestCorruptedWeights:
+    def test_are_rolled_back_and_the_run_ends_where_it_would_have(
+        self, tmp_path: Path, tokenizer: Any, fault_free: float
+    ) -> None:
+        fault = WeightFault(a_few_nans, 60)
+        trainer = plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), fault], **CONVERGED)
+        trainer.train()
+
+        assert fault.fired == [60]
+        assert trainer.state.global_step == 120
+        assert held_out_loss(trainer) == fault_free
+        (outcome,) = journal(tmp_path, "outcome")
+        assert (outcome["failure"], outcome["outcome"]) == ("corrupted_state", "resolved")
+        assert outcome["steps_lost"] == 0
+        verify = HealingConfig().snapshot_verify_steps
+        assert 0 < rollbacks(tmp_path)[0]["lost"] <= snapshot_interval(tmp_path) + verify + 1
+
+    def test_are_named_in_the_journal(self, tmp_path: Path, tokenizer: Any) -> None:
+        fault = WeightFault(a_few_nans, 20)
+        sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), fault], max_steps=24).train()
+
+        diagnosed = journal(tmp_path, "diagnosed")[-1]
+        assert diagnosed["failure"] == "corrupted_state"
+        assert diagnosed["evidence"]["tensors"] == ["model.layers.0.mlp.down_proj.weight"]
+
+    def test_before_the_first_checkpoint_the_run_goes_back_to_where_it_began(
+        self, tmp_path: Path, tokenizer: Any
+    ) -> None:
+        trainer = sft_trainer(
+            tmp_path, tokenizer, callbacks=[SelfHealingCallback(), WeightFault(a_few_nans, 3)], max_steps=6
+        )
+        trainer.train()
+
+        assert trainer.state.global_step == 6
+        assert [(event["state"], event["to_step"]) for event in rollbacks(tmp_path)] == [("initial", 0)]
+        assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+    def test_in_the_optimizer_state_alone_are_found_as_well(self, tmp_path: Path, tokenizer: Any) -> None:
+        class MomentFault(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+                if state.global_step == 20:
+                    moments = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"]
+                    moments.view(-1)[0] = float("nan")
+
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), MomentFault()], max_steps=30)
+        trainer.train()
+
+        assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+        assert [event["failure"] for event in journal(tmp_path, "outcome")] == ["corrupted_state"]
+
+    @pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer", "KTOTrainer"])
+    def test_are_rolled_back_under_any_trainer(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
+        callbacks = [SelfHealingCallback(), WeightFault(a_few_nans, 3)]
+        trainer = TRAINERS[name](tmp_path, tokenizer, callbacks=callbacks, max_steps=5)
+        trainer.train()
+
+        assert trainer.state.global_step == 5
+        assert len(rollbacks(tmp_path)) == 1
+        assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+    def test_that_come_back_every_time_climb_the_ladder_and_end_the_run(self, tmp_path: Path, tokenizer: Any) -> None:
+        fault = WeightFault(a_few_nans, *range(30, 60))
+        trainer = sft_trainer(
+            tmp_path,
+            tokenizer,
+            callbacks=[SelfHealingCallback(), fault],
+            max_steps=60,
+            save_strategy="steps",
+            save_steps=10,
+        )
+        with pytest.raises(UnrecoverableTrainingError, match="not finite again after 3 rollbacks") as caught:
+            trainer.train()
+
+        assert caught.value.failure == "corrupted_state"
+        assert [event["state"] for event in rollbacks(tmp_path)][:3] == ["newest", "older", "disk"]
+
+
+class TestScrambledLayer:
+    @pytest.mark.parametrize("strikes_at", [60, 61, 62, 63])
+    def test_is_noticed_by_the_loss_and_rolled_back(
+        self, tmp_path: Path, tokenizer: Any, fault_free: float, strikes_at: int
+    ) -> None:
+        fault = WeightFault(scrambled_layer, strikes_at)
+        # A snapshot every ten steps: the fault strikes right before one, and 1 to 3 steps after it.
+        config = HealingConfig(snapshot_interval=10)
+        trainer = plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], **CONVERGED)
+        trainer.train()
+
+        (back,) = rollbacks(tmp_path)
+        assert back["to_step"] < strikes_at, "the candidate that holds the fault, or was not verified, is not used"
+        assert held_out_loss(trainer) == fault_free, "the steps since the fault were applied again"
+        outcome = next(each for each in journal(tmp_path, "outcome") if each["failure"] == "divergence")
+        detected = back["step"] - strikes_at + 1
+        assert outcome["steps_lost"] <= snapshot_interval(tmp_path) + config.snapshot_verify_steps + detected
+        assert outcome["outcome"] == "resolved"
+
+    def test_is_told_from_harder_data_by_trying_trusted_weights(self, tmp_path: Path, tokenizer: Any) -> None:
+        fault = WeightFault(scrambled_layer, 60)
+        plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), fault], **CONVERGED).train()
+
+        evidence = next(event["evidence"] for event in journal(tmp_path, "diagnosed") if event["cause"] == "weights")
+        (trusted,) = evidence["same_batch"].values()
+        assert trusted["loss"] < evidence["loss_now"] / 2
+
+
+class TestHarderData:
+    def texts(self) -> list[str]:
+        easy = ["the cat sat on the mat and the cat sat on the mat"] * 8
+        hard = [
+            " ".join(chr(97 + (7 * i + 3 * j * j + i * j) % 26) * (1 + (i + j) % 5) for j in range(12))
+            for i in range(64)
+        ]
+        return easy * 60 + hard * 8
+
+    def test_do_not_make_a_run_go_back(self, tmp_path: Path, tokenizer: Any) -> None:
+        arguments = {
+            "texts": self.texts(),
+            "max_steps": 115,
+            "learning_rate": 3e-3,
+            "train_sampling_strategy": "sequential",
+        }
+        plain = sft_trainer(tmp_path / "plain", tokenizer, **arguments)
+        plain.train()
+        healed = sft_trainer(
+            tmp_path / "healed",
+            tokenizer,
+            # The jump is large enough to be taken for a bad batch as well.
+            callbacks=[SelfHealingCallback(HealingConfig(on_spike="warn"))],
+            **arguments,
+        )
+        healed.train()
+
+        harder = [event for event in journal(tmp_path / "healed", "outcome") if event["failure"] == "harder_data"]
+        assert [event["steps_lost"] for event in harder] == [0] * max(len(harder), 1)
+        assert not rollbacks(tmp_path / "healed")
+        assert_same_weights(weights(healed), weights(plain))
+
+
+class TestStructuralFailure:
+    def test_the_budget_ends_what_no_rollback_heals(self, tmp_path: Path, tokenizer: Any) -> None:
+        class Spoiled(TrainerCallback):
+            """From step 60 on the loss itself is broken, whatever the weights."""
+
+            armed = False
+
+            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                self.armed = state.global_step >= 60
+
+        spoiled = Spoiled()
+        trainer = plain_trainer(
+            tmp_path, tokenizer, callbacks=[SelfHealingCallback(), spoiled], **{**CONVERGED, "max_steps": 400}
+        )
+        OutputFault(trainer.model, lambda _: spoiled.armed, lambda hidden: -3 * hidden)
+        with pytest.raises(UnrecoverableTrainingError) as caught:
+            trainer.train()
+
+        config = HealingConfig()
+        assert len(rollbacks(tmp_path)) <= config.max_recovery_attempts + 1
+        postmortem = json.loads((tmp_path / "postmortem.json").read_text())
+        tried = [action for incident in postmortem["chain"] for action in incident["actions"]]
+        assert tried.count("reduce_learning_rate") == config.max_lr_reductions
+        assert tried.count("reset_moments") == 1
+        assert "emergency_checkpoint" in tried
+        assert "stop" in tried
+        assert caught.value.failure == "learning_rate"
+        assert "after 4 reductions" in str(caught.value)
+
+    def test_what_is_saved_in_the_end_is_the_trusted_state(self, tmp_path: Path, tokenizer: Any) -> None:
+        fault = WeightFault(scrambled_layer, *range(60, 200))
+        config = HealingConfig(max_recovery_attempts=0)
+        trainer = plain_trainer(
+            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], **{**CONVERGED, "max_steps": 200}
+        )
+        with pytest.raises(UnrecoverableTrainingError, match="budget of 0 attempts"):
+            trainer.train()
+
+        saved = json.loads((tmp_path / "postmortem.json").read_text())["emergency_checkpoint"]
+        fresh = plain_trainer(
+            tmp_path / "fresh", tokenizer, **{**CONVERGED, "max_steps": int(saved.split("-")[-1]) + 1}
+        )
+        fresh.train(resume_from_checkpoint=saved)
+        assert losses(fresh)[-1] < 3
+
+
+class TestNarrowSpike:
+    def test_recovers_by_itself_without_rollback_or_lost_step(self, tmp_path: Path, tokenizer: Any) -> None:
+        class Spiking(SFTTrainer):
+            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+                loss = super().compute_loss(*args, **kwargs)
+                # The number alone: its gradient is that of the plain loss.
+                return loss + 6.0 if self.state.global_step == 60 else loss
+
+        arguments = {"max_steps": 80, "learning_rate": 3e-3}
+        plain = sft_trainer(tmp_path / "plain", tokenizer, **arguments)
+        plain.train()
+        healed = sft_trainer(
+            tmp_path / "healed",
+            tokenizer,
+            callbacks=[SelfHealingCallback()],
+            trainer_class=Spiking,
+            **arguments,
+        )
+        healed.train()
+
+        (spike,) = journal(tmp_path / "healed", "outcome")
+        assert (spike["failure"], spike["outcome"]) == ("loss_spike", "self_recovered")
+        assert spike["steps_lost"] == 0
+        assert not rollbacks(tmp_path / "healed")
+        assert_same_weights(weights(healed), weights(plain))
+
+
+class TestLearningRateFarTooHigh:
+    STEPS: ClassVar[dict[str, int]] = {"max_steps": 400}
+    WELL_TUNED: ClassVar[dict[str, float]] = {"adamw_torch": 3e-3, "sgd": 0.3}
+
+    @staticmethod
+    def final(trainer: Any) -> float:
+        tail = losses(trainer)[-20:]
+        return sum(tail) / len(tail)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("optim", "rate"), [("adamw_torch", 3.0), ("adamw_torch", 30.0), ("sgd", 30.0), ("sgd", 300.0)]
+    )
+    def test_is_brought_down_until_the_run_learns(
+        self, tmp_path: Path, tokenizer: Any, optim: str, rate: float
+    ) -> None:
+        good = sft_trainer(
+            tmp_path / "good", tokenizer, optim=optim, learning_rate=self.WELL_TUNED[optim], **self.STEPS
+        )
+        good.train()
+        unhealed = sft_trainer(
+            tmp_path / "unhealed",
+            tokenizer,
+            optim=optim,
+            learning_rate=rate,
+            logging_nan_inf_filter=False,
+            **self.STEPS,
+        )
+        unhealed.train()
+        assert not self.final(unhealed) <= 2 * self.final(good), "the setup has to fail without healing"
+
+        wrapper = SelfHealingTrainer(
+            sft_trainer(tmp_path / "healed", tokenizer, optim=optim, learning_rate=rate, **self.STEPS)
+        )
+        wrapper.train()
+
+        assert self.final(wrapper.trainer) <= 1.3 * self.final(good)
+        report = wrapper.get_report()
+        assert 1 <= report.lr_reductions <= HealingConfig().max_lr_reductions
+        assert report.learning_rate_scale < 1
+
+    def test_in_the_first_steps_the_run_goes_back_to_where_it_began(self, tmp_path: Path, tokenizer: Any) -> None:
+        wrapper = SelfHealingTrainer(
+            sft_trainer(tmp_path, tokenizer, learning_rate=3.0, max_steps=60, lr_scheduler_type="constant")
+        )
+        wrapper.train()
+
+        first = rollbacks(tmp_path)[0]
+        assert (first["state"], first["to_step"]) == ("initial", 0)
+        cut = next(event for event in journal(tmp_path, "action") if event["action"] == "reduce_learning_rate")
+        assert cut["learning_rate"] < 0.1
+        assert losses(wrapper.trainer)[-1] < 4.5
+        assert wrapper.get_report().lr_reductions == cut["reductions"]
+
+    def test_the_rates_that_were_tried_are_in_the_report(self, tmp_path: Path, tokenizer: Any) -> None:
+        wrapper = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, learning_rate=3.0, max_steps=20))
+        wrapper.train()
+
+        tried = wrapper.get_report().incidents[0]["evidence"]["loss_by_rate_scale"]
+        assert len(tried) > 1
+        assert min(tried.values()) < 5.8
+        assert "reduced" in wrapper.get_report().rate
+        assert HealingReport.from_run_dir(tmp_path).lr_reductions == wrapper.get_report().lr_reductions
+
+    def test_too_few_reductions_end_in_a_verdict_and_not_in_garbage(self, tmp_path: Path, tokenizer: Any) -> None:
+        config = HealingConfig(max_lr_reductions=1)
+        trainer = sft_trainer(
+            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], learning_rate=30.0, max_steps=100
+        )
+        with pytest.raises(UnrecoverableTrainingError, match="learning rate") as caught:
+            trainer.train()
+
+        assert caught.value.failure == "learning_rate"
+        postmortem = json.loads((tmp_path / "postmortem.json").read_text())
+        assert postmortem["failure"] == "learning_rate"
+        assert "check_data" in postmortem["chain"][-1]["evidence"]
+
+
+class TestRedFlag:
+    def test_whose_action_is_to_roll_back_does(self, tmp_path: Path, tokenizer: Any) -> None:
+        rules = tmp_path / "rules.toml"
+        rules.write_text(
+            '[mine]\nmetric = "entropy"\nobjectives = ["sft"]\nhealthy = "low"\n'
+            'red_flag = [{ is = "above", value = 0.0 }]\nsteps = 12\nobservations = 12\n'
+            'severity = "error"\naction = "rollback"\ndiagnosis = "It is there."\nremedy = "None."\n'
+        )
+        trainer = sft_trainer(
+            tmp_path / "run",
+            tokenizer,
+            callbacks=[SelfHealingCallback(HealingConfig(rules_file=str(rules)))],
+            max_steps=20,
+        )
+        trainer.train()
+
+        assert [event["action"] for event in journal(tmp_path / "run", "action")][:3] == [
+            "roll_back",
+            "skip_step",
+            "reduce_learning_rate",
+        ]
+        assert trainer.state.global_step == 20
+
+
+class TestWithoutMemory:
+    def test_a_run_goes_back_to_its_newest_trusted_checkpoint(
+        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("self_healing.snapshots.free_host_memory", lambda: 1000)
+        trainer = sft_trainer(
+            tmp_path,
+            tokenizer,
+            callbacks=[SelfHealingCallback(), WeightFault(a_few_nans, 33)],
+            max_steps=40,
+            save_strategy="steps",
+            save_steps=10,
+        )
+        trainer.train()
+
+        (back,) = rollbacks(tmp_path)
+        assert (back["state"], back["to_step"]) == ("disk", 30)
+        assert "Snapshots are off" in caplog.text
+        assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+    def test_and_without_checkpoints_corrupted_weights_end_the_run(self, tmp_path: Path, tokenizer: Any) -> None:
+        config = HealingConfig(snapshots=False)
+        trainer = sft_trainer(
+            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), WeightFault(a_few_nans, 3)], max_steps=6
+        )
+        with pytest.raises(UnrecoverableTrainingError, match="no trusted state to go back to"):
+            trainer.train()
+
+    def test_and_without_checkpoints_a_divergence_is_only_reported(self, tmp_path: Path, tokenizer: Any) -> None:
+        config = HealingConfig(snapshots=False, on_spike="warn")
+        trainer = plain_trainer(
+            tmp_path,
+            tokenizer,
+            callbacks=[SelfHealingCallback(config), WeightFault(scrambled_layer, 60)],
+            **{**CONVERGED, "max_steps": 80},
+        )
+        trainer.train()
+
+        assert trainer.state.global_step == 80
+        assert "hold_checkpoints" in [event["action"] for event in journal(tmp_path, "action")]
+
+
+class TestBadStart:
+    def test_weights_that_are_not_finite_are_refused(self, tmp_path: Path, tokenizer: Any) -> None:
+        model = tiny_model(tokenizer)
+        with torch.no_grad():
+            a_few_nans(model)
+        trainer = sft_trainer(tmp_path, tokenizer, model=model, callbacks=[SelfHealingCallback()])
+        with pytest.raises(UnrecoverableTrainingError, match=r"not finite \(model.layers.0.mlp.down_proj"):
+            trainer.train()
+        assert "training_step" not in vars(trainer)
+
+    def test_a_resume_from_bad_state_is_refused_and_names_the_trusted_checkpoint(
+        self, tmp_path: Path, tokenizer: Any
+    ) -> None:
+        from safetensors.torch import load_file, save_file
+
+        arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+        sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **arguments).train()
+        bad = tmp_path / "checkpoint-4" / "model.safetensors"
+        tensors = load_file(bad)
+        next(iter(tensors.values())).view(-1)[0] = float("inf")
+        save_file(tensors, bad, metadata={"format": "pt"})
+
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **{**arguments, "max_steps": 6})
+        with pytest.raises(UnrecoverableTrainingError, match="checkpoint-2"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+class TestCost:
+    def test_a_healthy_run_with_snapshots_is_the_plain_one(self, tmp_path: Path, tokenizer: Any) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=30)
+        plain.train()
+        healed = sft_trainer(
+            tmp_path / "healed",
+            tokenizer,
+            callbacks=[SelfHealingCallback(HealingConfig(snapshot_interval=1, snapshot_verify_steps=2))],
+            max_steps=30,
+        )
+        healed.train()
+
+        assert_same_weights(weights(healed), weights(plain))
+        assert logged(healed) == logged(plain)
+        assert journal(tmp_path / "healed", "snapshots"), "snapshots were taken"
+
+    def test_host_memory_is_given_back_when_training_ends(self, tmp_path: Path, tokenizer: Any) -> None:
+        callback = SelfHealingCallback()
+        seen: list[int] = []
+
+        class Look(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                assert callback.session is not None
+                seen.append(callback.session.rollback.ring.nbytes)
+
+        sft_trainer(tmp_path, tokenizer, callbacks=[callback, Look()], max_steps=20).train()
+
+        assert callback.session is not None
+        assert max(seen) > 0
+        assert callback.session.rollback.ring.nbytes == 0
+        assert callback.session.rollback.first_steps == []
+
+    def test_copies_take_no_more_than_their_share(self, tmp_path: Path, tokenizer: Any) -> None:
+        config = HealingConfig(snapshot_overhead_budget=1e-4)
+        sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], max_steps=20).train()
+
+        (plan,) = journal(tmp_path, "snapshots")
+        assert plan["interval"] == math.ceil(plan["share_of_step"] / 1e-4)
+
+
+def test_a_failure_of_ours_in_taking_a_snapshot_leaves_the_training_alone(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=12)
+    plain.train()
+
+    def broken(self: Any, step: int) -> None:
+        if step > 0:
+            raise RuntimeError("a bug of ours")
+        take(self, step)
+
+    take = rollback_module.Rollback._take
+    monkeypatch.setattr(rollback_module.Rollback, "_take", broken)
+    healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], max_steps=12)
+    healed.train()
+
+    assert_same_weights(weights(healed), weights(plain))
+    assert "has switched itself off" in caplog.text

@@ -1,0 +1,294 @@
+"""States in host memory: taken, trusted, and put back into the very tensors they came from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Adafactor
+
+from self_healing.instrument.live_state import LiveState, live_state_of
+from self_healing.snapshots import SnapshotRing, size_of
+
+
+class NestedState(torch.optim.Optimizer):
+    """Momentum kept the way 8-bit optimizers keep it: integers and scales in a dictionary of their own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = 0
+                    state["moment"] = {"codes": torch.zeros_like(p, dtype=torch.int8), "scale": torch.zeros(())}
+                    state["history"] = [torch.zeros(())]
+                moment = state["moment"]
+                average = 0.9 * moment["codes"] * moment["scale"] + p.grad
+                moment["scale"].copy_(average.abs().max() / 127)
+                moment["codes"].copy_((average / moment["scale"]).round())
+                state["step"] += 1
+                state["history"][0].add_(1)
+                p.sub_(group["lr"] * moment["codes"] * moment["scale"])
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Keeps its averaging in the parameter groups, and other weights for evaluation, as schedulefree does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "k": 0, "weight_sum": 0.0, "train_mode": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("optimizer is not in train mode")
+            group["k"] += 1
+            group["weight_sum"] += group["lr"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("z", p.clone()).sub_(p.grad, alpha=group["lr"])
+                    p.lerp_(self.state[p]["z"], 1 / group["k"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "adamw-foreach-amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True, amsgrad=True),
+    "sgd-momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-2),
+    "adafactor": lambda params: Adafactor(params, lr=1e-2, relative_step=False, scale_parameter=False),
+    "8-bit-style": NestedState,
+    "schedule-free": ScheduleFree,
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(steps):
+        batch, target = torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
+        loss = (model(batch) - target).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+def live(model: nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
+    parameters = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    return LiveState(parameters, dict(model.named_buffers()), optimizer, {})
+
+
+def trusted(ring: SnapshotRing, state: LiveState, step: int) -> Any:
+    snapshot = ring.take(state, step, {})
+    ring.promote()
+    return snapshot
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps_before", [0, 3], ids=["before the first step", "in mid-run"])
+def test_training_goes_on_from_a_restored_state_as_it_did_the_first_time(name: str, steps_before: int) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, steps_before, seed=1)
+    ring = SnapshotRing()
+    snapshot = trusted(ring, live(model, optimizer), steps_before)
+
+    first = train(model, optimizer, 4, seed=2)
+    train(model, optimizer, 3, seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    ring.restore(snapshot, live(model, optimizer))
+
+    assert train(model, optimizer, 4, seed=2) == first
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "adafactor", "8-bit-style"])
+def test_restoring_keeps_the_identity_of_every_tensor(name: str) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, 2, seed=1)
+    ring = SnapshotRing()
+    snapshot = trusted(ring, live(model, optimizer), 2)
+
+    def tensors(value: Any) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value]
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+        return [tensor for inner in values for tensor in tensors(inner)]
+
+    train(model, optimizer, 2, seed=2)
+    before = [*model.parameters(), *model.buffers(), *tensors(dict(optimizer.state))]
+    places = [tensor.data_ptr() for tensor in before]
+    ring.restore(snapshot, live(model, optimizer))
+
+    after = [*model.parameters(), *model.buffers(), *tensors(dict(optimizer.state))]
+    assert all(one is other for one, other in zip(after, before, strict=True))
+    assert [tensor.data_ptr() for tensor in after] == places
+
+
+def test_the_schedule_goes_on_where_it_is() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1)
+    ring = SnapshotRing()
+    snapshot = trusted(ring, live(model, optimizer), 0)
+    optimizer.param_groups[0]["lr"] = 0.25
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    ring.restore(snapshot, live(model, optimizer))
+
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_of_a_lora_model_only_what_is_trained_is_copied(tokenizer: Any) -> None:
+    base = tiny_model(tokenizer)
+    whole = sum(parameter.nbytes for parameter in base.parameters())
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+    state = live(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad))
+    ring = SnapshotRing()
+    snapshot = ring.take(state, 0, {})
+
+    assert 0 < len(snapshot.parameters) == sum(parameter.requires_grad for parameter in model.parameters())
+    assert snapshot.nbytes < whole / 10
+
+
+def test_a_tied_weight_is_copied_once(tokenizer: Any) -> None:
+    class Holder:
+        model = tiny_model(tokenizer, tie_word_embeddings=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ref_model = None
+
+        class accelerator:
+            scaler = None
+
+    state = live_state_of(Holder())
+    assert "lm_head.weight" not in state.parameters
+    ring = SnapshotRing()
+    snapshot = trusted(ring, state, 0)
+    with torch.no_grad():
+        Holder.model.lm_head.weight.zero_()
+    ring.restore(snapshot, live_state_of(Holder()))
+
+    assert Holder.model.lm_head.weight is Holder.model.model.embed_tokens.weight
+    assert float(Holder.model.lm_head.weight.detach().abs().sum()) > 0
+
+
+def test_a_reference_model_that_follows_is_part_of_the_state(tokenizer: Any) -> None:
+    class Holder:
+        model = tiny_model(tokenizer)
+        ref_model = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        class args:
+            sync_ref_model = True
+
+        class accelerator:
+            scaler = None
+
+    assert any(name.startswith("ref_model.") for name in live_state_of(Holder()).parameters)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_named(value: float) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 1, seed=1)
+    with torch.no_grad():
+        model[3].bias[1] = value
+        optimizer.state[model[0].weight]["exp_avg"][0, 0] = value
+    snapshot = SnapshotRing().take(live(model, optimizer), 1, {})
+
+    assert snapshot.nonfinite() == ["3.bias", "optimizer:0.exp_avg"]
+
+
+def test_an_infinity_in_a_buffer_may_be_a_mask() -> None:
+    model = network()
+    model.register_buffer("mask", torch.full((3, 3), -float("inf")).triu(1))
+    snapshot = SnapshotRing().take(live(model, torch.optim.SGD(model.parameters(), lr=0.1)), 0, {})
+    assert snapshot.nonfinite() == []
+
+    model.mask[0, 0] = float("nan")
+    snapshot = SnapshotRing().take(live(model, torch.optim.SGD(model.parameters(), lr=0.1)), 0, {})
+    assert snapshot.nonfinite() == ["buffer:mask"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex64])
+def test_every_kind_of_number_can_be_scanned(dtype: torch.dtype) -> None:
+    buffer = torch.ones(4).to(dtype)
+    state = LiveState({"weight": buffer}, {}, None, {})
+    assert SnapshotRing().take(state, 0, {}).nonfinite() == []
+    bad = torch.tensor([1.0, float("nan"), 2.0, 3.0]).to(dtype)
+    assert SnapshotRing().take(LiveState({"weight": bad}, {}, None, {}), 0, {}).nonfinite() == ["weight"]
+
+
+class TestRing:
+    def state(self) -> LiveState:
+        model = network()
+        return live(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def test_a_candidate_that_was_not_promoted_is_replaced(self) -> None:
+        ring, state = SnapshotRing(), self.state()
+        first = ring.take(state, 1, {})
+        assert ring.take(state, 2, {}) is first
+        assert ring.trusted == []
+
+    def test_keeps_two_generations_and_uses_their_memory_again(self) -> None:
+        ring, state = SnapshotRing(), self.state()
+        for step in range(6):
+            trusted(ring, state, step)
+        assert [snapshot.step for snapshot in ring.trusted] == [4, 5]
+        three = 3 * size_of(state)
+        ring.take(state, 6, {})
+        assert ring.nbytes == three
+
+    def test_memory_is_allocated_once(self) -> None:
+        ring, state = SnapshotRing(), self.state()
+        for step in range(4):
+            trusted(ring, state, step)
+        assert not ring.take(state, 4, {}).allocated
+
+    def test_distrust_drops_a_state_and_every_newer_one(self) -> None:
+        ring, state = SnapshotRing(), self.state()
+        for step in range(2):
+            trusted(ring, state, step)
+        ring.distrust(ring.trusted[1])
+        assert [snapshot.step for snapshot in ring.trusted] == [0]
+
+    def test_where_memory_is_short_a_generation_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ring, state = SnapshotRing(), self.state()
+        for step in range(2):
+            trusted(ring, state, step)
+        monkeypatch.setattr("self_healing.snapshots.free_host_memory", lambda: 0)
+        assert not ring.fits(state)
+        assert ring.shrink()
+        assert ring.fits(state)
+        trusted(ring, state, 3)
+        assert [snapshot.step for snapshot in ring.trusted] == [3]
+        assert not SnapshotRing().fits(state)
+
+    def test_release_gives_everything_back(self) -> None:
+        ring, state = SnapshotRing(), self.state()
+        trusted(ring, state, 0)
+        ring.take(state, 1, {})
+        ring.release()
+        assert ring.nbytes == 0
