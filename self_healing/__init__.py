@@ -2,13 +2,17 @@
 
 from .actions import HealingActions, HealingContext
 from .callback import SelfHealingCallback
+from .checkpoints import CheckpointError, find_trusted_checkpoint
 from .clipping import AdaGC, ZClip
 from .config import ConfigurationError, HealingConfig
 from .dry_run import DryRunReport
 from .failures import FAILURE_RECIPES, Action, FailureType, Recipe, UnrecoverableTrainingError, classify_exception
+from .inspection import Finding, Inspection, check_data_quality, check_model_init
 from .journal import Incident
 from .report import HealingReport
+from .rollback import Target
 from .signals import StepSignals
+from .snapshots import Snapshot, SnapshotRing
 from .trainer import SelfHealingTrainer
 
 
@@ -18,19 +22,28 @@ __all__ = [
     "FAILURE_RECIPES",
     "Action",
     "AdaGC",
+    "CheckpointError",
     "ConfigurationError",
     "DryRunReport",
     "FailureType",
+    "Finding",
     "HealingActions",
     "HealingConfig",
     "HealingContext",
     "HealingReport",
     "Incident",
+    "Inspection",
     "Recipe",
     "SelfHealingCallback",
     "SelfHealingTrainer",
+    "Snapshot",
+    "SnapshotRing",
     "StepSignals",
+    "Target",
     "UnrecoverableTrainingError",
     "ZClip",
+    "check_data_quality",
+    "check_model_init",
     "classify_exception",
+    "find_trusted_checkpoint",
 ]

@@ -18,7 +18,7 @@ from conftest import TEXTS, common_arguments, tiny_model
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from self_healing import FailureType, HealingConfig, SelfHealingTrainer
+from self_healing import Action, FailureType, HealingConfig, SelfHealingTrainer
 from self_healing.cli import app
 
 
@@ -125,7 +125,9 @@ def test_settings_that_are_named_exist() -> None:
     """Words in code that look like a setting of ours are one: a renamed setting would be left behind here."""
     parts = {name.split("_")[0] for name in HealingConfig().to_dict()}
     known = {field.name for config in (SFTConfig, HealingConfig) for field in dataclasses.fields(config)}
-    known |= {str(failure) for failure in FailureType} | {"on_instability", "save_model", "loss_before", "loss_after"}
+    known |= {str(failure) for failure in FailureType} | {str(action) for action in Action}
+    known |= {"on_instability", "save_model", "loss_before", "loss_after", "lr_reductions", "snapshot_refused"}
+    known |= {"learning_rate_scale", "snapshots_off"}
     for page in PAGES:
         for word in re.findall(r"`(?:--no_)?([a-z]+(?:_[a-z]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8")):
             if word.split("_")[0] in parts:
@@ -183,3 +185,17 @@ def test_the_overhead_is_quoted_as_measured() -> None:
     assert f"a ratio of {measured['ratio']:.3f} ({low:.3f} to {high:.3f})" in page
     assert f"{measured['plain_ms_per_step']:.1f} ms per step" in page
     assert f"over {measured['duets']} duets of {measured['pairs_of_turns_per_duet']} pairs of steps" in page
+
+
+def test_the_cost_of_snapshots_is_quoted_as_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "snapshots_cpu.json").read_text(encoding="utf-8"))
+    page = " ".join((ROOT / "docs" / "rollback.md").read_text(encoding="utf-8").split())
+    seconds = measured["seconds"]
+    assert f"a Llama of {measured['parameters'] / 1e6:.1f}M parameters" in page
+    assert f"{measured['step_seconds']:.2f} s per step" in page
+    assert f"a snapshot of {measured['bytes'] / 1e9:.2f} GB takes **{seconds['snapshot']:.3f} s**" in page
+    assert f"{measured['snapshot_share_of_step']:.1%}".replace("%", " %") + " of a step" in page
+    assert f"one every {measured['interval_at_the_default_budget']} steps" in page
+    assert f"putting it back takes {seconds['restore']:.3f} s" in page
+    assert f"took {seconds['save_checkpoint']:.2f} s and loading it again {seconds['load_checkpoint']:.2f} s" in page
+    assert f"{measured['snapshot_over_save']:.0%}".replace("%", " %") + " of the time of a checkpoint" in page

@@ -36,6 +36,8 @@ class FromCurrent(torch.optim.lr_scheduler.LRScheduler):
         return [group["lr"] * (1.0 if self.last_epoch == 0 else 0.97) for group in self.optimizer.param_groups]
 
 
+# An interval that is measured would be another one in each run.
+CONFIG = HealingConfig(lr_hold_steps=3, lr_ramp_steps=4, snapshot_interval=5)
 SCHEDULES = ["linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "reduce_lr_on_plateau"]
 
 
@@ -58,7 +60,7 @@ class Reduce(TrainerCallback):
 
 
 def probed(directory: Path, tokenizer: Any, schedule: str, *steps: int, **arguments: Any) -> tuple[Any, Probe]:
-    config = arguments.pop("config", HealingConfig(lr_hold_steps=3, lr_ramp_steps=4))
+    config = arguments.pop("config", CONFIG)
     reduce = Reduce(*steps)
     reduce.callback = SelfHealingCallback(config)
     overrides: dict[str, Any] = {"max_steps": 40, "learning_rate": 1e-3, **arguments}
@@ -136,7 +138,7 @@ class TestEverySchedule:
         plain.train()
         trainer, probe = probed(tmp_path / "healed", tokenizer, schedule, 20)
         fault = RaisingForward(trainer.model, lambda forward: forward == 45, lost_connection)
-        SelfHealingTrainer(trainer, HealingConfig(lr_hold_steps=3, lr_ramp_steps=4), sleep=lambda _: None).train()
+        SelfHealingTrainer(trainer, CONFIG, sleep=lambda _: None).train()
 
         assert fault.fired == 1
         assert probe.rates == [pytest.approx(rates, rel=1e-9) for rates in plain_probe.rates]
