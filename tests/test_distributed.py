@@ -67,3 +67,12 @@ def test_a_red_flag_that_only_one_rank_sees_ends_the_run_on_both(results: list[d
     assert [rank["flagged_on_1"]["steps"] for rank in results] == [2, 2]
     assert "It is mine" in results[1]["flagged_on_1"]["stopped"]
     assert "seen by another rank" in results[0]["flagged_on_1"]["stopped"]
+
+
+def test_weights_that_turn_nan_on_one_rank_are_rolled_back_on_both(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["corrupted_on_1"]["weights"] == rank["corrupted_plain"]["weights"]
+        assert rank["corrupted_on_1"]["losses"] == rank["corrupted_plain"]["losses"]
+    assert results[0]["corrupted_on_1"]["actions"] == ["roll_back", "replay_steps"]
+    (outcome,) = results[0]["corrupted_on_1"]["outcomes"]
+    assert (outcome["failure"], outcome["steps_lost"]) == ("corrupted_state", 0)

@@ -20,7 +20,7 @@ from conftest import (
     losses,
     sft_trainer,
 )
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, UnrecoverableTrainingError
@@ -84,6 +84,31 @@ def main(directory: Path) -> None:
             "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
         }
 
+    def corrupted(name: str, healed: bool, struck_rank: int | None) -> None:
+        """Weights of one rank turn NaN after the 20th step."""
+
+        class Corrupting(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+                if state.global_step == 20 and rank == struck_rank:
+                    next(model.parameters()).data.view(-1)[0] = float("nan")
+
+        set_seed(1234)
+        trainer = sft_trainer(
+            directory / name,
+            tokenizer,
+            callbacks=[*([SelfHealingCallback()] if healed else []), Corrupting()],
+            ddp_backend="gloo",
+            max_steps=24,
+            gradient_accumulation_steps=1,
+        )
+        trainer.train()
+        results[name] = {
+            "weights": digest(trainer),
+            "losses": losses(trainer),
+            "actions": [event["action"] for event in journal(directory / name, "action")] if rank == 0 else [],
+            "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
+        }
+
     def flagged(name: str, flagged_rank: int) -> None:
         """A metric that only one rank logs ends the run on both."""
 
@@ -123,6 +148,8 @@ def main(directory: Path) -> None:
     spike("spike_plain", healed=False, struck_rank=None)
     spike("spike_on_1", healed=True, struck_rank=1)
     flagged("flagged_on_1", flagged_rank=1)
+    corrupted("corrupted_plain", healed=False, struck_rank=None)
+    corrupted("corrupted_on_1", healed=True, struck_rank=1)
     (directory / f"results.{rank}.json").write_text(json.dumps(results))
 
 
