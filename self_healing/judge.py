@@ -61,6 +61,7 @@ class StepJudge:
         signals = window.signals(stop=session.stop_for is not None, roll_back=session.roll_back_for is not None)
         if window.stop_wanted:
             self._stop_for_red_flag(window)
+        session.schedule.observe(signals.step, self._instrument.scheduled_rate)
         incidents = len(session.journal.incidents)
         symptom = session.detector.judge(signals, window.scaler_active)
         if symptom is not None:
@@ -201,10 +202,16 @@ class StepJudge:
         self.session.await_outcome(incident)
         self.session.journal.dealt_with(incident)
 
-    def _may_go_back(self) -> bool:
-        """Without a state to go back to, a run that goes on may still recover; one that was stopped cannot."""
-        able = self.config.on_divergence == "heal" and self._instrument.can_reexecute
-        return able and self.session.rollback.can_go_back()
+    def _may_go_back(self, step: int) -> bool:
+        """
+        Without a state to go back to, a run that goes on may still recover; one that was stopped cannot. After a warm
+        restart the loss rises because it is meant to.
+        """
+        if self.config.on_divergence != "heal" or not self._instrument.can_reexecute:
+            return False
+        if self.session.schedule.raised_lately(step, self.config.divergence_patience):
+            return False
+        return self.session.rollback.can_go_back()
 
     def _diagnose_rise(self, window: Window, loss: float) -> Diagnosis:
         panel = self._panel
@@ -213,7 +220,7 @@ class StepJudge:
             level = median(panel.divergence.first or [math.nan])
         return diagnose_rise(window, self.session.rollback, loss, level, panel.loss_trend.scale)
 
-    def _heal_divergence(self, incident: Incident, window: Window) -> None:
+    def _heal_divergence(self, incident: Incident, window: Window) -> bool:
         """Finds out what made the loss rise; back to a trusted state if it was the weights."""
         session, began = self.session, time.perf_counter()
         found = self._diagnose_rise(window, window.signals().loss)
@@ -224,9 +231,10 @@ class StepJudge:
             incident.seconds_lost += time.perf_counter() - began
             session.journal.dealt_with(incident)
             session.journal.closed(incident, "reported")
-            return
+            return True
         self._climb(HealingContext(incident, self._instrument, window, found), FailureType.DIVERGENCE)
         self._after_rollback(incident, began)
+        return True
 
     def _heal_stillness(self, incident: Incident, window: Window) -> bool:
         """Weights that were driven where there is no gradient are a divergence that the loss does not show."""
@@ -293,7 +301,7 @@ class StepJudge:
         to pass; that of the step after is held against trusted weights.
         """
         in_a_row = symptom.name == "co_spike" and window.step - 1 in self.session.policy.spike_skips
-        if not in_a_row or not self._may_go_back():
+        if not in_a_row or not self._may_go_back(window.step):
             return False
         found = self._diagnose_rise(window, again.loss)
         if found.cause == "weights":
@@ -346,16 +354,13 @@ class StepJudge:
         return incident
 
     def _tell(self, incident: Incident, failure: FailureType, window: Window | None) -> None:
-        divergence = failure is FailureType.DIVERGENCE and self.config.on_divergence == "heal"
-        # Without a state to go back to, a run that goes on may still recover; one that was stopped cannot.
-        if (
-            divergence
-            and window is not None
-            and self._instrument.can_reexecute
-            and self.session.rollback.can_go_back()
-        ):
-            self._heal_divergence(incident, window)
-            return
+        curable = failure in (FailureType.DIVERGENCE, FailureType.VANISHING_GRADIENT)
+        if curable and window is not None and self._may_go_back(window.step):
+            heal = self._heal_divergence if failure is FailureType.DIVERGENCE else self._heal_stillness
+            if heal(incident, window):
+                return
+        if self.session.schedule.raised_lately(incident.step, self.config.divergence_patience):
+            incident.evidence["why"] = "The schedule has just raised the learning rate again: it may well pass"
         decision = self.session.policy.decide_watched(failure)
         if Action.STOP in decision.actions:
             self.session.watch.forget()

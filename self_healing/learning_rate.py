@@ -13,6 +13,29 @@ _LEAST_HOLD = 100
 # ... but for no more than a tenth of the run.
 _LARGEST_SHARE = 10
 _LEAST_WARMUP = 10
+# From one step to the next.
+_RESTART = 2.0
+
+
+class ScheduleWatch:
+    """
+    Notices that the schedule has raised the learning rate again after it had fallen: a warm restart, after which the
+    loss rises for a while, as it is meant to. A warm-up is no such thing.
+    """
+
+    def __init__(self) -> None:
+        self.raised_at: int | None = None
+        self._last = self._highest = 0.0
+
+    def observe(self, step: int, rate: float) -> None:
+        """Takes in the rate the schedule asks for at a step."""
+        if rate >= _RESTART * self._last and 0 < self._last < self._highest:
+            self.raised_at = step
+        self._last, self._highest = rate, max(rate, self._highest)
+
+    def raised_lately(self, step: int, within: int) -> bool:
+        """Whether that was less than so many steps ago."""
+        return self.raised_at is not None and step - self.raised_at < within
 
 
 class LearningRateControl:

@@ -14,7 +14,7 @@ from .detectors import DetectorPanel, NonFiniteDetector
 from .detectors.rules import MetricRule, MetricRules, rules_for
 from .instrument import Instrument, ResumePoint, RowSource, Window
 from .journal import Incident, Journal
-from .learning_rate import LearningRateControl
+from .learning_rate import LearningRateControl, ScheduleWatch
 from .objectives import content_hash, row_text
 from .policy import RecoveryBudget, RollbackLadder, StepPolicy
 from .rollback import Rollback
@@ -62,6 +62,7 @@ class Session:
         self.budget = RecoveryBudget(config)
         self.ladder = RollbackLadder(config, self.budget)
         self.learning_rate = LearningRateControl(config)
+        self.schedule = ScheduleWatch()
         self.rollback = Rollback(config, self.journal, self._remember, self._recall)
         self.started_at = time.time()
         self.resume_point: ResumePoint | None = None

@@ -221,6 +221,23 @@ class TestHarderData:
         assert_same_weights(weights(healed), weights(plain))
 
 
+class TestWarmRestarts:
+    def test_raise_the_loss_because_they_are_meant_to(self, tmp_path: Path, tokenizer: Any) -> None:
+        arguments = {
+            "max_steps": 300,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "cosine_with_restarts",
+            "lr_scheduler_kwargs": {"num_cycles": 4},
+        }
+        plain = sft_trainer(tmp_path / "plain", tokenizer, **arguments)
+        plain.train()
+        healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], **arguments)
+        healed.train()
+
+        assert "divergence" in [event["failure"] for event in journal(tmp_path / "healed", "outcome")]
+        assert_same_weights(weights(healed), weights(plain))
+
+
 class TestStructuralFailure:
     def test_the_budget_ends_what_no_rollback_heals(self, tmp_path: Path, tokenizer: Any) -> None:
         class Spoiled(TrainerCallback):
@@ -370,6 +387,25 @@ class TestLearningRateFarTooHigh:
         postmortem = json.loads((tmp_path / "postmortem.json").read_text())
         assert postmortem["failure"] == "learning_rate"
         assert "check_data" in postmortem["chain"][-1]["evidence"]
+
+
+class TestDeadWeights:
+    def test_without_a_gradient_are_rolled_back_if_trusted_ones_have_one(self, tmp_path: Path, tokenizer: Any) -> None:
+        def out_of_reach(model: Any) -> None:
+            # The final norm's output no longer depends on anything: the loss is that of chance, and stays there.
+            model.model.norm.weight.zero_()
+            model.lm_head.weight.zero_()
+
+        fault = WeightFault(out_of_reach, 5)
+        config = HealingConfig(vanishing_gradient_steps=5, on_spike="warn")
+        trainer = sft_trainer(
+            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], max_steps=30, optim="sgd"
+        )
+        trainer.train()
+
+        outcome = next(event for event in journal(tmp_path, "outcome") if event["failure"] == "divergence")
+        assert outcome["outcome"] == "resolved"
+        assert float(trainer.model.lm_head.weight.detach().abs().sum()) > 0
 
 
 class TestRedFlag:

@@ -486,6 +486,11 @@ class Instrument:
         return float(self.trainer._get_learning_rate())
 
     @property
+    def scheduled_rate(self) -> float:
+        """What the schedule asks for, of the first parameter group."""
+        return float(self._original(self.trainer, "_get_learning_rate")())
+
+    @property
     def beta2(self) -> float | None:
         """Decay of the optimizer's second moments; `None` if it has none."""
         return beta2_of(self.trainer.optimizer)
