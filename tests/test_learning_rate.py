@@ -103,8 +103,16 @@ def logged_rates(trainer: Any) -> list[float]:
 SCALES = [1.0] * 20 + [0.5] * 3 + [0.625, 0.75, 0.875] + [1.0] * 14
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "from_current"])
+EVERY = [*SCHEDULES, "from_current"]
+# What differs between schedules shows within one run; two or three runs for each of them take their time.
+SOME = [
+    schedule if schedule in ("linear", "from_current") else pytest.param(schedule, marks=pytest.mark.slow)
+    for schedule in EVERY
+]
+
+
 class TestEverySchedule:
+    @pytest.mark.parametrize("schedule", EVERY)
     def test_the_optimizer_steps_with_the_scaled_rate(self, tmp_path: Path, tokenizer: Any, schedule: str) -> None:
         plain, plain_probe = probed(tmp_path / "plain", tokenizer, schedule)
         plain.train()
@@ -115,12 +123,14 @@ class TestEverySchedule:
         for scale, rates, expected in zip(SCALES, probe.rates, plain_probe.rates, strict=True):
             assert rates == pytest.approx([scale * rate for rate in expected], rel=1e-9)
 
+    @pytest.mark.parametrize("schedule", EVERY)
     def test_the_logs_say_what_the_optimizer_used(self, tmp_path: Path, tokenizer: Any, schedule: str) -> None:
         trainer, probe = probed(tmp_path, tokenizer, schedule, 20)
         trainer.train()
 
         assert logged_rates(trainer) == pytest.approx([rates[0] for rates in probe.rates], rel=1e-9)
 
+    @pytest.mark.parametrize("schedule", SOME)
     def test_it_is_kept_across_checkpoint_and_resume(self, tmp_path: Path, tokenizer: Any, schedule: str) -> None:
         whole, whole_probe = probed(tmp_path / "whole", tokenizer, schedule, 20)
         whole.train()
@@ -133,6 +143,7 @@ class TestEverySchedule:
         assert probe.rates == [pytest.approx(rates, rel=1e-9) for rates in whole_probe.rates[22:]]
         assert_same_weights(weights(again), weights(first))
 
+    @pytest.mark.parametrize("schedule", SOME)
     def test_it_is_kept_across_a_reentry(self, tmp_path: Path, tokenizer: Any, schedule: str) -> None:
         plain, plain_probe = probed(tmp_path / "plain", tokenizer, schedule, 20)
         plain.train()

@@ -222,6 +222,7 @@ class TestHarderData:
 
 
 class TestWarmRestarts:
+    @pytest.mark.slow
     def test_raise_the_loss_because_they_are_meant_to(self, tmp_path: Path, tokenizer: Any) -> None:
         arguments = {
             "max_steps": 300,
