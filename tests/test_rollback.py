@@ -31,8 +31,10 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
     UnrecoverableTrainingError,
+    find_trusted_checkpoint,
 )
 from self_healing import rollback as rollback_module
+from self_healing.checkpoints import vet_all
 
 
 class WeightFault(TrainerCallback):
@@ -186,6 +188,32 @@ class TestScrambledLayer:
         evidence = next(event["evidence"] for event in journal(tmp_path, "diagnosed") if event["cause"] == "weights")
         (trusted,) = evidence["same_batch"].values()
         assert trusted["loss"] < evidence["loss_now"] / 2
+
+
+class TestCheckpointsOfTheRun:
+    def test_get_their_standing_from_what_came_after_them(self, tmp_path: Path, tokenizer: Any) -> None:
+        fault = WeightFault(scrambled_layer, 61)
+        trainer = plain_trainer(
+            tmp_path,
+            tokenizer,
+            callbacks=[fault, SelfHealingCallback(HealingConfig(snapshot_interval=10))],
+            save_strategy="steps",
+            save_steps=2,
+            **{**CONVERGED, "max_steps": 64},
+        )
+        trainer.train()
+
+        standing = {Path(verdict.path).parent.name: {} for verdict in vet_all(str(tmp_path))}
+        for verdict in vet_all(str(tmp_path)):
+            standing[Path(verdict.path).parent.name][verdict.step] = verdict.standing
+        regular, kept = standing[tmp_path.name], standing["last-known-good"]
+        trusted = rollbacks(tmp_path)[0]["to_step"]
+        assert {regular[step] for step in range(2, trusted + 1, 2)} == {"verified"}
+        assert regular[62] == "suspect", "it was written with the scrambled layer"
+        assert regular[64] == "unverified"
+        assert set(kept.values()) <= {"verified", "unverified"}
+        assert "verified" in kept.values()
+        assert find_trusted_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-64")
 
 
 class TestHarderData:
