@@ -14,7 +14,7 @@ import tenacity
 import torch
 from transformers import TrainingArguments
 
-from .checkpoints import newest_checkpoint_of, publish, save_emergency_checkpoint
+from .checkpoints import newest_checkpoint_of, publish, save_emergency_checkpoint, step_of
 from .config import HealingConfig
 from .diagnosis import Diagnosis
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
@@ -122,7 +122,7 @@ class HealingActions:
 
     def apply(
         self,
-        actions: Iterable[Action | str],
+        actions: Iterable[Action | str] | Action | str,
         context: HealingContext,
         training_args: TrainingArguments,
     ) -> dict[str, Any]:
@@ -130,10 +130,10 @@ class HealingActions:
         Carries out actions in order and journals each.
 
         Args:
-            actions (`Iterable[Action | str]`):
+            actions (`Iterable[Action | str]` or `str`):
                 What to do.
             context ([`HealingContext`]):
-                Where to do it.
+                Where to do it; without an instrument, in the run the callback is attached to.
             training_args (`TrainingArguments`):
                 The arguments of the run.
 
@@ -145,6 +145,9 @@ class HealingActions:
             ValueError: For an action that is not known.
         """
         results: dict[str, Any] = {}
+        if context.instrument is None:
+            context.instrument = self.session.instrument
+        actions = [actions] if isinstance(actions, str) else actions
         for action in [_known(action) for action in actions]:
             context.attempted.append(action.value)
             result = self._carry_out[action](context, training_args)
@@ -193,12 +196,12 @@ class HealingActions:
         return {"dropped": diagnosis.poison_rows, "kept": remaining}
 
     def _skip_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        gone_back = context.went_back is not None
+        gone_back, before = context.went_back is not None, _window(context).skipped
         _window(context).skip(self.session.detector.last_loss, keep_buffers=gone_back)
         if gone_back:
             # It is one of the steps that going back has lost.
             self.session.rollback.settled(_window(context).step)
-        else:
+        elif not before:
             context.incident.steps_lost += 1
         return {"skipped": True}
 
@@ -212,8 +215,9 @@ class HealingActions:
             window.scale_gradients(usual / norm, always=False)
         return {"norm": norm, "clipped_to": min(usual, norm)}
 
-    def _hold_checkpoints(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
+    def _hold_checkpoints(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         # The open watch is what the instrument asks before it lets a checkpoint be written.
+        self.session.watch.hold(context.incident)
         return {}
 
     # ---- another state, another rate ----
@@ -227,17 +231,20 @@ class HealingActions:
         self.session.went_back(incident)
         # One that was left out before is among them.
         incident.steps_lost = max(incident.steps_lost, went.steps_lost)
+        incident.figures.append(f"back to the state of step {went.step}")
         return went.to_dict()
 
     def _replay_steps(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
         window, session = _window(context), self.session
         if context.went_back is None:
-            raise ValueError("replay_steps needs a rollback before it")
+            return {"why": "the run has not gone back to any state", "happened": False}
         replayed = session.rollback.replay(window, session.is_well)
         if replayed is None:
             return self._skip_step(context, args)
         window.accept()
+        session.ladder.healed(context.incident.failure)
         context.incident.steps_lost = 0
+        context.incident.figures.append(f"{replayed} steps since then applied again")
         session.nothing_lost_since(context.went_back.step)
         return {"replayed": replayed}
 
@@ -246,7 +253,9 @@ class HealingActions:
         before = instrument.learning_rate
         self.session.learning_rate.reduce(int(instrument.trainer.state.global_step), context.rate_scale)
         self.session.note_rate(instrument.learning_rate)
-        return self._rate(instrument) | {"from": before}
+        context.incident.figures.append(f"learning rate from {before:.3g} to {instrument.learning_rate:.3g}")
+        control = self.session.learning_rate
+        return self._rate(instrument) | {"from": before, "hold_steps": control.hold, "ramp_steps": control.ramp}
 
     def _increase_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = _instrument(context)
@@ -291,11 +300,27 @@ class HealingActions:
 
     # ---- outside of train() ----
 
+    def _not_worth_saving(self, context: HealingContext) -> str:
+        """Why a checkpoint of the state gone back to would mislead: there is none, or one that got further."""
+        if Action.ROLL_BACK.value not in context.attempted:
+            return ""
+        if context.went_back is None:
+            return "there is no trusted state to save"
+        trainer = _instrument(context).trainer
+        trained = self.session.trained_steps(int(trainer.state.global_step) + 1)
+        if trained <= 0 or context.went_back.target is Target.INITIAL:
+            return "it would hold the state the run began with"
+        newest = newest_checkpoint_of(self.session.run_id, str(trainer.args.output_dir))
+        if newest is not None and step_of(newest, default=0) >= trained:
+            return f"{newest} holds more training"
+        return ""
+
     def _emergency_checkpoint(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         if not self.config.emergency_checkpoint:
             return {"checkpoint": None, "why": "emergency_checkpoint=False", "happened": False}
-        if Action.ROLL_BACK.value in context.attempted and context.went_back is None:
-            return {"checkpoint": None, "why": "there is no trusted state to save", "happened": False}
+        why = self._not_worth_saving(context)
+        if why:
+            return {"checkpoint": None, "why": why, "happened": False}
         try:
             point = save_emergency_checkpoint(_instrument(context), self.session.run_id)
         except Exception as error:
@@ -339,8 +364,13 @@ class HealingActions:
         older = None if checkpoint else newest_checkpoint_of(session.run_id, str(trainer.args.output_dir))
         session.rollback.release()
         advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
+        if checkpoint is None and older is None:
+            advice += " There is no checkpoint of this run to go on from: it has to start anew."
+        else:
+            advice += f" The checkpoint to go on from: {checkpoint or older}."
+        verdict = context.verdict or "it was asked to stop"
         path = session.journal.write_postmortem(
-            context.verdict,
+            verdict,
             failure,
             step,
             context.error,
@@ -350,7 +380,7 @@ class HealingActions:
             older_checkpoint=older,
         )
         raise UnrecoverableTrainingError(
-            f"Training stopped at step {step}: {context.verdict.rstrip('.')}. What to do: {advice} "
+            f"Training stopped at step {step}: {verdict.rstrip('.')}. What to do: {advice} "
             f"Postmortem: {path or 'could not be written, see the log'}.",
             failure=failure,
             postmortem=path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from .session import Session
 
 logger = logging.getLogger("self_healing")
 
+# Share of the steps of a run.
+_MANY = 0.2
 _SESSION_ATTRIBUTE = "_self_healing_session"
 
 
@@ -169,7 +172,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             detectors=["nonfinite", *sorted(instrument.objective.detectors)],
             rules=[] if session.rules is None else sorted(rule.name for rule in session.rules.rules),
             resumed_from=resumed_from,
+            **session.rate_in_force(),
         )
+        self._warn_about_the_rate(instrument, resumed_from)
         session.rollback.begin(instrument, cold=not session.warm, resumed_from=resumed_from)
         if not instrument.can_reexecute:
             logger.warning(
@@ -180,6 +185,19 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             logger.warning(
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error; "
                 "SelfHealingTrainer switches it off."
+            )
+
+    def _warn_about_the_rate(self, instrument: Instrument, resumed_from: str | None) -> None:
+        asked, kept = float(instrument.trainer.args.learning_rate), instrument.initial_rate
+        if resumed_from is None or kept is None or self.session is None or self.session.entries > 1:
+            return
+        if not math.isclose(asked, kept, rel_tol=1e-6):
+            logger.warning(
+                "learning_rate=%g has no effect: a resume takes the rate from the checkpoint, %g. For another rate, "
+                "begin a new run from the weights of %s.",
+                asked,
+                kept,
+                resumed_from,
             )
 
     def _refuse_nonfinite_weights(self, instrument: Instrument, resumed_from: str | None) -> None:
@@ -226,6 +244,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session = self.session
         if session is None or session.instrument is None:
             return
+        if not session.broken and session.instrument.attached and self._judge is not None:
+            with session.instrument.contained():
+                self._judge.run_ends()
         session.close_outcomes()
         if session.stop_for is not None:
             # Seen in the last log: there is no step left to stop before.
@@ -235,9 +256,28 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.journal.event(
             "run_ended", int(state.global_step), incidents=len(session.journal.incidents), **session.rate_in_force()
         )
+        self._sum_up(session, int(state.global_step))
         session.instrument.detach()
         session.rollback.release()
         session.healthy_inputs = None
+
+    def _sum_up(self, session: Session, steps: int) -> None:
+        """What one should know before one trusts, or resumes, a run that has come to its end."""
+        scale = session.learning_rate.scale(steps)
+        if scale != 1.0:
+            logger.warning(
+                "The learning rate in force at the end is %.3g times the schedule's. A resume without "
+                "SelfHealingCallback would go on with the schedule's.",
+                scale,
+            )
+        lost = steps - session.trained_steps(steps)
+        if lost > _MANY * steps:
+            logger.warning(
+                "%d of %d steps are not in the weights: please look at the incidents (self-healing report) before "
+                "you use this model.",
+                min(lost, steps),
+                steps,
+            )
 
     def _give_up_quietly(self) -> None:
         if self.session is not None:

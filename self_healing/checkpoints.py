@@ -305,11 +305,21 @@ def publish(emergency: str, output_dir: str) -> str:
     return str(regular)
 
 
-def newest_checkpoint_of(run: str, output_dir: str) -> str | None:
-    """The newest checkpoint of this run that can be resumed from; those of another run are not ours to take."""
+def newest_checkpoint_of(run: str, output_dir: str, verified: bool = False) -> str | None:
+    """
+    The newest checkpoint of this run that can be resumed from; those of another run are not ours to take.
+
+    Args:
+        run (`str`), output_dir (`str`):
+            The run, and where it writes.
+        verified (`bool`, *optional*, defaults to `False`):
+            Whether healthy steps must have come after it.
+    """
     for checkpoint in checkpoints_in(output_dir):
         marker = read_marker(checkpoint)
-        if marker is not None and marker.get("run") == run and vet(checkpoint).usable:
+        if marker is None or marker.get("run") != run or (verified and marker.get("standing") != "verified"):
+            continue
+        if vet(checkpoint).usable:
             return str(checkpoint)
     return None
 

@@ -127,7 +127,10 @@ def check(
         told = Text("can be resumed from", "green") if verdict.usable else Text("no", "bold red")
         step = "" if verdict.step is None else str(verdict.step)
         picture.add_row(Text(name), step, told, verdict.standing, Text(verdict.reason))
-    if verdicts:
+        if not console.is_terminal:
+            # To be searched and cut: a line each, and nothing wrapped.
+            print(name, step, told.plain, verdict.standing, verdict.reason, sep="\t")
+    if verdicts and console.is_terminal:
         console.print(picture)
     chosen = next((verdict for verdict in verdicts if verdict.usable), None)
     if chosen is None:

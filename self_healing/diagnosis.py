@@ -225,7 +225,9 @@ def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], 
     except TrainingFault as fault:
         logger.info("The step could not be computed with trusted weights.", exc_info=fault.error)
         diagnosis = _unexplained()
-    rollback.bring_back()
+    finally:
+        # Whatever happened, an interruption included: the weights are the run's own again.
+        rollback.bring_back()
     window.reexecute()
     window.accept()
     return diagnosis

@@ -109,7 +109,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Action.EMERGENCY_CHECKPOINT,
             Action.STOP,
         ),
-        advice="Resume from a checkpoint well before it, with a lower learning rate, or in bf16 or fp32 instead of "
+        advice="Begin a new run from the weights of a checkpoint well before it (`from_pretrained`; a resume would "
+        "take the rate from the checkpoint) with a lower learning rate, or in bf16 or fp32 instead of "
         "fp16; check custom losses for log(0) or division by zero.",
         severity="warning",
     ),
@@ -169,7 +170,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Action.EMERGENCY_CHECKPOINT,
             Action.STOP,
         ),
-        advice="Resume from a checkpoint well before it, with half the learning rate or a longer warm-up.",
+        advice="Begin a new run from the weights of a checkpoint well before it (`from_pretrained`), with half the "
+        "learning rate or a longer warm-up; a resume would take the rate from the checkpoint.",
         severity="error",
         references=("https://doi.org/10.1093/biomet/41.1-2.100", "https://arxiv.org/abs/2204.02311"),
     ),
@@ -184,7 +186,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.LEARNING_RATE: Recipe(
         diagnosis="The loss diverged again after every reduction of the learning rate that is allowed.",
         ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY, Action.EMERGENCY_CHECKPOINT, Action.STOP),
-        advice="Train with a learning rate well below the last one that was tried, or a longer warm-up. If that one "
+        advice="Begin a new run with a learning rate well below the last one that was tried, or a longer warm-up (a "
+        "resume would take the rate from the checkpoint). If that one "
         "was already low for a model like this, it is not the rate: look at what the checks of data and model say, "
         "and at custom losses.",
         severity="error",

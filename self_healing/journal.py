@@ -63,6 +63,8 @@ class Incident:
             Time diagnosis and remedy took.
         severity (`str`, *optional*):
             That of the symptom. Defaults to that of the failure.
+        figures (`list[str]`):
+            What the actions did, in words with numbers.
         outcome (`str`):
             `"open"`, `"resolved"` (loss back within 2 scales of its trend), `"self_recovered"` (the same, with nothing
             done about it), `"unresolved"`, `"reported"` (nothing was to be done) or `"fatal"`.
@@ -78,6 +80,7 @@ class Incident:
     steps_lost: int = 0
     seconds_lost: float = 0.0
     severity: Severity | None = None
+    figures: list[str] = field(default_factory=list)
     outcome: str = "open"
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,6 +187,9 @@ class Journal:
         if incident.failure is FailureType.RED_FLAG and incident.severity is not None:
             # Every rule has its own.
             severity = incident.severity
+        if "roll_back" in incident.actions and "stop" not in incident.actions:
+            # What would have ended the run has not.
+            severity = "warning"
         text = describe(incident)
         # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
         logger.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", text)
@@ -375,14 +381,20 @@ def describe(incident: Incident) -> str:
     """One incident in a sentence, for a person at 3 a.m."""
     lost = "no step lost" if incident.steps_lost == 0 else f"{incident.steps_lost} step(s) lost"
     done = ", ".join(action.replace("_", " ") for action in incident.actions) or "nothing"
+    if incident.figures:
+        done += f" ({'; '.join(incident.figures)})"
     failure = "" if incident.failure is None else f" {FAILURE_RECIPES[incident.failure].diagnosis}"
     numbers = figures(incident.evidence)
     if numbers:
         failure += f" ({numbers}.)"
     if incident.evidence.get("diagnosis"):
         failure += f" {incident.evidence['diagnosis']}"
+    tensors = incident.evidence.get("tensors")
+    if tensors:
+        failure += f" In: {', '.join(map(str, tensors[:5]))}."
+    healed = "roll_back" in incident.actions and "stop" not in incident.actions
     advice = incident.evidence.get("remedy") or (
-        FAILURE_RECIPES[incident.failure].advice if incident.failure in _ADVISED else ""
+        FAILURE_RECIPES[incident.failure].advice if incident.failure in _ADVISED and not healed else ""
     )
     if advice:
         failure += f" What to do: {advice}"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from . import consensus
 from .actions import HealingActions, HealingContext, save_offending_batch
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
@@ -32,6 +33,8 @@ _FAILURES = {
 }
 
 
+# Causes of a divergence that going back may cure, or has to end.
+_MAY_GO_BACK = frozenset({"weights", "the computation, not the weights"})
 # With fewer steps to try learning rates on, the ladder is climbed rung by rung.
 _LEAST_TRIAL_STEPS = 3
 
@@ -71,7 +74,9 @@ class StepJudge:
         elif signals.finite:
             self._judge_finite(window, signals)
         undisturbed = signals.finite and not window.skipped and len(session.journal.incidents) == incidents
-        session.rollback.step_taken(window, signals.loss, healthy=undisturbed and session.calm)
+        tensors = session.rollback.step_taken(window, signals.loss, healthy=undisturbed and session.calm)
+        if tensors:
+            self._heal_silent_corruption(window, tensors)
 
     # ---- not finite ----
 
@@ -89,7 +94,7 @@ class StepJudge:
         context = HealingContext(incident, self._instrument, window, diagnosis)
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
             self._climb(context, diagnosis.failure)
-            self._after_rollback(incident, began)
+            self._after_rollback(incident, began, window)
             return
         decision = session.policy.decide(diagnosis, acts=self._acts)
         if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT and self.config.save_offending_batch:
@@ -111,7 +116,7 @@ class StepJudge:
         if stop is not None:
             if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and session.policy.out_of_patience:
                 self._climb(context, diagnosis.failure, verdict=stop)
-                self._after_rollback(incident, began)
+                self._after_rollback(incident, began, window)
                 return
             context.verdict = stop
             session.policy.start_anew()
@@ -153,7 +158,7 @@ class StepJudge:
             step,
             early=session.rollback.early(step),
             may_reduce=instrument.can_scale_rate and not control.exhausted,
-            rate=f"{instrument.learning_rate:.3g}, after {control.reductions} reductions",
+            rate=f"{instrument.learning_rate:.3g}, after {_times(control.reductions)}",
         )
         incident.evidence["rung"] = decision.rung
         context.verdict = "; ".join(each for each in (verdict, decision.verdict) if each)
@@ -163,12 +168,21 @@ class StepJudge:
         if decision.stops:
             session.policy.start_anew()
             session.ladder.start_anew()
+            if incident.cause.startswith("the computation"):
+                context.verdict += (
+                    "; trusted weights give the same loss, so it is neither they nor the rate, but what is computed. "
+                    "If its definition changes on purpose, set on_divergence='warn'"
+                )
         if decision.target is Target.INITIAL and Action.REDUCE_LEARNING_RATE in decision.actions:
             context.rate_scale = self._try_rates(context)
         self.actions.apply(decision.actions, context, self._args)
         self._went_back_in = window.step
-        if context.went_back is None:
-            context.verdict = f"{FAILURE_RECIPES[failure].diagnosis.rstrip('.')}, and no state tried was any better"
+        if context.went_back is None and not decision.stops:
+            found = ", ".join(instrument.nonfinite_tensors()[:5])
+            frozen = f" (not finite still: {found}; what is frozen is in no snapshot)" if found else ""
+            context.verdict = (
+                f"{FAILURE_RECIPES[failure].diagnosis.rstrip('.')}, and no state tried was any better{frozen}"
+            )
             self.actions.apply((Action.STOP,), context, self._args)
 
     def _try_rates(self, context: HealingContext) -> float | None:
@@ -193,11 +207,55 @@ class StepJudge:
         except TrainingFault as fault:
             logger.warning("Learning rates could not be tried out.", exc_info=fault.error)
             return None
+        finally:
+            session.rollback.try_on(start)
         found = {f"{scale:.4g}": loss for scale, loss in trial.losses.items()}
         context.incident.evidence["loss_by_rate_scale"] = found
         return trial.scale
 
-    def _after_rollback(self, incident: Incident, began: float) -> None:
+    def _heal_silent_corruption(self, window: Window, tensors: list[str]) -> None:
+        """A state that is not finite where no loss has shown it yet: a row of an embedding, a running mean."""
+        session, instrument = self.session, self._instrument
+        found = instrument.nonfinite_tensors()
+        if self.config.on_nonfinite != "heal" or not self._on_any_rank(bool(found)):
+            return
+        began = time.perf_counter()
+        incident = session.journal.open(window.step, "nonfinite_state", {"tensors": found[:20] or tensors})
+        session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted state", {})
+        self._climb(HealingContext(incident, instrument, window), FailureType.CORRUPTED_STATE)
+        self._after_rollback(incident, began, window)
+
+    def run_ends(self) -> None:
+        """After the last step: weights that turned NaN with it would be handed over as trained."""
+        session, instrument = self.session, self._instrument
+        window, step = instrument.window, int(instrument.trainer.state.global_step)
+        if self.config.on_nonfinite != "heal" or not instrument.can_reexecute or window is None:
+            return
+        found = instrument.nonfinite_tensors()
+        if not self._on_any_rank(bool(found)):
+            return
+        incident = session.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
+        session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted state", {})
+        went = session.rollback.go_back(Target.NEWEST, step - 1, incident.id)
+        if went is None:
+            context = HealingContext(incident, instrument, window)
+            context.verdict = "the weights at the end of the run are not finite, and there is no trusted state"
+            self.actions.apply((Action.STOP,), context, self._args)
+            return
+        session.journal.acted(incident, Action.ROLL_BACK.value, **went.to_dict())
+        replayed = session.rollback.replay(window, session.is_well, finished=True)
+        incident.steps_lost = went.steps_lost if replayed is None else 0
+        if replayed is not None:
+            session.journal.acted(incident, Action.REPLAY_STEPS.value, replayed=replayed)
+        session.journal.dealt_with(incident)
+        session.journal.closed(incident, "resolved")
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        return consensus.any_rank(flag, self._instrument.trainer.accelerator.device)
+
+    def _after_rollback(self, incident: Incident, began: float, window: Window) -> None:
+        if not window.skipped:
+            self._clip(window, window.signals())
         incident.seconds_lost += time.perf_counter() - began
         self.session.await_outcome(incident)
         self.session.journal.dealt_with(incident)
@@ -225,15 +283,20 @@ class StepJudge:
         session, began = self.session, time.perf_counter()
         found = self._diagnose_rise(window, window.signals().loss)
         session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
-        if found.failure is FailureType.HARDER_DATA:
-            self._panel.divergence.hurry()
-            session.watch.forget()
-            incident.seconds_lost += time.perf_counter() - began
-            session.journal.dealt_with(incident)
-            session.journal.closed(incident, "reported")
+        if found.cause in _MAY_GO_BACK:
+            self._climb(HealingContext(incident, self._instrument, window, found), FailureType.DIVERGENCE)
+            self._after_rollback(incident, began, window)
             return True
-        self._climb(HealingContext(incident, self._instrument, window, found), FailureType.DIVERGENCE)
-        self._after_rollback(incident, began)
+        # Computed again for the experiment, its gradient is as it came out of the backward.
+        self._clip(window, window.signals())
+        incident.seconds_lost += time.perf_counter() - began
+        if found.failure is not FailureType.HARDER_DATA:
+            # What is not known is no reason to change a run: it is watched.
+            return False
+        self._panel.divergence.hurry()
+        session.watch.forget()
+        session.journal.dealt_with(incident)
+        session.journal.closed(incident, "reported")
         return True
 
     def _heal_stillness(self, incident: Incident, window: Window) -> bool:
@@ -244,7 +307,7 @@ class StepJudge:
             return False
         self.session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
         self._climb(HealingContext(incident, self._instrument, window, found), FailureType.DIVERGENCE)
-        self._after_rollback(incident, began)
+        self._after_rollback(incident, began, window)
         return True
 
     # ---- finite, and wrong all the same ----
@@ -277,7 +340,7 @@ class StepJudge:
             incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
         if not transient and again.finite and self._weights_spike(incident, window, symptom, again):
             self._climb(HealingContext(incident, self._instrument, window), FailureType.DIVERGENCE)
-            self._after_rollback(incident, began)
+            self._after_rollback(incident, began, window)
             return
         usual = self._panel.gradient_level
         decision = session.policy.decide_spike(symptom, transient, again.finite, may_clip=usual is not None)
@@ -324,9 +387,7 @@ class StepJudge:
     def _observe(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Shows the detectors a step that will be applied, and clips its gradient."""
         session, panel = self.session, self._panel
-        if session.clipping is not None:
-            ceiling = min(self._instrument.max_grad_norm or math.inf, clipped_to)
-            session.clipping.apply(window, signals, ceiling, may_clip=self._instrument.can_reexecute)
+        self._clip(window, signals, clipped_to)
         if signals.step <= session.observed_step:
             # An exception came between this and the update: it is the same step again.
             return
@@ -347,6 +408,11 @@ class StepJudge:
         if panel.loss_is_usual:
             session.detector.accept(signals.loss)
         session.watch.follow(panel)
+
+    def _clip(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
+        if self.session.clipping is not None:
+            ceiling = min(self._instrument.max_grad_norm or math.inf, clipped_to)
+            self.session.clipping.apply(window, signals, ceiling, may_clip=self._instrument.can_reexecute)
 
     def _open(self, symptom: Symptom, failure: FailureType, cause: str) -> Incident:
         incident = self.session.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
@@ -416,7 +482,7 @@ class StepJudge:
             session.journal.closed(incident, "reported")
             return
         self._climb(HealingContext(incident, self._instrument, window), FailureType.RED_FLAG)
-        self._after_rollback(incident, began)
+        self._after_rollback(incident, began, window)
 
     def _seen_elsewhere(self, window: Window) -> Incident:
         """A red flag that another rank has seen, in a metric that is not the same everywhere."""
@@ -441,3 +507,7 @@ class StepJudge:
     @property
     def _args(self) -> Any:
         return self._instrument.trainer.args
+
+
+def _times(reductions: int) -> str:
+    return "one reduction" if reductions == 1 else f"{reductions} reductions"

@@ -262,6 +262,7 @@ class RollbackLadder:
         self.budget = budget
         self._climbed: dict[str, int] = {}
         self._moments_reset = False
+        self._overflows = False
 
     def next(self, failure: FailureType, step: int, early: bool, may_reduce: bool, rate: str) -> Decision:
         """
@@ -282,6 +283,7 @@ class RollbackLadder:
         if self.budget.refunds(step):
             self._climbed.clear()
             self._moments_reset = False
+        self._overflows = failure is FailureType.NONFINITE_NUMERICAL
         attempt = self._climbed[failure] = self._climbed.get(failure, 0) + 1
         decision = self._rung(failure, attempt, early, may_reduce, rate)
         if not decision.stops and not self.budget.spend(step):
@@ -292,7 +294,7 @@ class RollbackLadder:
     def _rung(self, failure: FailureType, attempt: int, early: bool, may_reduce: bool, rate: str) -> Decision:
         if failure is FailureType.CORRUPTED_STATE:
             if attempt > len(_CORRUPTED):
-                return self._end(failure, f"the weights were not finite again after {attempt - 1} rollbacks")
+                return self._end(failure, f"the weights turned NaN or Inf again after each of {attempt - 1} rollbacks")
             return self._back(_CORRUPTED[attempt - 1])
         if failure is FailureType.DIVERGENCE and attempt == 1 and not early:
             return self._back(Target.NEWEST)
@@ -323,9 +325,16 @@ class RollbackLadder:
 
     def _end(self, failure: FailureType, verdict: str) -> Decision:
         checks = [each for each in FAILURE_RECIPES[failure].ladder if each.value.startswith("check")]
-        # What is saved is the trusted state, to be resumed once somebody knows better.
-        ending = (Action.ROLL_BACK, Action.SKIP_STEP, *checks, Action.EMERGENCY_CHECKPOINT, Action.STOP)
+        # What is saved is the trusted state, to be resumed once somebody knows better. Where the numbers overflow, the
+        # steps were left out, and the weights are as good as they were.
+        back = () if self._overflows else (Action.ROLL_BACK, Action.SKIP_STEP)
+        ending = (*back, *checks, Action.EMERGENCY_CHECKPOINT, Action.STOP)
         return Decision(ending, verdict, target=Target.NEWEST)
+
+    def healed(self, failure: FailureType | None) -> None:
+        """The last rung has cost nothing: the next failure of the kind is a first one again (the budget is spent)."""
+        if failure is not None and self._climbed.get(failure, 0) > 0:
+            self._climbed[failure] -= 1
 
     def start_anew(self) -> None:
         """The run ends: whoever resumes it has decided to try again."""

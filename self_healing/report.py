@@ -86,7 +86,7 @@ class HealingReport:
             except ValueError:
                 # A line torn by a killed process; the ones around it are whole.
                 continue
-            if event["kind"] == "run_ended":
+            if event["kind"] in ("run_started", "run_ended"):
                 rate.update({key: event[key] for key in _OF_THE_RATE if key in event})
             name = event.get("incident")
             if name is None:
@@ -127,9 +127,15 @@ class HealingReport:
         if self.learning_rate is None:
             return ""
         times = "once" if self.lr_reductions == 1 else f"{self.lr_reductions} times"
+        if any(incident["failure"] == "learning_rate" for incident in self.incidents):
+            return f"The learning rate was reduced, last to {self.learning_rate:.3g}, and it still failed."
+        if self.learning_rate_scale == 1.0:
+            return (
+                f"The learning rate was reduced for a time, to {self.learning_rate:.3g}; it is the schedule's again."
+            )
         return (
-            f"The learning rate was reduced {times}: {self.learning_rate:.3g} worked, "
-            f"{self.learning_rate_scale:.3g} of the schedule's."
+            f"The learning rate was reduced {times}: {self.learning_rate:.3g} worked. In the end "
+            f"{self.learning_rate_scale:.3g} of the schedule's was in force."
         )
 
     def __rich__(self) -> Table:

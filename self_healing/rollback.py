@@ -30,6 +30,9 @@ _LEAST_INTERVAL = 5
 EARLY_STEPS = 50
 # Steps of its beginning that are kept for as long, to try out learning rates on.
 _TRIAL_STEPS = 10
+# How far, relatively, a loss may be from what it was for the step to count as the same: kernels that are not
+# deterministic differ by less.
+_SAME = 1e-3
 # All steps since the newest trusted state are kept, to be applied again, if their batches take no more than this.
 _LARGEST_TAPE = 256 * 2**20
 # A batch is kept, to tell harder data from worse weights, only if it is small beside the model.
@@ -156,8 +159,8 @@ class Rollback:
                 self._keep_checkpoints(trainer.args, resumed_from)
         live = instrument.live_state()
         if not first and live.optimizer is self._optimizer:
-            # Entered again with the same model and optimizer: what was trusted still is.
-            self.ring.discard()
+            # Entered again with the same model and optimizer: what was trusted still is, unless it is yet to come.
+            self._forget_beyond(int(trainer.state.global_step))
             return
         self._optimizer = live.optimizer
         self.ring.release()
@@ -177,6 +180,16 @@ class Rollback:
         self._keeper = CheckpointKeeper(str(args.output_dir))
         if resumed_from is not None and Path(resumed_from).resolve().is_relative_to(Path(args.output_dir).resolve()):
             self.checkpoint_saved(Path(resumed_from), self._entry_step)
+
+    def _forget_beyond(self, step: int) -> None:
+        """After a resume at an earlier step: states and steps of a future that will be another one."""
+        self.ring.discard()
+        for ahead in [each for each in self.ring.trusted if each.as_of > step][:1]:
+            self.ring.distrust(ahead)
+        self._tape.clear()
+        self._tape_bytes = 0
+        self._last_taken = min(self._last_taken, step)
+        self._unverified = deque(each for each in self._unverified if each <= step)
 
     def release(self) -> None:
         """Gives all host memory back."""
@@ -215,7 +228,7 @@ class Rollback:
             # The copy is no part of the step it is held against.
             self._last_begin = time.perf_counter()
 
-    def step_taken(self, window: Window, loss: float, healthy: bool) -> None:
+    def step_taken(self, window: Window, loss: float, healthy: bool) -> list[str]:
         """
         Takes in a step that is about to be applied; states that have stood the test become trusted.
 
@@ -226,6 +239,9 @@ class Rollback:
                 Its loss.
             healthy (`bool`):
                 Whether nothing was wrong with it, nor with the loss lately.
+
+        Returns:
+            `list[str]`: the tensors of a state that was not finite, though no loss has shown it.
         """
         if self.early(window.step):
             self._keep_first(window, loss)
@@ -235,18 +251,21 @@ class Rollback:
         self._record(window, control)
         self.streak = self.streak + 1 if healthy else 0
         if not healthy:
-            return
+            return []
         self._control = control
         if self.streak < self.config.snapshot_verify_steps:
-            return
+            return []
         verified = window.step + 1 - self.config.snapshot_verify_steps
         if self.ring.candidate is not None and self.ring.candidate.step <= verified:
-            self._promote(window.step)
+            bad = self._promote(window.step)
+            if bad:
+                return bad
         if self._unverified and self._unverified[0] <= verified:
             while self._unverified and self._unverified[0] <= verified:
                 self._unverified.popleft()
             if self._keeper is not None:
                 self._keeper.verified_up_to(verified)
+        return []
 
     def _record(self, window: Window, control: Control | None) -> None:
         """Keeps the steps since the newest trusted state, to be applied again; not beyond a gap."""
@@ -323,7 +342,7 @@ class Rollback:
         self.ring.take(instrument.live_state(), step, extras)
         self._last_taken = step
 
-    def _promote(self, step: int) -> None:
+    def _promote(self, step: int) -> list[str]:
         candidate = self.ring.candidate
         assert candidate is not None
         bad = candidate.nonfinite()
@@ -336,12 +355,13 @@ class Rollback:
                 candidate.step,
                 ", ".join(bad[:5]) or "on another rank",
             )
-            return
+            return bad or ["on another rank"]
         self.ring.promote()
         self._shorten_tape(candidate.step)
         if not self.early(step + 1):
             self.ring.forget_initial()
         self._plan(candidate, step)
+        return []
 
     def _plan(self, snapshot: Snapshot, step: int) -> None:
         """Chooses the interval by what the last copy cost, the same on all ranks."""
@@ -451,7 +471,7 @@ class Rollback:
         self._tape.clear()
         self._tape_bytes = 0
 
-    def replay(self, window: Window, still_well: Callable[[StepSignals], bool]) -> int | None:
+    def replay(self, window: Window, still_well: Callable[[StepSignals], bool], finished: bool = False) -> int | None:
         """
         After going back: applies the steps since then again, bit for bit. If what was wrong does not come back,
         nothing is lost; if it does, it is not that the weights were hit, but where training leads, and the run is in
@@ -462,6 +482,8 @@ class Rollback:
                 The step that is judged; it is computed again in the end.
             still_well (`Callable[[StepSignals], bool]`):
                 Whether a step that was applied again looks as it should.
+            finished (`bool`, *optional*, defaults to `False`):
+                Whether the step that is judged has been applied already, and is applied again like the others.
 
         Returns:
             How many steps were applied again; `None` if that was not possible, or they did not stay well.
@@ -469,25 +491,44 @@ class Rollback:
         snapshot = self._gone_back_to
         if snapshot is None:
             return None
-        recordings = [each for each in self._tape if each.step >= snapshot.as_of]
-        if [each.step for each in recordings] != list(range(snapshot.as_of, window.step)):
+        wanted = range(snapshot.as_of, window.step + finished)
+        recordings = [each for each in self._tape if each.step in wanted]
+        if [each.step for each in recordings] != list(wanted):
             return None
-        well = self._play(window, recordings, still_well)
+        well = False
+        try:
+            well = self._play(window, recordings, still_well, finished)
+        finally:
+            if not well:
+                # Also if it was interrupted: half-way is nowhere.
+                self._restore(snapshot)
+                self._recall(snapshot.extras)
         if not well:
-            self._restore(snapshot)
-            self._recall(snapshot.extras)
             return None
         self._gone_back_to = None
         return len(recordings)
 
     def _play(
-        self, window: Window, recordings: Sequence[Recording], still_well: Callable[[StepSignals], bool]
+        self,
+        window: Window,
+        recordings: Sequence[Recording],
+        still_well: Callable[[StepSignals], bool],
+        finished: bool,
     ) -> bool:
+        as_it_was = True
         try:
             for recording in recordings:
                 signals = window.replay(recording)
+                same = math.isclose(signals.loss, recording.control.loss, rel_tol=_SAME, abs_tol=_SAME)
+                # Until the fault every step has to be the one it was, or more than weights and optimizer make it up (a
+                # callback that writes into the weights, a loss that changes); from there on they were worse.
+                if as_it_was and not same and not _clearly_worse(recording.control.loss, signals.loss):
+                    return False
+                as_it_was = as_it_was and same
                 if not signals.finite or not still_well(signals):
                     return False
+            if finished:
+                return True
             window.begin_anew()
             window.reexecute()
         except TrainingFault as fault:
@@ -507,7 +548,7 @@ class Rollback:
         found = None
         if consensus.is_first_rank():
             output_dir = str(self._running.trainer.args.output_dir)
-            found = newest_checkpoint_of(self.journal.run_id, output_dir) or self._first_resume
+            found = newest_checkpoint_of(self.journal.run_id, output_dir, verified=True) or self._first_resume
         chosen: str | None = consensus.from_first_rank(found)
         return chosen
 
@@ -530,6 +571,9 @@ class Rollback:
         """Puts a state in place for an experiment; a healthy step from before it, to compare with."""
         self._restore(snapshot)
         control = snapshot.extras.get("control")
+        if control is None and snapshot is self.ring.initial and self.first_steps:
+            # Its first step was computed with this state.
+            control = self.first_steps[0]
         return control if isinstance(control, Control) else None
 
     def prefer(self, snapshot: Snapshot) -> None:
@@ -542,3 +586,8 @@ class Rollback:
         if self.ring.candidate is not None:
             self._restore(self.ring.candidate)
             self.ring.discard()
+
+
+def _clearly_worse(was: float, now: float) -> bool:
+    """Whether a recorded loss is so much higher than the one that was computed again that the fault must be in it."""
+    return not math.isfinite(was) or was > now + 0.1 * abs(now)

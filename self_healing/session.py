@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +96,8 @@ class Session:
     def metrics(self, training: bool) -> dict[str, float]:
         """What is added to the trainer's logs; the statistic of clipping only to those of training steps."""
         found = self.journal.metrics()
-        if found and self.instrument is not None and self.learning_rate.touched:
+        wanted = self.config.healing_metrics and self.learning_rate.touched
+        if self.instrument is not None and wanted:
             found["healing/lr_scale"] = self.learning_rate.scale(int(self.instrument.trainer.state.global_step))
         return found | self.clipping.metrics() if training and self.clipping is not None else found
 
@@ -136,9 +138,15 @@ class Session:
         if panel is None or panel.alarming(signals) is not None:
             return False
         panel.observe(signals)
+        if self.clipping is not None:
+            self.clipping.take_in(signals)
         if panel.loss_is_usual:
             self.detector.accept(signals.loss)
         return panel.loss_is_usual
+
+    def trained_steps(self, step: int) -> int:
+        """Of so many steps, those that are in the weights, at least."""
+        return step - sum(incident.steps_lost for incident in self.journal.incidents)
 
     def nothing_lost_since(self, step: int) -> None:
         """Steps from here on that were left out have been applied after all."""
@@ -167,6 +175,7 @@ class Session:
             if "roll_back" in entry[0].actions and entry[0] is not incident:
                 # It has come back before it could be told whether it was gone.
                 self._judging.remove(entry)
+                self.watch.pending.discard(entry[0].id)
                 self.journal.closed(entry[0], "unresolved", relapse=incident.id)
         self.watch.forget()
         self.policy.start_anew()
@@ -176,6 +185,8 @@ class Session:
     def await_outcome(self, incident: Incident) -> None:
         """Judges an incident by the healthy steps that follow it."""
         self._judging.append((incident, self.detector.trend(), []))
+        if "roll_back" in incident.actions:
+            self.watch.pending.add(incident.id)
 
     def healthy_step(self, window: Window, signals: StepSignals) -> None:
         """Takes in a step with nothing wrong."""
@@ -203,12 +214,14 @@ class Session:
     def close_as_fatal(self, incident: Incident) -> None:
         """The run ends with this incident: it is closed, and with it what was still waiting to be judged."""
         self._judging = [entry for entry in self._judging if entry[0] is not incident]
+        self.watch.pending.discard(incident.id)
         if self.watch.incident is incident:
             self.watch.forget()
         self.close_outcomes()
         self.journal.closed(incident, "fatal")
 
     def _close(self, incident: Incident, trend: tuple[float, float] | None, after: list[float]) -> None:
+        self.watch.pending.discard(incident.id)
         typical = sorted(after)[len(after) // 2] if after else None
         if not incident.actions:
             outcome = "unresolved"
@@ -216,7 +229,9 @@ class Session:
             # Nothing followed: the run ended with this step, or on a step that was skipped.
             outcome = "resolved" if incident.steps_lost == 0 else "unresolved"
         elif trend is None:
-            outcome = "resolved"
+            # Without a trend, the losses the run began with.
+            limit = math.inf if self.panel is None else self.panel.divergence.early_limit
+            outcome = "resolved" if typical <= limit else "unresolved"
         else:
             centre, scale = trend
             # A floor of 5 % of the loss: after few or very even steps the scale says little.
@@ -234,10 +249,12 @@ class Session:
         return {
             "run_id": self.run_id,
             "incidents": len(self.journal.incidents),
+            "rate_after_reduction": self.rate_after_reduction,
             **{name: part.state_dict() for name, part in self._parts().items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rate_after_reduction = state.get("rate_after_reduction")
         for name, part in self._parts().items():
             # Written by an earlier version of the library, or with other settings.
             if name in state:

@@ -70,13 +70,17 @@ class StepClipping:
             window.cannot_be_repeated()
         if self._zclip is None or not signals.grad_norm:
             return
-        if signals.step != self._step:
-            self._step, self._limit = signals.step, self._take_in(self._zclip, signals.grad_norm)
+        self.take_in(signals)
         norm = min(signals.grad_norm, ceiling)
         if self._limit is not None and self._limit < norm:
             self._clipped += 1
             if self.config.zclip_mode == "clip" and may_clip:
                 window.scale_gradients(self._limit / norm)
+
+    def take_in(self, signals: StepSignals) -> None:
+        """Shows the statistic a step; one that it has seen already has the limit it had."""
+        if self._zclip is not None and signals.grad_norm and signals.step != self._step:
+            self._step, self._limit = signals.step, self._take_in(self._zclip, signals.grad_norm)
 
     def _take_in(self, zclip: ZClip, grad_norm: float) -> float | None:
         result = zclip.decide(grad_norm)

@@ -42,6 +42,8 @@ class LossWatch:
         self.journal = journal
         self.incident: Incident | None = None
         self.owed = False
+        # Incidents after which the run went back: until it is known whether that helped, nothing new is trusted.
+        self.pending: set[str] = set()
         self._back = 0
         self._steps = 0
         self._last: deque[float] = deque(maxlen=_BEFORE)
@@ -49,8 +51,8 @@ class LossWatch:
 
     @property
     def open(self) -> bool:
-        """Whether the loss is away from its baseline."""
-        return self.incident is not None
+        """Whether the loss is away from its baseline, or it is not known yet whether it is back."""
+        return self.incident is not None or bool(self.pending)
 
     def begin(self, symptom: Symptom, tell: Callable[[Incident, FailureType], None]) -> None:
         """
@@ -77,6 +79,13 @@ class LossWatch:
         cause = "spike that widened" if widened else symptom.evidence.get("test", "one step")
         self.journal.diagnosed(self.incident, failure, cause, symptom.evidence)
         tell(self.incident, failure)
+
+    def hold(self, incident: Incident) -> None:
+        """Checkpoints wait, on request, until the loss has been back for `outcome_steps`, unless they do already."""
+        if self.incident is None:
+            self._before = sorted(self._last)[len(self._last) // 4] if self._last else None
+            self.incident = incident
+            self._back = self._steps = 0
 
     def follow(self, panel: DetectorPanel) -> None:
         """Takes in a step: closes the incident once the loss is back, or has found another level."""

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from conftest import (
+    POISON_WORD,
+    TEXTS,
     TRAINERS,
     OutputFault,
     assert_same_weights,
@@ -22,6 +24,7 @@ from conftest import (
     tiny_model,
     weights,
 )
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -146,20 +149,95 @@ class TestCorruptedWeights:
         assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
     def test_that_come_back_every_time_climb_the_ladder_and_end_the_run(self, tmp_path: Path, tokenizer: Any) -> None:
-        fault = WeightFault(a_few_nans, *range(30, 60))
         trainer = sft_trainer(
             tmp_path,
             tokenizer,
-            callbacks=[SelfHealingCallback(), fault],
+            callbacks=[SelfHealingCallback()],
             max_steps=60,
             save_strategy="steps",
-            save_steps=10,
+            save_steps=5,
         )
-        with pytest.raises(UnrecoverableTrainingError, match="not finite again after 3 rollbacks") as caught:
+
+        def corrupt(module: Any, inputs: Any) -> None:
+            # Also when the step is applied again.
+            if trainer.state.global_step >= 30:
+                trainer.model.model.layers[0].mlp.down_proj.weight.data.view(-1)[:3] = float("nan")
+
+        trainer.model.model.norm.register_forward_pre_hook(corrupt)
+        with pytest.raises(UnrecoverableTrainingError, match="NaN or Inf again after each of 3 rollbacks") as caught:
             trainer.train()
 
         assert caught.value.failure == "corrupted_state"
-        assert [event["state"] for event in rollbacks(tmp_path)][:3] == ["newest", "older", "disk"]
+        assert [event.get("state") for event in rollbacks(tmp_path)][:3] == ["newest", "older", "disk"]
+
+    def test_that_come_back_but_are_undone_each_time_spend_the_budget(self, tmp_path: Path, tokenizer: Any) -> None:
+        fault = WeightFault(a_few_nans, *range(30, 60))
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), fault], max_steps=60)
+        with pytest.raises(UnrecoverableTrainingError, match="budget of 6 attempts"):
+            trainer.train()
+
+        assert len(fault.fired) == 7
+
+    def test_of_the_last_step_are_not_handed_over_as_trained(self, tmp_path: Path, tokenizer: Any) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=20)
+        plain.train()
+        healed = sft_trainer(
+            tmp_path / "healed",
+            tokenizer,
+            callbacks=[WeightFault(a_few_nans, 20), SelfHealingCallback()],
+            max_steps=20,
+        )
+        healed.train()
+
+        assert_same_weights(weights(healed), weights(plain))
+        (outcome,) = journal(tmp_path / "healed", "outcome")
+        assert (outcome["failure"], outcome["steps_lost"]) == ("corrupted_state", 0)
+
+    def test_where_no_loss_shows_them_are_found_when_a_snapshot_is_verified(
+        self, tmp_path: Path, tokenizer: Any
+    ) -> None:
+        def in_a_row_no_batch_reads(model: Any) -> None:
+            model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(POISON_WORD)] = float("nan")
+
+        plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=40)
+        plain.train()
+        healed = sft_trainer(
+            tmp_path / "healed",
+            tokenizer,
+            callbacks=[SelfHealingCallback(), WeightFault(in_a_row_no_batch_reads, 14)],
+            max_steps=40,
+        )
+        healed.train()
+
+        assert_same_weights(weights(healed), weights(plain))
+        assert [event["failure"] for event in journal(tmp_path / "healed", "outcome")] == ["corrupted_state"]
+
+    def test_twice_are_undone_twice(self, tmp_path: Path, tokenizer: Any) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=40)
+        plain.train()
+        fault = WeightFault(a_few_nans, 20, 30)
+        healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback(), fault], max_steps=40)
+        healed.train()
+
+        assert_same_weights(weights(healed), weights(plain))
+        assert logged(healed) == logged(plain)
+
+    def test_in_a_frozen_base_model_end_the_run(self, tmp_path: Path, tokenizer: Any) -> None:
+        base = tiny_model(tokenizer)
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+        def in_the_base(model: Any) -> None:
+            model.get_base_model().model.layers[0].mlp.down_proj.weight.view(-1)[0] = float("nan")
+
+        trainer = sft_trainer(
+            tmp_path,
+            tokenizer,
+            model=model,
+            callbacks=[SelfHealingCallback(), WeightFault(in_the_base, 17)],
+            max_steps=20,
+        )
+        with pytest.raises(UnrecoverableTrainingError, match=r"down_proj\.weight; what is frozen is in no snapshot"):
+            trainer.train()
 
 
 class TestScrambledLayer:
@@ -247,6 +325,52 @@ class TestHarderData:
         assert [event["steps_lost"] for event in harder] == [0] * max(len(harder), 1)
         assert not rollbacks(tmp_path / "healed")
         assert_same_weights(weights(healed), weights(plain))
+
+    @pytest.mark.parametrize("change", [3, 6])
+    def test_in_the_first_steps_are_no_reason_to_begin_anew(self, tmp_path: Path, tokenizer: Any, change: int) -> None:
+        model = tiny_model(tokenizer)
+        easy = [TEXTS[0]] * 8
+        warm_up = sft_trainer(tmp_path / "warm", tokenizer, model=model, texts=easy, max_steps=60, learning_rate=1e-2)
+        warm_up.train()
+        hard = [" ".join(reversed(text.split())) for text in TEXTS]
+        arguments = {
+            "texts": easy * change + hard * 4,
+            "max_steps": 25,
+            "learning_rate": 1e-5,
+            "train_sampling_strategy": "sequential",
+        }
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        plain = sft_trainer(tmp_path / "plain", tokenizer, model=model, **arguments)
+        plain.train()
+        expected = weights(plain)
+        model.load_state_dict(start)
+        config = HealingConfig(on_spike="warn")
+        healed = sft_trainer(
+            tmp_path / "healed", tokenizer, model=model, callbacks=[SelfHealingCallback(config)], **arguments
+        )
+        healed.train()
+
+        assert journal(tmp_path / "healed", "detected"), "the loss did rise"
+        assert not rollbacks(tmp_path / "healed")
+        assert_same_weights(weights(healed), expected)
+
+    def test_where_nothing_can_be_tried_out_a_rise_is_only_reported(self, tmp_path: Path, tokenizer: Any) -> None:
+        config = HealingConfig(on_spike="warn", snapshots=False)
+        trainer = sft_trainer(
+            tmp_path,
+            tokenizer,
+            callbacks=[SelfHealingCallback(config)],
+            texts=self.texts(),
+            max_steps=115,
+            learning_rate=3e-3,
+            train_sampling_strategy="sequential",
+            save_strategy="steps",
+            save_steps=20,
+        )
+        trainer.train()
+
+        assert "divergence" in [event["failure"] for event in journal(tmp_path, "outcome")]
+        assert not rollbacks(tmp_path)
 
 
 class TestWarmRestarts:
@@ -477,7 +601,7 @@ class TestWithoutMemory:
         trainer.train()
 
         (back,) = rollbacks(tmp_path)
-        assert (back["state"], back["to_step"]) == ("disk", 30)
+        assert (back["state"], back["to_step"]) == ("disk", 20), "the newest that healthy steps came after"
         assert "Snapshots are off" in caplog.text
         assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 

@@ -149,15 +149,17 @@ def test_restoring_keeps_the_identity_of_every_tensor(name: str) -> None:
 
 def test_the_schedule_goes_on_where_it_is() -> None:
     model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, eps=1e-6)
     ring = SnapshotRing()
     snapshot = trusted(ring, live(model, optimizer), 0)
     optimizer.param_groups[0]["lr"] = 0.25
-    optimizer.param_groups[0]["weight_decay"] = 0.5
+    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+    optimizer.param_groups[0]["eps"] = 0.5
     ring.restore(snapshot, live(model, optimizer))
 
     assert optimizer.param_groups[0]["lr"] == 0.25
-    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.5)
+    assert optimizer.param_groups[0]["eps"] == 1e-6
 
 
 def test_of_a_lora_model_only_what_is_trained_is_copied(tokenizer: Any) -> None:

@@ -69,6 +69,8 @@ class Recording:
             The learning rate of each parameter group.
         scaled_by (`float`):
             Factor on its gradients, beyond the Trainer's own clipping.
+        options (`list[dict]`):
+            Settings of each parameter group that a schedule may have changed.
     """
 
     step: int
@@ -76,6 +78,7 @@ class Recording:
     rng: RandomState
     rates: list[float]
     scaled_by: float
+    options: list[dict[str, Any]]
 
 
 class Window:
@@ -353,10 +356,12 @@ class Window:
 
     def recording(self, control: Control) -> Recording | None:
         """This step, to be applied later, again or for the first time; `None` if rows of it were left out."""
-        if self._start is None or self._thinned:
+        if self._start is None or self._thinned or getattr(self._trainer.args, "sync_ref_model", False):
+            # A reference model that follows the model does so in a callback, which is not called again.
             return None
         rates = self._instrument.rates_in_force()
-        return Recording(self.step, control, self._start.rng, rates, self._scaled_by)
+        options = self._instrument.group_options()
+        return Recording(self.step, control, self._start.rng, rates, self._scaled_by, options)
 
     def loss_of(self, control: Control) -> float:
         """
@@ -388,11 +393,21 @@ class Window:
             TrainingFault: An exception of the training code.
         """
         self._rewind()
-        loss = self._run_again(control)
-        if math.isfinite(loss):
-            self._instrument.step_again(self._instrument.rates_in_force(scale))
-        self._rewind()
+        try:
+            loss = self._run_again(control)
+            if math.isfinite(loss):
+                self._step_again(self._instrument.rates_in_force(scale))
+        finally:
+            self._rewind()
         return loss
+
+    def _step_again(self, rates: Sequence[Any], recording: Recording | None = None) -> float | None:
+        try:
+            if recording is None:
+                return self._instrument.step_again(rates)
+            return self._instrument.step_again(rates, recording.scaled_by, recording.options)
+        except Exception as error:
+            raise TrainingFault(error) from error
 
     def replay(self, recording: Recording) -> StepSignals:
         """
@@ -402,16 +417,21 @@ class Window:
             TrainingFault: An exception of the training code.
         """
         assert self._start is not None
-        tokens = self._trainer.state.num_input_tokens_seen
+        state = self._trainer.state
+        tokens, step, norm = state.num_input_tokens_seen, state.global_step, None
         self._trainer.model.zero_grad()
         recording.rng.restore()
-        loss = self._run_again(recording.control)
-        norm = None
-        if math.isfinite(loss):
-            norm = self._instrument.step_again(recording.rates, recording.scaled_by)
-        self._trainer.model.zero_grad()
-        self._instrument.ledger.rewind_counts(self._start)
-        self._trainer.state.num_input_tokens_seen = tokens
+        try:
+            # A loss may depend on it.
+            state.global_step = recording.step
+            loss = self._run_again(recording.control)
+            if math.isfinite(loss):
+                norm = self._step_again(recording.rates, recording)
+        finally:
+            state.global_step = step
+            self._trainer.model.zero_grad()
+            self._instrument.ledger.rewind_counts(self._start)
+            state.num_input_tokens_seen = tokens
         return StepSignals(recording.step, loss, norm)
 
     def cannot_be_repeated(self) -> None:
@@ -427,6 +447,9 @@ class Window:
         """Forward and backward of an earlier step; its loss, over all ranks."""
         self._touched = True
         trainer = self._trainer
+        if trainer.accelerator.scaler is not None:
+            # `unscale_` refuses to run twice for one optimizer.
+            trainer.accelerator.scaler._per_optimizer_states.clear()
         accumulation = trainer.current_gradient_accumulation_steps
         trainer.current_gradient_accumulation_steps = len(control.calls)
         try:

@@ -170,6 +170,9 @@ class Instrument:
         """A failure of ours is logged, the trainer becomes its plain self again, and training goes on."""
         try:
             yield
+        except UnrecoverableTrainingError:
+            self.detach()
+            raise
         except Exception as error:
             self._switch_off(error)
 
@@ -346,7 +349,16 @@ class Instrument:
         # Not even multiplied by 1: a rate kept as a tensor would have to be read.
         return rates if scale == 1.0 or not self.can_scale_rate else [rate * scale for rate in rates]
 
-    def step_again(self, rates: Sequence[Any], scaled_by: float = 1.0) -> float | None:
+    def group_options(self) -> list[dict[str, Any]]:
+        """Settings of each parameter group that schedules change beside the rate (one-cycle momentum)."""
+        return [
+            {name: group[name] for name in ("betas", "momentum", "weight_decay") if name in group}
+            for group in self.trainer.optimizer.param_groups
+        ]
+
+    def step_again(
+        self, rates: Sequence[Any], scaled_by: float = 1.0, options: Sequence[Mapping[str, Any]] = ()
+    ) -> float | None:
         """Clips and applies the gradients there are with given rates, as the Trainer would; their norm before."""
         trainer, phase, norm = self.trainer, self.reentry.phase, None
         if self.max_grad_norm > 0:
@@ -355,10 +367,19 @@ class Instrument:
             )
         if scaled_by != 1.0:
             scale_gradients(trainer.model, scaled_by)
-        with self._rates(rates):
-            self._original(trainer.optimizer, "step")()
-        self.reentry.phase = phase
+        theirs = self.group_options()
+        try:
+            self._set_group_options(options)
+            with self._rates(rates):
+                self._original(trainer.optimizer, "step")()
+        finally:
+            self._set_group_options(theirs)
+            self.reentry.phase = phase
         return None if norm is None else float(norm)
+
+    def _set_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        for group, chosen in zip(self.trainer.optimizer.param_groups, options, strict=False):
+            group.update(chosen)
 
     def _get_learning_rate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the Trainer logs: the rate the optimizer steps with, and not only what the schedule asks for."""
@@ -491,6 +512,13 @@ class Instrument:
         return float(self._original(self.trainer, "_get_learning_rate")())
 
     @property
+    def initial_rate(self) -> float | None:
+        """What the schedule begins with, of the first parameter group; `None` if it is not known."""
+        groups = getattr(innermost(self.trainer.optimizer), "param_groups", [])
+        rate = groups[0].get("initial_lr") if len(groups) == 1 or _all_alike(groups) else None
+        return None if rate is None else float(rate)
+
+    @property
     def beta2(self) -> float | None:
         """Decay of the optimizer's second moments; `None` if it has none."""
         return beta2_of(self.trainer.optimizer)
@@ -564,7 +592,12 @@ class Instrument:
 def _is_corrupted(name: str, value: torch.Tensor) -> bool:
     if not (value.is_floating_point() or value.is_complex()):
         return False
-    if isinstance(value, torch.nn.Parameter) or name.startswith("optimizer:"):
+    if value.requires_grad or name.startswith("optimizer:"):
         return not bool(torch.isfinite(value).all())
-    # A causal mask kept as a buffer holds -inf on purpose: there only NaN is wrong.
+    # A causal mask kept as a buffer or a frozen parameter holds -inf on purpose: there only NaN is wrong.
     return bool(torch.isnan(value).any())
+
+
+def _all_alike(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all parameter groups begin with the same rate: groups with rates of their own are the user's matter."""
+    return len({float(group["initial_lr"]) for group in groups if group.get("initial_lr") is not None}) == 1
