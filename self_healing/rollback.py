@@ -20,6 +20,7 @@ from .instrument import Control, Instrument, RandomState, Recording, TrainingFau
 from .journal import Journal
 from .signals import StepSignals
 from .snapshots import Snapshot, SnapshotRing, free_host_memory, size_of
+from .vetting import number_of
 
 
 logger = logging.getLogger("self_healing")
@@ -186,6 +187,8 @@ class Rollback:
         self.ring.discard()
         for ahead in [each for each in self.ring.trusted if each.as_of > step][:1]:
             self.ring.distrust(ahead)
+        if self.ring.initial is not None and self.ring.initial.as_of > step:
+            self.ring.initial = None
         self._tape.clear()
         self._tape_bytes = 0
         self._last_taken = min(self._last_taken, step)
@@ -460,7 +463,7 @@ class Rollback:
         if consensus.any_rank(bool(instrument.nonfinite_tensors()), self._device):
             return None
         self._recall({})
-        reached = step_of(found, default=step)
+        reached = step_of(found, default=number_of(Path(found)) or step)
         return WentBack(reached, Target.DISK, max(step + 1 - reached, 1), found)
 
     def settled(self, step: int) -> None:
