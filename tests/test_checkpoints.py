@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -580,14 +579,12 @@ def test_a_process_killed_while_it_pins_leaves_nothing_that_looks_like_a_checkpo
     assert [path.name for path in keeper.directory.iterdir()] == ["checkpoint-4"]
 
 
-def test_looking_at_many_steps_costs_nothing(run: Path) -> None:
+def test_what_is_verified_is_not_written_again(run: Path) -> None:
     keeper = follow(run, 2)
     keeper.verified_up_to(2)
     before = (run / "checkpoint-2" / "healing.json").stat().st_ino
-    began = time.perf_counter()
     for step in range(1000):
         keeper.verified_up_to(step)
-    assert time.perf_counter() - began < 0.1
     assert (run / "checkpoint-2" / "healing.json").stat().st_ino == before
 
 
@@ -644,3 +641,5 @@ def on_one_rank(directory: Path) -> None:
 
 if __name__ == "__main__":
     on_one_rank(Path(sys.argv[1]))
+    # Without it the threads of gloo may still run when the interpreter is torn down, which aborts the process.
+    torch.distributed.destroy_process_group()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
@@ -155,3 +156,5 @@ def main(directory: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    # Without it the threads of gloo may still run when the interpreter is torn down, which aborts the process.
+    torch.distributed.destroy_process_group()
