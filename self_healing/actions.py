@@ -224,7 +224,7 @@ class HealingActions:
 
     def _roll_back(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument, incident = _instrument(context), context.incident
-        step = int(instrument.trainer.state.global_step)
+        step = instrument.step
         went = context.went_back = self.session.rollback.go_back(context.target, step, incident.id)
         if went is None:
             return {"why": "there is no trusted state, neither in memory nor on disk", "happened": False}
@@ -251,7 +251,7 @@ class HealingActions:
     def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = _instrument(context)
         before = instrument.learning_rate
-        self.session.learning_rate.reduce(int(instrument.trainer.state.global_step), context.rate_scale)
+        self.session.learning_rate.reduce(instrument.step, context.rate_scale)
         self.session.note_rate(instrument.learning_rate)
         context.incident.figures.append(f"learning rate from {before:.3g} to {instrument.learning_rate:.3g}")
         control = self.session.learning_rate
@@ -259,7 +259,7 @@ class HealingActions:
 
     def _increase_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = _instrument(context)
-        step = int(instrument.trainer.state.global_step)
+        step = instrument.step
         before = self.session.learning_rate.scale(step)
         if self.config.lr_increase_factor <= 1:
             return {"why": "lr_increase_factor=1: it was not asked for", "happened": False}
@@ -268,7 +268,7 @@ class HealingActions:
 
     def _rate(self, instrument: Instrument) -> dict[str, Any]:
         control = self.session.learning_rate
-        scale = control.scale(int(instrument.trainer.state.global_step))
+        scale = control.scale(instrument.step)
         return {"scale": scale, "learning_rate": instrument.learning_rate, "reductions": control.reductions}
 
     def _reset_moments(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class HealingActions:
         if not instrument.reset_moments():
             why = "this optimizer is not known to make its state anew, and was left as it is"
             return {"why": why, "happened": False}
-        steps = self.session.learning_rate.warm_up_again(int(instrument.trainer.state.global_step))
+        steps = self.session.learning_rate.warm_up_again(instrument.step)
         return {"warmup_steps": steps}
 
     # ---- looking for a cause ----

@@ -205,7 +205,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         found = instrument.nonfinite_tensors()
         if not consensus.any_rank(bool(found), instrument.trainer.accelerator.device) or self.session is None:
             return
-        step, names = int(instrument.trainer.state.global_step), ", ".join(found[:5]) or "on another rank"
+        step, names = instrument.step, ", ".join(found[:5]) or "on another rank"
         origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"
         incident = self.session.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
         self.session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})

@@ -273,7 +273,7 @@ def save_emergency_checkpoint(instrument: Instrument, run: str) -> ResumePoint |
     if settled is None or instrument.nonfinite_tensors():
         return None
     bookkeeping, pending, leave = settled
-    step = int(instrument.trainer.state.global_step)
+    step = instrument.step
     exported = instrument.ledger.export()
     path = instrument.reentry.checkpoint_path()
     try:

@@ -151,7 +151,7 @@ class StepJudge:
                 (Action.EMERGENCY_CHECKPOINT, Action.STOP) if saving else (Action.STOP,), context, self._args
             )
             return
-        step = int(instrument.trainer.state.global_step)
+        step = instrument.step
         control = session.learning_rate
         decision = session.ladder.next(
             failure,
@@ -191,7 +191,7 @@ class StepJudge:
         start, steps = session.rollback.ring.initial, session.rollback.first_steps
         if start is None or len(steps) < _LEAST_TRIAL_STEPS or context.window is None:
             return None
-        step = int(instrument.trainer.state.global_step)
+        step = instrument.step
         control = session.learning_rate
         try:
             trial = try_rates(
@@ -228,7 +228,7 @@ class StepJudge:
     def run_ends(self) -> None:
         """After the last step: weights that turned NaN with it would be handed over as trained."""
         session, instrument = self.session, self._instrument
-        window, step = instrument.window, int(instrument.trainer.state.global_step)
+        window, step = instrument.window, instrument.step
         if self.config.on_nonfinite != "heal" or not instrument.can_reexecute or window is None:
             return
         found = instrument.nonfinite_tensors()

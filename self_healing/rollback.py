@@ -189,8 +189,7 @@ class Rollback:
             self.ring.distrust(ahead)
         if self.ring.initial is not None and self.ring.initial.as_of > step:
             self.ring.initial = None
-        self._tape.clear()
-        self._tape_bytes = 0
+        self._cut_tape()
         self._last_taken = min(self._last_taken, step)
         self._unverified = deque(each for each in self._unverified if each <= step)
 
@@ -199,8 +198,7 @@ class Rollback:
         self.ring.release()
         self._optimizer = self._instrument = self._control = None
         self.first_steps = []
-        self._tape.clear()
-        self._tape_bytes = 0
+        self._cut_tape()
         self._gone_back_to = None
 
     def early(self, step: int) -> bool:
@@ -246,11 +244,11 @@ class Rollback:
         Returns:
             `list[str]`: the tensors of a state that was not finite, though no loss has shown it.
         """
+        control = window.control(loss, _LARGEST_CONTROL)
         if self.early(window.step):
-            self._keep_first(window, loss)
+            self._keep_first(control)
         elif self.first_steps:
             self.first_steps = []
-        control = window.control(loss, _LARGEST_CONTROL)
         self._record(window, control)
         self.streak = self.streak + 1 if healthy else 0
         if not healthy:
@@ -273,23 +271,24 @@ class Rollback:
     def _record(self, window: Window, control: Control | None) -> None:
         """Keeps the steps since the newest trusted state, to be applied again; not beyond a gap."""
         recording = None if control is None or self.on_disk_only else window.recording(control)
-        largest = _LARGEST_TAPE
-        if recording is None or control is None or (self._tape_bytes + control.nbytes > largest):
-            self._tape.clear()
-            self._tape_bytes = 0
+        if recording is None or control is None or self._tape_bytes + control.nbytes > _LARGEST_TAPE:
+            self._cut_tape()
             return
         self._tape.append(recording)
         self._tape_bytes += control.nbytes
+
+    def _cut_tape(self) -> None:
+        self._tape.clear()
+        self._tape_bytes = 0
 
     def _shorten_tape(self, step: int) -> None:
         while self._tape and self._tape[0].step < step:
             self._tape_bytes -= self._tape.popleft().control.nbytes
 
-    def _keep_first(self, window: Window, loss: float) -> None:
-        if len(self.first_steps) < _TRIAL_STEPS and math.isfinite(loss):
-            control = window.control(loss, _LARGEST_CONTROL // _TRIAL_STEPS)
-            if control is not None:
-                self.first_steps.append(control)
+    def _keep_first(self, control: Control | None) -> None:
+        wanted = len(self.first_steps) < _TRIAL_STEPS and control is not None and math.isfinite(control.loss)
+        if wanted and control is not None and control.nbytes <= _LARGEST_CONTROL // _TRIAL_STEPS:
+            self.first_steps.append(control)
 
     def about_to_save(self, step: int) -> None:
         """A checkpoint is about to be written, perhaps over one that is kept."""
@@ -471,8 +470,7 @@ class Rollback:
         if self._gone_back_to is not None:
             self._gone_back_to.as_of = step + 1
         self._gone_back_to = None
-        self._tape.clear()
-        self._tape_bytes = 0
+        self._cut_tape()
 
     def replay(self, window: Window, still_well: Callable[[StepSignals], bool], finished: bool = False) -> int | None:
         """

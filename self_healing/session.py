@@ -98,7 +98,7 @@ class Session:
         found = self.journal.metrics()
         wanted = self.config.healing_metrics and self.learning_rate.touched
         if self.instrument is not None and wanted:
-            found["healing/lr_scale"] = self.learning_rate.scale(int(self.instrument.trainer.state.global_step))
+            found["healing/lr_scale"] = self.learning_rate.scale(self.instrument.step)
         return found | self.clipping.metrics() if training and self.clipping is not None else found
 
     # ---- states that can be gone back to ----

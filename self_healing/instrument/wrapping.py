@@ -323,7 +323,7 @@ class Instrument:
         scale = 1.0
         with self.contained():
             self._before_step()
-            scale = self._rate_scale(int(self.trainer.state.global_step))
+            scale = self._rate_scale(self.step)
         if scale == 1.0:
             return original(*args, **kwargs)
         with self._rates(self.rates_in_force(scale)):
@@ -344,7 +344,7 @@ class Instrument:
     def rates_in_force(self, scale: float | None = None) -> list[Any]:
         """The learning rate of each parameter group: the schedule's, times the factor in force or another one."""
         if scale is None:
-            scale = self._rate_scale(int(self.trainer.state.global_step))
+            scale = self._rate_scale(self.step)
         rates = [group["lr"] for group in self.trainer.optimizer.param_groups]
         # Not even multiplied by 1: a rate kept as a tensor would have to be read.
         return rates if scale == 1.0 or not self.can_scale_rate else [rate * scale for rate in rates]
@@ -386,7 +386,7 @@ class Instrument:
         rate = original(*args, **kwargs)
         scale = 1.0
         with self.contained():
-            scale = self._rate_scale(int(self.trainer.state.global_step)) if self.can_scale_rate else 1.0
+            scale = self._rate_scale(self.step) if self.can_scale_rate else 1.0
         return rate if scale == 1.0 else rate * scale
 
     def _evaluate(self, original: Callable[..., Any], trial: Any, ignore_keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -412,7 +412,7 @@ class Instrument:
         if self._maybe_saving:
             self._hold.owed = False
             with self.contained():
-                self._before_save(int(self.trainer.state.global_step))
+                self._before_save(self.step)
         return original(*args, **kwargs)
 
     def _on_save(self, original: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -450,7 +450,7 @@ class Instrument:
         runtime, whole = logs["train_runtime"], time.time() - self.started_at
         if whole <= runtime:
             return
-        steps = int(self.trainer.state.global_step) - int(getattr(self.trainer, "_initial_global_step", 0))
+        steps = self.step - int(getattr(self.trainer, "_initial_global_step", 0))
         samples = logs.get("train_samples_per_second", 0.0) * runtime
         logs["train_runtime"] = round(whole, 4)
         if "train_samples_per_second" in logs:
@@ -494,6 +494,11 @@ class Instrument:
             raise TrainingFault(error) from error
 
     # ---- used by diagnosis and actions ----
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished."""
+        return int(self.trainer.state.global_step)
 
     @property
     def can_scale_rate(self) -> bool:
