@@ -308,7 +308,7 @@ class Journal:
         Returns:
             The path, or `None` if it could not be written.
         """
-        path = self.directory / POSTMORTEM_FILE
+        path = self.directory / (POSTMORTEM_FILE if self.rank == 0 else f"postmortem.rank{self.rank}.json")
         recipe = FAILURE_RECIPES[failure]
         resume = checkpoint or older_checkpoint
         content = {

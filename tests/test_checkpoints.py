@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same_weights, build_tokenizer, journal, sft_trainer, weights
+from conftest import assert_same_weights, build_tokenizer, journal, leave_together, sft_trainer, weights
 from test_vetting import DAMAGES, as_just_written
 from transformers import TrainerCallback, set_seed
 
@@ -641,5 +641,4 @@ def on_one_rank(directory: Path) -> None:
 
 if __name__ == "__main__":
     on_one_rank(Path(sys.argv[1]))
-    # Without it the threads of gloo may still run when the interpreter is torn down, which aborts the process.
-    torch.distributed.destroy_process_group()
+    leave_together()

@@ -403,15 +403,14 @@ class TestStructuralFailure:
             def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 self.armed = state.global_step >= 60
 
-        spoiled = Spoiled()
+        spoiled, config = Spoiled(), HealingConfig(snapshot_interval=10)
         trainer = plain_trainer(
-            tmp_path, tokenizer, callbacks=[SelfHealingCallback(), spoiled], **{**CONVERGED, "max_steps": 400}
+            tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), spoiled], **{**CONVERGED, "max_steps": 400}
         )
         OutputFault(trainer.model, lambda _: spoiled.armed, lambda hidden: -3 * hidden)
         with pytest.raises(UnrecoverableTrainingError) as caught:
             trainer.train()
 
-        config = HealingConfig()
         assert len(rollbacks(tmp_path)) <= config.max_recovery_attempts + 1
         postmortem = json.loads((tmp_path / "postmortem.json").read_text())
         tried = [action for incident in postmortem["chain"] for action in incident["actions"]]

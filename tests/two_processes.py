@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
@@ -18,6 +17,7 @@ from conftest import (
     PoisonToken,
     build_tokenizer,
     journal,
+    leave_together,
     losses,
     sft_trainer,
 )
@@ -156,5 +156,4 @@ def main(directory: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    # Without it the threads of gloo may still run when the interpreter is torn down, which aborts the process.
-    torch.distributed.destroy_process_group()
+    leave_together()
