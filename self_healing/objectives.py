@@ -164,12 +164,20 @@ def layout_of(batch: Any, objective: Objective) -> Layout | None:
         return None
     if objective.paired:
         return Layout("pairs", total // 2)
+    return segments_of(batch) or Layout("rows", total)
+
+
+def segments_of(batch: Batch) -> Layout | None:
+    """The sequences of a flattened batch, which begin where the positions do; `None` if it is not one."""
     position_ids = batch.get("position_ids")
-    if total == 1 and "attention_mask" not in batch and isinstance(position_ids, torch.Tensor):
-        starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-        if starts and starts[0] == 0:
-            return Layout("segments", len(starts), (*starts, position_ids.size(-1)))
-    return Layout("rows", total)
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.size(0) != 1:
+        return None
+    if batch.get("attention_mask") is not None:
+        return None
+    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
+    if not starts or starts[0] != 0:
+        return None
+    return Layout("segments", len(starts), (*starts, position_ids.size(-1)))
 
 
 def _leading_size(batch: Batch, sizes: list[int]) -> int:
