@@ -21,6 +21,7 @@ TITLES = {
     "detection": "Steps that are finite and wrong all the same",
     "clipping": "Gradients clipped by what is usual in the run",
     "rollback": "Back to a trusted state, and the learning rate afterwards",
+    "memory": "Steps, evaluations and generations that do not fit into memory",
     "recovery": "How often a run is brought back, and exceptions that end `train()`",
     "journal": "What is written down, and where",
 }

@@ -14,13 +14,15 @@ import tenacity
 import torch
 from transformers import TrainingArguments
 
+from .batch_size import BatchPlan, change_batch
 from .checkpoints import newest_checkpoint_of, publish, save_emergency_checkpoint, step_of
 from .config import HealingConfig
 from .diagnosis import Diagnosis
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from .inspection import check_data_quality, check_model_init
-from .instrument import Instrument, Window
+from .instrument import Instrument, Window, free_memory
 from .journal import Incident
+from .microbatch import CallShape
 from .rollback import Target, WentBack
 from .session import Session, quarantined_rows
 
@@ -58,6 +60,10 @@ class HealingContext:
             Which state to go back to, for `ROLL_BACK`.
         rate_scale (`float`, *optional*):
             Factor on the schedule's learning rate that an experiment has found, for `REDUCE_LEARNING_RATE`.
+        shape ([`CallShape`], *optional*):
+            Size of the model call that did not fit, for `SPLIT_BATCH`.
+        batch ([`BatchPlan`], *optional*):
+            Sizes to go on with, for `REDUCE_BATCH_SIZE`.
         went_back ([`WentBack`], *optional*):
             Set by `ROLL_BACK`: what it did.
         attempted (`list[str]`):
@@ -73,6 +79,8 @@ class HealingContext:
     clip_to: float | None = None
     target: Target = Target.NEWEST
     rate_scale: float | None = None
+    shape: CallShape | None = None
+    batch: BatchPlan | None = None
     went_back: WentBack | None = None
     attempted: list[str] = field(default_factory=list)
 
@@ -108,6 +116,10 @@ class HealingActions:
             Action.RESET_MOMENTS: self._reset_moments,
             Action.CHECK_DATA_QUALITY: self._check_data_quality,
             Action.CHECK_MODEL_INIT: self._check_model_init,
+            Action.FREE_MEMORY: self._free_memory,
+            Action.SPLIT_BATCH: self._split_batch,
+            Action.CHECKPOINT_ACTIVATIONS: self._checkpoint_activations,
+            Action.REDUCE_BATCH_SIZE: self._reduce_batch_size,
             Action.EMERGENCY_CHECKPOINT: self._emergency_checkpoint,
             Action.WAIT_AND_RESUME: self._wait,
             Action.STOP: self._stop,
@@ -297,6 +309,43 @@ class HealingActions:
     def _note_findings(self, context: HealingContext, what: str, found: dict[str, Any]) -> dict[str, Any]:
         context.incident.evidence[f"check_{what}"] = found
         return {f"check_{what}": found}
+
+    # ---- memory ----
+
+    def _free_memory(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        free_memory(_instrument(context).trainer.accelerator.device)
+        return {}
+
+    def _split_batch(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        shape, sizes = context.shape, self.session.sizes
+        if shape is None:
+            raise ValueError("split_batch needs the size of the call that did not fit")
+        sizes.failed(shape)
+        at_a_time = sizes.rows_for(shape)
+        unit = "token" if shape.length == 1 else "row"
+        few = f"one {unit}" if at_a_time == 1 else f"{at_a_time} {unit}s"
+        context.incident.figures.append(f"{shape} did not fit: now {few} at a time")
+        return {"call": shape.kind, "did_not_fit": [shape.rows, shape.length], "at_a_time": at_a_time}
+
+    def _checkpoint_activations(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        done = _instrument(context).checkpoint_activations()
+        if not done:
+            return {"checkpointing": False, "happened": False, "why": "it is on already, or the model cannot do it"}
+        self.session.checkpointing_activations = True
+        self.session.sizes.more_room()
+        context.incident.figures.append("activation checkpointing is on from here on")
+        return {"checkpointing": True}
+
+    def _reduce_batch_size(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        plan = context.batch
+        if plan is None:
+            raise ValueError("reduce_batch_size needs the sizes to go on with")
+        change_batch(_instrument(context).trainer, plan)
+        context.incident.figures.append(
+            f"per_device_train_batch_size from {plan.rows_before} to {plan.rows}, gradient_accumulation_steps from "
+            f"{plan.accumulation_before} to {plan.accumulation}"
+        )
+        return plan.to_dict()
 
     # ---- outside of train() ----
 

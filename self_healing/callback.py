@@ -20,6 +20,7 @@ from .failures import FailureType, UnrecoverableTrainingError
 from .instrument import Instrument, TrainingFault, find_resume_path, find_trainer
 from .journal import Incident
 from .judge import StepJudge
+from .memory import MemoryHealer
 from .session import Session
 
 
@@ -129,15 +130,18 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
         )
         session.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
-        self._judge = StepJudge(self.config, session, self.actions)
+        self._judge = judge = StepJudge(self.config, session, self.actions)
+        memory = MemoryHealer(self.config, session, self.actions, judge.heal_interrupted_step)
+        session.memory_metrics = memory.metrics
         instrument = Instrument(
             trainer,
-            judge=self._judge.judge,
+            judge=judge.judge,
             extra_logs=session.metrics,
             hold=session.watch,
             rate_scale=session.learning_rate.scale,
             before_step=session.rollback.join,
             before_save=session.rollback.about_to_save,
+            memory=memory,
             broken=self._give_up_quietly,
             heals_exceptions=self.config.on_nonfinite in ("heal", "skip"),
             started_at=session.started_at,
@@ -157,6 +161,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if session.entries == 1:
             self._refuse_nonfinite_weights(instrument, resumed_from)
         instrument.attach()
+        memory.attach()
         point = session.resume_point
         if point is not None and point.path == resumed_from:
             if instrument.reentry.continue_from(point, session.started_at):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 
-SECTIONS = ("nonfinite", "detection", "clipping", "rollback", "recovery", "journal")
+SECTIONS = ("nonfinite", "detection", "clipping", "rollback", "memory", "recovery", "journal")
 
 
 class ConfigurationError(ValueError):
@@ -171,6 +171,25 @@ class HealingConfig:
         lr_increase_factor (`float`, *optional*, defaults to `1.0`):
             What the learning rate is multiplied with, once, when the loss has reached a plateau; 1 for never. At least
             1, at most 3.
+
+        > Section `memory`: steps, evaluations and generations that do not fit into memory
+
+        on_oom (`str`, *optional*, defaults to `"heal"`):
+            What to do when memory runs out: `"heal"` frees what can be freed, tries once more, and then runs the model
+            over fewer rows at a time, with the same result; `"raise"` lets the error pass.
+        oom_probe_steps (`int`, *optional*, defaults to `100`):
+            Steps after which more rows at a time are tried again, and twice as many whenever that failed. At least 1.
+        oom_activation_checkpointing (`bool`, *optional*, defaults to `True`):
+            Whether activation checkpointing may be switched on for the rest of the run when a single row does not fit.
+        oom_reduce_batch (`bool`, *optional*, defaults to `True`):
+            Whether [`SelfHealingTrainer`] may, when nothing else helped, halve `per_device_train_batch_size`, double
+            `gradient_accumulation_steps` and go on from an emergency checkpoint.
+        optimizer_step_backup (`bool`, *optional*, defaults to `False`):
+            Whether to copy weights and optimizer state to the host before every `optimizer.step()`, so that one that
+            ran out of memory half-way can be undone bit for bit. Costs one such copy a step.
+        oom_memory_snapshot (`bool`, *optional*, defaults to `False`):
+            Whether to record the history of the CUDA allocator and write it next to the journal at the first failure,
+            to be looked at on https://docs.pytorch.org/memory_viz.
 
         > Section `recovery`: how often a run may be brought back, and exceptions that end `train()`
 
@@ -439,6 +458,47 @@ class HealingConfig:
         metadata={
             "help": "What the learning rate is multiplied with, once, when the loss has reached a plateau; 1 for "
             "never."
+        },
+    )
+
+    on_oom: Annotated[Literal["heal", "raise"], Setting("memory")] = field(
+        default="heal",
+        metadata={
+            "help": "What to do when memory runs out: `heal` frees what can be freed, tries once more, and then runs "
+            "the model over fewer rows at a time, with the same result; `raise` lets the error pass."
+        },
+    )
+    oom_probe_steps: Annotated[int, Setting("memory", at_least=1)] = field(
+        default=100,
+        metadata={
+            "help": "Steps after which more rows at a time are tried again, and twice as many whenever that failed."
+        },
+    )
+    oom_activation_checkpointing: Annotated[bool, Setting("memory")] = field(
+        default=True,
+        metadata={
+            "help": "Whether activation checkpointing may be switched on for the rest of the run when a single row "
+            "does not fit."
+        },
+    )
+    oom_reduce_batch: Annotated[bool, Setting("memory")] = field(
+        default=True,
+        metadata={
+            "help": "Whether `SelfHealingTrainer` may, when nothing else helped, halve `per_device_train_batch_size`, "
+            "double `gradient_accumulation_steps` and go on from an emergency checkpoint."
+        },
+    )
+    optimizer_step_backup: Annotated[bool, Setting("memory")] = field(
+        default=False,
+        metadata={
+            "help": "Copy weights and optimizer state to the host before every `optimizer.step()`, so that one that "
+            "ran out of memory half-way can be undone bit for bit. Costs one such copy a step."
+        },
+    )
+    oom_memory_snapshot: Annotated[bool, Setting("memory")] = field(
+        default=False,
+        metadata={
+            "help": "Record the history of the CUDA allocator and write it next to the journal at the first failure."
         },
     )
 

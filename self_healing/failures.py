@@ -54,6 +54,10 @@ class Action(StrEnum):
     RESET_MOMENTS = "reset_moments"
     CHECK_DATA_QUALITY = "check_data_quality"
     CHECK_MODEL_INIT = "check_model_init"
+    FREE_MEMORY = "free_memory"
+    SPLIT_BATCH = "split_batch"
+    CHECKPOINT_ACTIVATIONS = "checkpoint_activations"
+    REDUCE_BATCH_SIZE = "reduce_batch_size"
     EMERGENCY_CHECKPOINT = "emergency_checkpoint"
     WAIT_AND_RESUME = "wait_and_resume"
     STOP = "stop"
@@ -229,11 +233,23 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
     ),
     FailureType.OUT_OF_MEMORY: Recipe(
-        diagnosis="The device (or the host) had no memory left for the step.",
-        ladder=(Action.EMERGENCY_CHECKPOINT, Action.STOP),
-        advice="Halve per_device_train_batch_size and double gradient_accumulation_steps, switch on "
-        "gradient_checkpointing, or shorten max_length; then resume from the emergency checkpoint.",
-        severity="error",
+        diagnosis="There was no memory left, on the device or on the host.",
+        ladder=(
+            Action.FREE_MEMORY,
+            Action.SPLIT_BATCH,
+            Action.CHECKPOINT_ACTIVATIONS,
+            Action.ROLL_BACK,
+            Action.REPLAY_STEPS,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.REDUCE_BATCH_SIZE,
+            Action.STOP,
+        ),
+        advice="(1) Shorten max_length (or max_completion_length), which is what a single row costs. (2) Make what is "
+        "always there smaller: LoRA, weights in bf16, an 8-bit or paged optimizer, sharding over more devices. (3) "
+        "Look for who else uses the device, and for tensors that are kept by mistake (nvidia-smi, "
+        "oom_memory_snapshot=True). Then resume from the emergency checkpoint.",
+        severity="warning",
+        references=("https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",),
     ),
     FailureType.NETWORK: Recipe(
         diagnosis="A service or the network did not answer, or refused for the moment.",
@@ -331,8 +347,12 @@ _RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _OOM_TEXTS = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "RESOURCE_EXHAUSTED: ",
 )
 _BROKEN_DEVICE_TEXTS = (
     "device-side assert",
@@ -393,6 +413,8 @@ def _classify_one(error: BaseException) -> FailureType | None:
             return FailureType.NETWORK
         if error.errno in _DISK_ERRNOS:
             return FailureType.DISK
+        if error.errno == errno.ENOMEM:
+            return FailureType.OUT_OF_MEMORY
         return None
     if isinstance(error, RuntimeError):
         text = str(error)

@@ -260,6 +260,17 @@ class StepJudge:
         self.session.await_outcome(incident)
         self.session.journal.dealt_with(incident)
 
+    def heal_interrupted_step(self, incident: Incident, window: Window) -> None:
+        """
+        After an `optimizer.step()` that raised and may have updated some weights and not others: back to a trusted
+        state, with the steps since then applied again if that can be done. This step is computed again as well.
+        """
+        self._instrument.step_undone()
+        # In all but its name: what is in memory are weights that nobody can say anything about.
+        self._climb(HealingContext(incident, self._instrument, window), FailureType.CORRUPTED_STATE)
+        if not window.skipped:
+            self._clip(window, window.signals())
+
     def _may_go_back(self, step: int) -> bool:
         """
         Without a state to go back to, a run that goes on may still recover; one that was stopped cannot. After a warm

@@ -16,6 +16,7 @@ from typing import Any
 from . import consensus
 from .checkpoints import CheckpointKeeper, newest_checkpoint_of, step_of
 from .config import HealingConfig
+from .failures import FailureType, classify_exception
 from .instrument import Control, Instrument, RandomState, Recording, TrainingFault, Window
 from .journal import Journal
 from .signals import StepSignals
@@ -171,7 +172,8 @@ class Rollback:
             return
         step = int(trainer.state.global_step)
         self._take(step)
-        self.ring.begin_with_candidate()
+        if not self.on_disk_only:
+            self.ring.begin_with_candidate()
 
     def _keep_checkpoints(self, args: Any, resumed_from: str | None) -> None:
         if args.push_to_hub:
@@ -341,8 +343,15 @@ class Rollback:
         # A schedule-free optimizer swaps the weights in place between training and evaluation.
         instrument.optimizer_in_training_mode()
         extras = self._remember() | {"rng": RandomState.capture(self._device), "control": self._control}
-        self.ring.take(instrument.live_state(), step, extras)
+        live = instrument.live_state()
         self._last_taken = step
+        try:
+            self.ring.take(live, step, extras)
+        except Exception as error:
+            if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
+                raise
+            # On Linux memory that is promised is not always there.
+            self._rely_on_disk(size_of(live))
 
     def _promote(self, step: int) -> list[str]:
         candidate = self.ring.candidate

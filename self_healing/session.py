@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .batch_size import BatchPlan
 from .config import HealingConfig
 from .data import Quarantine, QuarantinedRow
 from .detectors import DetectorPanel, NonFiniteDetector
@@ -16,6 +17,7 @@ from .detectors.rules import MetricRule, MetricRules, rules_for
 from .instrument import Instrument, ResumePoint, RowSource, Window
 from .journal import Incident, Journal
 from .learning_rate import LearningRateControl, ScheduleWatch
+from .microbatch import SizeMemory
 from .objectives import content_hash, row_text
 from .policy import RecoveryBudget, RollbackLadder, StepPolicy
 from .rollback import Rollback
@@ -65,6 +67,11 @@ class Session:
         self.learning_rate = LearningRateControl(config)
         self.schedule = ScheduleWatch()
         self.rollback = Rollback(config, self.journal, self._remember, self._recall)
+        self.sizes = SizeMemory(config.oom_probe_steps)
+        self.checkpointing_activations = False
+        self.memory_metrics: Callable[[], dict[str, float]] = dict
+        self.may_enter_again = False
+        self.batch_plan: BatchPlan | None = None
         self.started_at = time.time()
         self.resume_point: ResumePoint | None = None
         self.instrument: Instrument | None = None
@@ -96,6 +103,8 @@ class Session:
     def metrics(self, training: bool) -> dict[str, float]:
         """What is added to the trainer's logs; the statistic of clipping only to those of training steps."""
         found = self.journal.metrics()
+        if self.config.healing_metrics:
+            found |= self.memory_metrics()
         wanted = self.config.healing_metrics and self.learning_rate.touched
         if self.instrument is not None and wanted:
             found["healing/lr_scale"] = self.learning_rate.scale(self.instrument.step)

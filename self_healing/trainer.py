@@ -27,7 +27,7 @@ from .checkpoints import (
 from .config import HealingConfig
 from .dry_run import DryRunReport, dry_run
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError, classify_exception
-from .instrument import RandomState
+from .instrument import RandomState, let_go
 from .journal import Incident
 from .report import HealingReport
 from .session import Session
@@ -39,10 +39,11 @@ logger = logging.getLogger("self_healing")
 
 @dataclass(slots=True)
 class _Recovery:
-    """An exception that can be healed: its incident, and what `train()` resumes from."""
+    """An exception that can be healed: its incident, what `train()` resumes from, and whether to wait before."""
 
     incident: Incident
     resume: Any
+    waits: bool
 
 
 class SelfHealingTrainer:
@@ -101,6 +102,7 @@ class SelfHealingTrainer:
             existing.reconfigure(config)
         self._sleep = sleep
         self._session: Session | None = None
+        self._memory_ran_out_at = -1
 
     def __getattr__(self, name: str) -> Any:
         if name == "trainer":
@@ -135,6 +137,8 @@ class SelfHealingTrainer:
         resume = None if resume_from_checkpoint is None else self._choose_checkpoint(session, resume_from_checkpoint)
         adopt_session(self.trainer, session)
         theirs = args.eval_on_start, args.ignore_data_skip
+        session.may_enter_again = consensus.world_size() == 1
+        self._memory_ran_out_at = -1
         try:
             output = self._enter_until_done(session, resume, kwargs)
         except (KeyboardInterrupt, SystemExit) as error:
@@ -198,10 +202,12 @@ class SelfHealingTrainer:
                 recovery = self._recover(session, error, resume)
                 if recovery is None:
                     raise
+                let_go(error)
             # Outside the handler: the exception and with it the failed step's activations are gone.
             self._let_go(session)
             began = time.perf_counter()
-            self._wait(session, recovery)
+            if recovery.waits:
+                self._wait(session, recovery)
             recovery.incident.seconds_lost += time.perf_counter() - began
             session.journal.dealt_with(recovery.incident)
             session.await_outcome(recovery.incident)
@@ -229,7 +235,8 @@ class SelfHealingTrainer:
         incident = session.journal.open(step, type(error).__name__, {"message": str(error)[:500]})
         session.journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
         point, unmoved = self._resume_from(session, incident, error, failure, resume)
-        if Action.WAIT_AND_RESUME not in FAILURE_RECIPES[failure].ladder or consensus.world_size() > 1:
+        remedies = self._remedies(session, failure, step)
+        if not remedies or consensus.world_size() > 1:
             self._end(session, incident, failure, error, point)
             return None
         why = ""
@@ -247,8 +254,27 @@ class SelfHealingTrainer:
                 postmortem=path,
             ) from error
         incident.steps_lost = 0 if unmoved else max(step - step_of(point, default=step), 0)
+        if Action.REDUCE_BATCH_SIZE in remedies:
+            self._reduce_batch_size(session, incident)
         incident.seconds_lost = time.perf_counter() - began
-        return _Recovery(incident, point)
+        return _Recovery(incident, point, waits=Action.WAIT_AND_RESUME in remedies)
+
+    def _remedies(self, session: Session, failure: FailureType, step: int) -> tuple[Action, ...]:
+        """What is done before `train()` is entered again; nothing if it is not."""
+        if failure is FailureType.OUT_OF_MEMORY and self.config.on_oom == "heal":
+            if session.batch_plan is not None:
+                return (Action.REDUCE_BATCH_SIZE,)
+            # Somewhere nothing could be split (a callback, the data): once more, with the memory freed.
+            again, self._memory_ran_out_at = step > self._memory_ran_out_at, step
+            return (Action.FREE_MEMORY,) if again else ()
+        return (Action.WAIT_AND_RESUME,) if Action.WAIT_AND_RESUME in FAILURE_RECIPES[failure].ladder else ()
+
+    def _reduce_batch_size(self, session: Session, incident: Incident) -> None:
+        callback, plan = self._find_callback(), session.batch_plan
+        session.batch_plan = None
+        if callback is not None and session.instrument is not None:
+            context = HealingContext(incident, session.instrument, batch=plan)
+            callback.actions.apply((Action.REDUCE_BATCH_SIZE,), context, self.trainer.args)
 
     def _resume_from(
         self, session: Session, incident: Incident, error: Exception, failure: FailureType, resume: Any

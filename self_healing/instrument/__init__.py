@@ -9,6 +9,14 @@ Read against transformers 5.4 to 5.23, TRL 1.16, accelerate 1.15.
 """
 
 from .discovery import find_resume_path, find_trainer
+from .out_of_memory import (
+    OutOfMemory,
+    alloc_retries,
+    free_memory,
+    let_go,
+    record_memory_history,
+    write_memory_snapshot,
+)
 from .preservation import preserved
 from .random_state import RandomState
 from .reentry import EMERGENCY_DIR, ResumePoint
@@ -21,13 +29,19 @@ __all__ = [
     "EMERGENCY_DIR",
     "Control",
     "Instrument",
+    "OutOfMemory",
     "RandomState",
     "Recording",
     "ResumePoint",
     "RowSource",
     "TrainingFault",
     "Window",
+    "alloc_retries",
     "find_resume_path",
     "find_trainer",
+    "free_memory",
+    "let_go",
     "preserved",
+    "record_memory_history",
+    "write_memory_snapshot",
 ]

@@ -82,7 +82,7 @@ class Ledger:
             tokens_seen=trainer.state.num_input_tokens_seen,
             total_flos=trainer.state.total_flos,
             log_length=len(trainer.state.log_history),
-            stores={name: _mark(attributes[name]) for name in STORES if name in attributes},
+            stores=self.mark_stores(),
             generated=attributes.get("_buffered_inputs"),
             buffers=self._copy_moving_buffers(),
             rng=RandomState.capture(trainer.accelerator.device),
@@ -146,10 +146,19 @@ class Ledger:
         for name, value in bookkeeping.scalars.items():
             if name not in stay:
                 setattr(trainer, name, value)
-        for name, mark in bookkeeping.stores.items():
-            setattr(trainer, name, _unmark(mark))
+        self.rewind_stores(bookkeeping.stores)
         if "_buffered_inputs" in vars(trainer):
             trainer._buffered_inputs = bookkeeping.generated
+
+    def mark_stores(self) -> dict[str, Any]:
+        """Where the containers of metrics stand."""
+        attributes = vars(self._trainer)
+        return {name: _mark(attributes[name]) for name in STORES if name in attributes}
+
+    def rewind_stores(self, marks: Mapping[str, Any]) -> None:
+        """Takes what was added to the containers of metrics since [`mark_stores`] out again."""
+        for name, mark in marks.items():
+            setattr(self._trainer, name, _unmark(mark))
 
     def continue_from(self, bookkeeping: Bookkeeping) -> None:
         """In a new `train()` call, which has set its own counters to zero: goes on from those of an earlier one."""

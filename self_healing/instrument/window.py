@@ -233,6 +233,39 @@ class Window:
         self.losses = losses
         self.grad_norm = self._measure()
 
+    @property
+    def tokens_inside(self) -> int:
+        """Tokens its calls have added to the Trainer's count by themselves."""
+        return self._tokens_inside
+
+    def compute_again_so_far(self, tokens: int) -> tuple[torch.Tensor, int]:
+        """
+        Computes the step again up to and including the call that was made last, which has failed.
+
+        Args:
+            tokens (`int`):
+                The Trainer's count of tokens, without those its calls have added by themselves.
+
+        Returns:
+            The loss of that call, and the tokens it has added to the Trainer's count.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        state = self._trainer.state
+        self._tokens_inside, state.num_input_tokens_seen = 0, tokens
+        self._rewind()
+        losses, added = [], 0
+        for index, call in enumerate(self._calls):
+            before = state.num_input_tokens_seen
+            losses.append(self._call(*call, last=index == self.size - 1))
+            added = state.num_input_tokens_seen - before
+            self._tokens_inside += added
+        self._tokens_inside -= added
+        self.losses = losses[:-1]
+        self._set_running_loss(self.losses)
+        return losses[-1], added
+
     def layout(self, index: int) -> Layout | None:
         """How the rows of a micro-batch can be told apart. Known once the step has been re-executed."""
         return layout_of(self.prepared.get(index), self.objective)
@@ -551,6 +584,15 @@ class Window:
     def inputs(self, index: int) -> Any:
         """The micro-batch as the data loader gave it."""
         return self._calls[index][1]
+
+    def shapes(self) -> list[dict[str, list[int]]]:
+        """Shapes of the tensors in its micro-batches, as far as they have been computed."""
+        return [
+            {name: list(value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            if isinstance(inputs, Mapping)
+            else {"rows": [len(inputs)] if hasattr(inputs, "__len__") else []}
+            for inputs in self.all_inputs()
+        ]
 
     def all_inputs(self) -> list[Any]:
         """All its micro-batches as the data loader gave them."""

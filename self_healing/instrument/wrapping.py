@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -19,10 +20,13 @@ from ..clipping import scale_gradients
 from ..failures import UnrecoverableTrainingError, is_nonfinite_exception
 from ..objectives import objective_of
 from .bookkeeping import Ledger
+from .less_memory import ActivationCheckpointing, fingerprint, update_one_by_one
 from .live_state import LiveState, beta2_of, innermost, live_state_of, reload_checkpoint, reset_moments
+from .out_of_memory import OutOfMemory, Place, caught, models_of
 from .phase import Phase
 from .reentry import Reentry
 from .row_sources import DataPosition
+from .step_mark import StepMark
 from .window import TrainingFault, Window
 
 
@@ -36,6 +40,28 @@ class CheckpointHold(Protocol):
 
     @property
     def open(self) -> bool: ...
+
+
+class MemoryRelief(Protocol):
+    """What is done when memory runs out. Each returns whether what failed is to be tried again."""
+
+    def relieve(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """In a training step, or (without one) in an evaluation."""
+
+    def relieve_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """In `optimizer.step()`, which may have changed some weights."""
+
+    def about_to_step(self) -> None:
+        """Right before `optimizer.step()`."""
+
+    def stepped(self) -> None:
+        """Right after it."""
+
+    def came_through(self) -> None:
+        """A micro-batch, forward and backward, or a batch of an evaluation has been computed."""
+
+    def struck_one_of_many(self, ran_out: OutOfMemory, inputs: Any) -> None:
+        """It happened on one of several processes, where nothing can be tried again: the others are waiting."""
 
 
 class Instrument:
@@ -57,6 +83,8 @@ class Instrument:
             Called right before `optimizer.step()`.
         before_save (`Callable[[int], None]`):
             Called with the step right before the Trainer writes a checkpoint of its schedule.
+        memory ([`MemoryRelief`]):
+            What is done when memory runs out.
         broken (`Callable[[], None]`):
             Told when code of ours failed; by then the trainer is its plain self again.
         heals_exceptions (`bool`):
@@ -74,6 +102,7 @@ class Instrument:
         rate_scale: Callable[[int], float],
         before_step: Callable[[], None],
         before_save: Callable[[int], None],
+        memory: MemoryRelief,
         broken: Callable[[], None],
         heals_exceptions: bool,
         started_at: float,
@@ -85,6 +114,8 @@ class Instrument:
         self.position = DataPosition(trainer, self.objective)
         self.reentry = Reentry(trainer, self.ledger, self.position)
         self.window: Window | None = None
+        self._step_mark = StepMark(self.trainer.optimizer)
+        self._checkpointing = ActivationCheckpointing(self.trainer.model)
         self.started_at = started_at
         self._judge_step = judge
         self._extra_logs = extra_logs
@@ -93,6 +124,7 @@ class Instrument:
         self._before_step = before_step
         self._before_save = before_save
         self._maybe_saving = self._held_back = False
+        self._memory = memory
         self._broken = broken
         self._heals_exceptions = heals_exceptions
         self._originals: list[tuple[Any, str, Any, bool]] = []
@@ -121,13 +153,14 @@ class Instrument:
         self._replace(trainer, "training_step", self._training_step)
         self._replace(trainer, "log", self._log)
         self._replace(trainer, "_evaluate", self._evaluate)
+        self._replace(trainer, "prediction_step", self._prediction_step)
         self._replace(trainer, "_maybe_log_save_evaluate", self._maybe_log_save_evaluate)
         self._replace(trainer, "_save_checkpoint", self._save_checkpoint)
         self._replace(trainer, "_get_learning_rate", self._get_learning_rate)
         self._replace(trainer.callback_handler, "on_save", self._on_save)
         self._replace(trainer.callback_handler, "on_epoch_end", self._on_epoch_end)
         self._replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
-        if self.can_scale_rate:
+        if self.can_reexecute:
             self._replace(trainer.optimizer, "step", self._optimizer_step)
         optimizer = innermost(trainer.optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -137,17 +170,22 @@ class Instrument:
 
     def detach(self) -> None:
         """Gives the trainer back as it was."""
-        for holder, name, original, was_set in reversed(self._originals):
-            if was_set:
-                setattr(holder, name, original)
-            else:
-                vars(holder).pop(name, None)
+        for entry in reversed(self._originals):
+            self._give_back(*entry)
         self._originals.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self.position.release()
+        self._checkpointing.switch_off()
         self.window = None
+
+    @staticmethod
+    def _give_back(holder: Any, name: str, original: Any, was_set: bool) -> None:
+        if was_set:
+            setattr(holder, name, original)
+        else:
+            vars(holder).pop(name, None)
 
     def _replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
         original = getattr(holder, name)
@@ -158,6 +196,26 @@ class Instrument:
 
         self._originals.append((holder, name, original, name in vars(holder)))
         setattr(holder, name, replaced)
+
+    def intercept(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Hands calls of a method, of a model say, to `wrapper(original, *args, **kwargs)` until [`detach`]."""
+        self._replace(holder, name, wrapper)
+
+    def models(self) -> list[torch.nn.Module]:
+        """The models the trainer calls: what it trains, its reference, teachers and reward models."""
+        return models_of(self.trainer)
+
+    def intercept_calls(self, model: torch.nn.Module, wrapper: Callable[..., Any]) -> None:
+        """Hands calls of a model, with what hooks do around them, to `wrapper(original, *args, **kwargs)`."""
+        compiled = getattr(model, "_compiled_call_impl", None) is not None
+        self._replace(model, "_compiled_call_impl" if compiled else "_call_impl", wrapper)
+
+    def release_calls(self, models: Sequence[torch.nn.Module]) -> None:
+        """Takes back what [`intercept_calls`] and [`intercept`] did to some models."""
+        mine = {id(model) for model in models}
+        for entry in [entry for entry in self._originals if id(entry[0]) in mine]:
+            self._give_back(*entry)
+            self._originals.remove(entry)
 
     def _original(self, holder: Any, name: str) -> Callable[..., Any]:
         for wrapped, wrapped_name, original, _ in self._originals:
@@ -256,11 +314,59 @@ class Instrument:
             window.add_call(model, inputs, args, kwargs)
         if not self.attached:
             return original(model, inputs, *args, **kwargs)
-        before = self.trainer.state.num_input_tokens_seen
+        state = self.trainer.state
+        before, ran_out = state.num_input_tokens_seen, None
         with self._leaving_on_exception():
-            loss = self.call_training_step(window, model, inputs, *args, **kwargs)
-        window.add_loss(loss, self.trainer.state.num_input_tokens_seen - before)
+            try:
+                loss = self.call_training_step(window, model, inputs, *args, **kwargs)
+            except Exception as error:
+                ran_out = self._memory_ran_out(error, inputs=inputs)
+                if ran_out is None:
+                    raise
+        tokens = state.num_input_tokens_seen - before
+        if ran_out is not None:
+            # Outside of the handler: the exception, and with it what the failed attempt held, is gone.
+            loss, tokens = self._until_it_fits(window, ran_out, before)
+        window.add_loss(loss, tokens)
+        self._memory.came_through()
         return loss
+
+    def _memory_ran_out(self, error: Exception, place: Place | None = None, inputs: Any = None) -> OutOfMemory | None:
+        """An out-of-memory error that something can be done about; `None` for any other exception."""
+        if not self.attached or not self.can_reexecute:
+            return None
+        found = caught(error, self.trainer.accelerator.device, place)
+        if found is not None and consensus.world_size() > 1:
+            with self.contained():
+                self._memory.struck_one_of_many(found, inputs)
+            return None
+        return found
+
+    def _relieved(self, ran_out: OutOfMemory, relieve: Callable[[OutOfMemory, Window | None], bool]) -> bool:
+        try:
+            return relieve(ran_out, self.window)
+        except UnrecoverableTrainingError:
+            self.detach()
+            raise
+        except Exception as error:
+            self._switch_off(error)
+            return False
+
+    def _until_it_fits(self, window: Window, ran_out: OutOfMemory, tokens: int) -> tuple[torch.Tensor, int]:
+        """The step up to where memory ran out, computed again in whatever way fits; its last loss, and its tokens."""
+        before_the_step = tokens - window.tokens_inside
+        while True:
+            if not self._relieved(ran_out, self._memory.relieve):
+                self.detach()
+                raise ran_out.error
+            try:
+                return window.compute_again_so_far(before_the_step)
+            except TrainingFault as fault:
+                again = self._memory_ran_out(fault.error)
+                if again is None:
+                    self.detach()
+                    raise fault.error from None
+                ran_out = again
 
     def call_training_step(self, window: Window, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The trainer's own `training_step`; a non-finite number that surfaces as an exception becomes a NaN loss."""
@@ -323,11 +429,29 @@ class Instrument:
         scale = 1.0
         with self.contained():
             self._before_step()
-            scale = self._rate_scale(self.step)
+            self._memory.about_to_step()
+            scale = self._rate_scale(self.step) if self.can_scale_rate else 1.0
         if scale == 1.0:
-            return original(*args, **kwargs)
+            return self._step_until_it_fits(original, *args, **kwargs)
         with self._rates(self.rates_in_force(scale)):
-            return original(*args, **kwargs)
+            return self._step_until_it_fits(original, *args, **kwargs)
+
+    def _step_until_it_fits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        while True:
+            self._step_mark.set()
+            try:
+                result = original(*args, **kwargs)
+            except Exception as error:
+                ran_out = self._memory_ran_out(error, place="optimizer step")
+                if ran_out is None:
+                    raise
+            else:
+                self._step_mark.stepped()
+                with self.contained():
+                    self._memory.stepped()
+                return result
+            if not self._relieved(ran_out, self._memory.relieve_optimizer_step):
+                raise ran_out.error
 
     @contextlib.contextmanager
     def _rates(self, rates: Sequence[Any]) -> Iterator[None]:
@@ -388,6 +512,25 @@ class Instrument:
         with self.contained():
             scale = self._rate_scale(self.step) if self.can_scale_rate else 1.0
         return rate if scale == 1.0 else rate * scale
+
+    def _prediction_step(
+        self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        stores = self.ledger.mark_stores()
+        while True:
+            try:
+                # A copy: what the first attempt took out of it is needed by the second.
+                result = original(model, copy.copy(inputs), *args, **kwargs)
+            except Exception as error:
+                ran_out = self._memory_ran_out(error, place="evaluation")
+                if ran_out is None:
+                    raise
+            else:
+                self._memory.came_through()
+                return result
+            self.ledger.rewind_stores(stores)
+            if not self._relieved(ran_out, lambda ran_out, _: self._memory.relieve(ran_out, None)):
+                raise ran_out.error
 
     def _evaluate(self, original: Callable[..., Any], trial: Any, ignore_keys: Any, *args: Any, **kwargs: Any) -> Any:
         self.reentry.evaluation_begins(ignore_keys)
@@ -492,6 +635,38 @@ class Instrument:
             return self.trainer._prepare_inputs(inputs)
         except Exception as error:
             raise TrainingFault(error) from error
+
+    # ---- when memory is short ----
+
+    @property
+    def uses_only_the_loss(self) -> bool:
+        """Whether of what the model gives for a batch with labels the trainer uses the loss and nothing else."""
+        trainer = self.trainer
+        own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+        return self.objective.name == "generic" and not own
+
+    def checkpoint_activations(self) -> bool:
+        """Switches activation checkpointing on for the rest of the run; whether that changes anything."""
+        return self._checkpointing.switch_on()
+
+    def undo_optimizer_step(self) -> bool:
+        """After an `optimizer.step()` that raised: whether it has changed nothing; it can be taken again then."""
+        if not self._step_mark.undo():
+            return False
+        self.reentry.phase = Phase.COMPUTING
+        return True
+
+    def step_undone(self) -> None:
+        """The weights are as before an `optimizer.step()` that raised."""
+        self.reentry.phase = Phase.COMPUTING
+
+    def update_one_by_one(self) -> bool:
+        """Makes the optimizer update parameter by parameter, with less memory at a time; whether it did not before."""
+        return update_one_by_one(self.trainer.optimizer)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What has to be the same for sizes that fitted in one process to fit in another."""
+        return fingerprint(self.trainer)
 
     # ---- used by diagnosis and actions ----
 

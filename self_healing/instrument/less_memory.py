@@ -1,0 +1,88 @@
+"""Settings of a trainer's model and optimizer that take less memory for the same result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .live_state import innermost
+
+
+class ActivationCheckpointing:
+    """
+    Activation checkpointing of a model in the middle of a run.
+
+    The training arguments for it are read once, when `train()` is entered; after that it is a matter of the model.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model that is trained.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._mine = self._inputs_needed_gradients = False
+
+    @property
+    def on(self) -> bool:
+        """Whether it is on."""
+        # Renamed in transformers 5.2x; the old name warns there.
+        for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
+            found = getattr(self._model, name, None)
+            if found is not None:
+                return bool(found)
+        return False
+
+    def switch_on(self) -> bool:
+        """Whether it is on now and was not before."""
+        if self.on or not getattr(self._model, "supports_gradient_checkpointing", False):
+            return False
+        self._inputs_needed_gradients = hasattr(self._model, "_require_grads_hook")
+        self._call("enable", {"use_reentrant": False})
+        self._mine = self.on
+        return self._mine
+
+    def switch_off(self) -> None:
+        """Takes [`switch_on`] back."""
+        if self._mine:
+            self._call("disable")
+            if not self._inputs_needed_gradients and hasattr(self._model, "_require_grads_hook"):
+                self._model.disable_input_require_grads()
+        self._mine = False
+
+    def _call(self, what: str, options: dict[str, Any] | None = None) -> None:
+        for name in ("activation", "gradient"):
+            method = getattr(self._model, f"{name}_checkpointing_{what}", None)
+            if method is not None:
+                method(**({} if options is None else {f"{name}_checkpointing_kwargs": options}))
+                return
+
+
+def update_one_by_one(optimizer: Any) -> bool:
+    """
+    Makes an optimizer of torch update parameter by parameter: all at once takes as much memory again as they do.
+
+    Returns:
+        Whether that changes anything.
+    """
+    changed = False
+    for group in getattr(innermost(optimizer), "param_groups", []):
+        if "foreach" in group and group["foreach"] is not False and not group.get("fused"):
+            group["foreach"] = False
+            changed = True
+    return changed
+
+
+def fingerprint(trainer: Any) -> dict[str, Any]:
+    """What has to be the same for a size that fitted in one process to fit in another."""
+    parameters = list(trainer.model.parameters())
+    device = trainer.accelerator.device
+    return {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "memory": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        "processes": int(trainer.args.world_size),
+    }

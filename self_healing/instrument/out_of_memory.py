@@ -1,0 +1,164 @@
+"""What is known of an out-of-memory error when it is caught: where it struck, and the memory there was."""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from ..failures import FailureType, classify_exception
+
+
+Place = Literal["forward", "backward", "generation", "evaluation", "optimizer step"]
+
+_UNITS = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+# "Tried to allocate 2.50 GiB" (CUDA, ROCm, XPU, MPS); "you tried to allocate 1234 bytes" (CPU).
+_REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(B|bytes|KiB|MiB|GiB|TiB)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """
+    An out-of-memory error, without the frames that hold the memory.
+
+    Args:
+        place (`str`):
+            What was going on.
+        error (`Exception`):
+            The exception; what its frames held is gone.
+        requested (`int`, *optional*):
+            Bytes that were asked for, if the message says so.
+        figures (`dict`):
+            Memory of device and host when it was caught, in bytes.
+    """
+
+    place: Place
+    error: Exception
+    requested: int | None
+    figures: dict[str, int]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it was the memory of the host that ran out beside a device of its own."""
+        text = str(self.error)
+        return isinstance(self.error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text
+
+
+def caught(error: Exception, device: torch.device, place: Place | None = None) -> OutOfMemory | None:
+    """
+    Takes an exception for what it is; `None` if it does not say that memory ran out.
+
+    Args:
+        error (`Exception`):
+            The exception. Of one that is an out-of-memory error the frames are cleared: they hold the activations of
+            what failed.
+        device (`torch.device`):
+            The device of the run.
+        place (`str`, *optional*):
+            What was going on, if that is known; else its traceback tells.
+    """
+    if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
+        return None
+    found = OutOfMemory(place or _place_of(error), error, _requested(error), memory_figures(device))
+    let_go(error)
+    return found
+
+
+def _place_of(error: BaseException) -> Place:
+    """Generation inside of a training step, its backward, or else its forward."""
+    names = [(frame.f_code.co_name, frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(name == "generate" for name, _ in names):
+        return "generation"
+    if any(name == "backward" or "autograd" in file for name, file in names):
+        return "backward"
+    return "forward"
+
+
+def _requested(error: BaseException) -> int | None:
+    found = _REQUEST.search(str(error))
+    return None if found is None else int(float(found.group(1)) * _UNITS[found.group(2)])
+
+
+def let_go(error: BaseException | None) -> None:
+    """Empties the frames of an exception and of those it came from, which keep what failed alive."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back what nothing refers to: Python's cycles, and what the allocator of the device keeps for later."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+def memory_figures(device: torch.device) -> dict[str, int]:
+    """
+    Memory in use, in bytes. On the device: allocated by tensors, reserved by the allocator, the peak of the former,
+    free and total, and how often the allocator had to give back its reserve and ask again. On the host: of this
+    process, and available.
+    """
+    found = {"host_used": psutil.Process().memory_info().rss, "host_available": psutil.virtual_memory().available}
+    if device.type == "cuda":
+        statistics = torch.cuda.memory_stats(device)
+        free, total = torch.cuda.mem_get_info(device)
+        found |= {
+            "allocated": statistics.get("allocated_bytes.all.current", 0),
+            "reserved": statistics.get("reserved_bytes.all.current", 0),
+            "peak": statistics.get("allocated_bytes.all.peak", 0),
+            "free": free,
+            "total": total,
+            "alloc_retries": statistics.get("num_alloc_retries", 0),
+        }
+    return found
+
+
+def alloc_retries(device: torch.device) -> int:
+    """How often `cudaMalloc` failed at first: the memory is nearly full, and the step waits for it."""
+    return 0 if device.type != "cuda" else int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+
+def record_memory_history(device: torch.device) -> None:
+    """From here on the allocator notes where its memory goes, for [`write_memory_snapshot`]."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def write_memory_snapshot(path: str, device: torch.device) -> bool:
+    """The allocator's history (https://docs.pytorch.org/memory_viz); whether there is one."""
+    if device.type != "cuda":
+        return False
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+    return True
+
+
+def models_of(trainer: Any) -> list[torch.nn.Module]:
+    """
+    The models a trainer calls: what it trains, its reference, teachers and reward models. Inside of what spreads them
+    over processes, and without parts of others among them.
+    """
+    wrapped = _inside(getattr(trainer, "model_wrapped", trainer.model))
+    held: list[Any] = [wrapped if type(wrapped).__name__ == "OptimizedModule" else trainer.model]
+    for name, value in vars(trainer).items():
+        if name != "model_wrapped":
+            held.extend(value if isinstance(value, (list, tuple)) else [value])
+    found: list[torch.nn.Module] = []
+    inner: set[int] = set()
+    for value in held:
+        if isinstance(value, torch.nn.Module) and id(_inside(value)) not in inner:
+            found.append(_inside(value))
+            inner.update(id(module) for module in _inside(value).modules())
+    return found
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module:
+    inner = getattr(module, "module", None)
+    return _inside(inner) if isinstance(inner, torch.nn.Module) else module

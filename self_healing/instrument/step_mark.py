@@ -1,0 +1,65 @@
+"""What is noted before `optimizer.step()`, to tell afterwards whether one that raised has changed anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .live_state import innermost
+
+
+# Optimizers that write to tensors through torch, which counts it; kernels of others may go around the counter.
+_COUNTED = ("torch", "transformers")
+
+
+class StepMark:
+    """
+    Notes the versions of the parameters before a step in which the optimizer makes state: its first, most often.
+
+    In all later steps nothing is noted, because nothing is to be learned: what raises there raises in the update,
+    which may have touched everything.
+
+    Args:
+        optimizer (`Any`):
+            The trainer's optimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        inner = innermost(optimizer)
+        counted = type(inner).__module__.partition(".")[0] in _COUNTED
+        self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) and counted else None
+        self._states = -1
+        self._before: dict[torch.Tensor, int] | None = None
+        self._had: set[Any] = set()
+
+    def set(self) -> None:
+        """Right before the step."""
+        self._before = None
+        if self._optimizer is not None and len(self._optimizer.state) != self._states:
+            self._had = set(self._optimizer.state)
+            self._before = {
+                parameter: parameter._version
+                for group in self._optimizer.param_groups
+                for parameter in group["params"]
+            }
+
+    def stepped(self) -> None:
+        """The step was taken."""
+        if self._optimizer is not None:
+            self._states = len(self._optimizer.state)
+
+    def undo(self) -> bool:
+        """
+        After a step that raised: takes away the state it has made, which may be incomplete.
+
+        Returns:
+            Whether the step has changed nothing else.
+        """
+        if self._optimizer is None or self._before is None:
+            return False
+        if any(parameter._version != version for parameter, version in self._before.items()):
+            return False
+        for parameter in [parameter for parameter in self._optimizer.state if parameter not in self._had]:
+            del self._optimizer.state[parameter]
+        return True

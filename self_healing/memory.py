@@ -1,0 +1,385 @@
+"""When memory runs out: free what can be freed, try again, run the model over fewer rows at a time, or give up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .actions import HealingActions, HealingContext
+from .batch_size import CannotReduce, smaller_batch
+from .config import HealingConfig
+from .failures import Action, FailureType
+from .instrument import (
+    Instrument,
+    OutOfMemory,
+    Window,
+    alloc_retries,
+    free_memory,
+    record_memory_history,
+    write_memory_snapshot,
+)
+from .journal import Incident
+from .microbatch import CallShape, Kind, SplitCalls, SplitGeneration
+from .session import Session
+from .step_backup import StepBackup
+
+
+logger = logging.getLogger("self_healing")
+
+SIZES_FILE = "healing_sizes.json"
+_SIZES_VERSION = 1
+
+
+class MemoryHealer:
+    """
+    What is done about out-of-memory errors in one `train()` call.
+
+    The first time something does not fit, memory is freed and the same is tried once more: another process may have
+    held it, or fragmentation. The second time the size counts as one that does not fit, and the model runs over fewer
+    rows at a time ([`SplitCalls`]); sizes are remembered ([`SizeMemory`]), in the run directory as well, so later
+    batches are split before they fail.
+
+    Args:
+        config ([`HealingConfig`]):
+            What may be done.
+        session ([`Session`]):
+            The memory of the run.
+        actions ([`HealingActions`]):
+            Carries out what is decided.
+        go_back (`Callable[[Incident, Window], None]`):
+            Back to a trusted state, after an `optimizer.step()` that was left half-way.
+    """
+
+    def __init__(
+        self,
+        config: HealingConfig,
+        session: Session,
+        actions: HealingActions,
+        go_back: Callable[[Incident, Window], None],
+    ) -> None:
+        self.config = config
+        self.session = session
+        self.actions = actions
+        self._go_back = go_back
+        self._splits: list[SplitCalls] = []
+        self._models: list[torch.nn.Module] = []
+        self._incident: Incident | None = None
+        self._attempts = 0
+        self._failed: set[CallShape] = set()
+        self._began = 0.0
+        self._backup: StepBackup | None = None
+        self._snapshot_written = False
+        self._alloc_retries: int | None = None
+
+    # ---- a run begins ----
+
+    def attach(self) -> None:
+        """Called with the instrument attached: what earlier processes and entries learned is put to use."""
+        instrument, session = self._instrument, self.session
+        if self.config.on_oom == "raise" or not instrument.can_reexecute:
+            return
+        if session.entries == 1:
+            self._recall()
+        if session.checkpointing_activations:
+            instrument.checkpoint_activations()
+        if session.sizes.limits:
+            self._watch_calls()
+        if self.config.optimizer_step_backup:
+            self._backup = StepBackup(instrument)
+        if self.config.oom_memory_snapshot:
+            record_memory_history(instrument.trainer.accelerator.device)
+
+    def _watch_calls(self) -> None:
+        """From now on every call of a model goes through [`SplitCalls`]."""
+        if self._splits:
+            return
+        instrument, sizes = self._instrument, self.session.sizes
+        for model in instrument.models():
+            calls = SplitCalls(model, sizes, loss_only=instrument.uses_only_the_loss)
+            instrument.intercept_calls(model, calls.call)
+            if hasattr(model, "generate"):
+                instrument.intercept(model, "generate", SplitGeneration(model, sizes, calls).call)
+            self._splits.append(calls)
+            self._models.append(model)
+
+    def _leave_calls_alone(self) -> None:
+        self._instrument.release_calls(self._models)
+        self._splits, self._models = [], []
+
+    @property
+    def pieces(self) -> int:
+        """The most pieces a call has been split into."""
+        return max((calls.pieces for calls in self._splits), default=1)
+
+    def metrics(self) -> dict[str, float]:
+        """For the trainer's logs: whether calls are split, and whether the device is nearly full."""
+        found: dict[str, float] = {}
+        if self.pieces > 1:
+            found["healing/split_into"] = self.pieces
+        if self.session.instrument is None:
+            return found
+        retries = alloc_retries(self._instrument.trainer.accelerator.device)
+        if self._alloc_retries is not None and retries > self._alloc_retries:
+            found["healing/alloc_retries"] = retries
+            if self._alloc_retries == 0:
+                logger.warning(
+                    "Step %d: the device is nearly full: the allocator had to give back its reserve and ask again "
+                    "(%d times), which makes steps slow. The next larger batch may not fit.",
+                    self._instrument.step,
+                    retries,
+                )
+        self._alloc_retries = retries
+        return found
+
+    # ---- in a training step, or an evaluation ----
+
+    def relieve(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """The next rung of the ladder; `False` where the error has to pass."""
+        if self.config.on_oom == "raise":
+            return False
+        self._begin(ran_out)
+        context = self._context(window)
+        self._free(context)
+        sizes = self.session.sizes
+        if self._attempts == 1 and not sizes.is_probe():
+            # The second attempt is watched, so that it is known what did not fit.
+            sizes.forget_attempt()
+            self._watch_calls()
+            return True
+        shape = self._shape(ran_out)
+        if shape is not None and shape not in self._failed and self._may_shrink(shape):
+            self._failed.add(shape)
+            context.shape = shape
+            self.actions.apply(Action.SPLIT_BATCH, context, self._args)
+            return True
+        return self._climb(ran_out, context, shape)
+
+    def _shape(self, ran_out: OutOfMemory) -> CallShape | None:
+        """What was running: in a backward pass the last call with gradients, else the last one that began."""
+        sizes = self.session.sizes
+        kinds: dict[str, Kind] = {"backward": "train", "generation": "generate"}
+        if ran_out.place in kinds:
+            return sizes.begun.get(kinds[ran_out.place])
+        return sizes.last_begun
+
+    def _may_shrink(self, shape: CallShape) -> bool:
+        return shape.rows > 1
+
+    def _climb(self, ran_out: OutOfMemory, context: HealingContext, shape: CallShape | None) -> bool:
+        """Beyond splitting."""
+        session, instrument, incident = self.session, self._instrument, context.incident
+        refusals = [calls.refused for calls in self._splits if calls.refused]
+        why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"
+        incident.evidence["not_split"] = why
+        in_training = context.window is not None and ran_out.place in ("forward", "backward")
+        if in_training and self.config.oom_activation_checkpointing and not session.checkpointing_activations:
+            done = self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)
+            if done["checkpointing"]:
+                self._failed.clear()
+                return True
+        reason = why
+        if in_training and session.may_enter_again and self.config.oom_reduce_batch:
+            try:
+                session.batch_plan = smaller_batch(instrument.trainer)
+            except CannotReduce as refusal:
+                reason = f"{why}; the batch cannot be made smaller either: {refusal}"
+            else:
+                # The wrapper takes it from here: it has to enter `train()` again.
+                self._end_of_incident()
+                return False
+        context.verdict = f"out of memory in {ran_out.place}: {_sizes(shape)}, {_memory(ran_out)}; {reason}"
+        context.error = ran_out.error
+        self._end_of_incident()
+        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
+        return False
+
+    def came_through(self) -> None:
+        """A micro-batch or an evaluation batch has been computed: an open incident is over."""
+        sizes = self.session.sizes
+        if self._splits:
+            sizes.came_through()
+        incident = self._incident
+        if incident is not None:
+            self._end_of_incident()
+            incident.seconds_lost = time.perf_counter() - self._began
+            self.session.journal.dealt_with(incident)
+            self.session.journal.closed(incident, "resolved")
+            if not sizes.limits:
+                self._leave_calls_alone()
+        if sizes.changed:
+            sizes.changed = False
+            self._remember()
+
+    # ---- in `optimizer.step()` ----
+
+    def about_to_step(self) -> None:
+        """Notes, or keeps, what is needed to undo a step that runs out of memory half-way."""
+        if self._backup is not None:
+            self._backup.take()
+        self.session.sizes.begin_step(self._instrument.step + 1)
+
+    def stepped(self) -> None:
+        """The step is done."""
+        incident = self._incident
+        if incident is not None:
+            self._end_of_incident()
+            incident.seconds_lost = time.perf_counter() - self._began
+            self.session.journal.dealt_with(incident)
+            self.session.await_outcome(incident)
+
+    def relieve_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """
+        A step that changed nothing yet is taken again; one that may have is undone from its backup, or by going back
+        to a trusted state. The third time updates are made parameter by parameter, which takes less memory at a time.
+        """
+        if self.config.on_oom == "raise" or window is None:
+            return False
+        self._begin(ran_out)
+        context, instrument = self._context(window), self._instrument
+        self._free(context)
+        if self._attempts > 3 or (self._attempts == 3 and not instrument.update_one_by_one()):
+            context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {_memory(ran_out)}"
+            context.error = ran_out.error
+            self._end_of_incident()
+            self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
+        incident = context.incident
+        if instrument.undo_optimizer_step():
+            incident.evidence["weights"] = "untouched: its state was being made"
+            return True
+        if self._backup is not None:
+            self._backup.put_back()
+            instrument.step_undone()
+            incident.evidence["weights"] = "put back from the copy made before the step"
+            return True
+        incident.evidence["weights"] = "may be half updated"
+        self._go_back(incident, window)
+        return True
+
+    # ---- one of several processes ----
+
+    def struck_one_of_many(self, ran_out: OutOfMemory, inputs: Any) -> None:
+        """What did not fit is written down, and the job begins its next start with smaller pieces."""
+        sizes = self.session.sizes
+        shape = self._shape(ran_out) or CallShape("train", self._args.per_device_train_batch_size, 1)
+        sizes.failed(shape)
+        self._remember()
+        logger.warning(
+            "Step %d: out of memory in %s on process %d of several (%s). The others are waiting for it, so nothing "
+            "can be tried again here; %s says what did not fit, and the next start of the job splits it.",
+            self._instrument.step,
+            ran_out.place,
+            self._args.process_index,
+            shape,
+            self._path.name,
+        )
+
+    # ---- what is written down ----
+
+    def _begin(self, ran_out: OutOfMemory) -> None:
+        self._attempts += 1
+        if self._incident is not None:
+            return
+        self._began = time.perf_counter()
+        instrument, journal = self._instrument, self.session.journal
+        evidence: dict[str, Any] = {
+            "place": ran_out.place,
+            "message": str(ran_out.error)[:500],
+            "requested_bytes": ran_out.requested,
+            "memory": ran_out.figures,
+        }
+        if instrument.window is not None and ran_out.place != "evaluation":
+            evidence["batch"] = instrument.window.shapes()
+        if self.config.oom_memory_snapshot and not self._snapshot_written:
+            path = str(self.session.directory / "memory_snapshot.pickle")
+            self._snapshot_written = write_memory_snapshot(path, instrument.trainer.accelerator.device)
+            evidence["memory_snapshot"] = path if self._snapshot_written else None
+        self._incident = journal.open(instrument.step, "out_of_memory", evidence)
+        cause = f"out of {'host' if ran_out.on_host else 'device'} memory in {ran_out.place}"
+        journal.diagnosed(self._incident, FailureType.OUT_OF_MEMORY, cause, {})
+
+    def _free(self, context: HealingContext) -> None:
+        if self._attempts == 1:
+            self.actions.apply(Action.FREE_MEMORY, context, self._args)
+        else:
+            free_memory(self._instrument.trainer.accelerator.device)
+
+    def _context(self, window: Window | None) -> HealingContext:
+        assert self._incident is not None
+        return HealingContext(self._incident, self._instrument, window)
+
+    def _end_of_incident(self) -> None:
+        self._incident, self._attempts = None, 0
+        self._failed.clear()
+
+    # ---- across processes ----
+
+    @property
+    def _path(self) -> Path:
+        rank = self.session.journal.rank
+        return self.session.directory / (SIZES_FILE if rank == 0 else f"healing_sizes.rank{rank}.json")
+
+    def _remember(self) -> None:
+        content = {
+            "version": _SIZES_VERSION,
+            "for": self._instrument.fingerprint(),
+            "checkpointing_activations": self.session.checkpointing_activations,
+            "sizes": self.session.sizes.state_dict(),
+        }
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(self._path)
+        except OSError as error:
+            logger.warning("%s could not be written (%s): the next start has to learn it again.", self._path, error)
+
+    def _recall(self) -> None:
+        """What did not fit in an earlier process, on any rank, if it was the same model on the same device."""
+        for path in sorted(self.session.directory.glob("healing_sizes*.json")):
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                if content["version"] != _SIZES_VERSION or content["for"] != self._instrument.fingerprint():
+                    continue
+                self.session.sizes.load_state_dict(content["sizes"])
+                self.session.checkpointing_activations |= bool(content["checkpointing_activations"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                logger.warning("%s cannot be read and is not used: %s", path, error)
+                continue
+            if self.session.sizes.limits:
+                logger.info("%s: batches that did not fit in an earlier start are split from the beginning.", path)
+
+    @property
+    def _instrument(self) -> Instrument:
+        if self.session.instrument is None:
+            raise RuntimeError("the callback is not attached to a running trainer")
+        return self.session.instrument
+
+    @property
+    def _args(self) -> Any:
+        return self._instrument.trainer.args
+
+
+def _sizes(shape: CallShape | None) -> str:
+    return "the size of what ran is not known" if shape is None else f"{shape} (rows x padded length) did not fit"
+
+
+def _memory(ran_out: OutOfMemory) -> str:
+    figures = ran_out.figures
+    asked = "" if ran_out.requested is None else f"{ran_out.requested / 1e9:.2f} GB asked for, "
+    if "allocated" in figures:
+        return (
+            f"{asked}{figures['allocated'] / 1e9:.2f} GB allocated ({figures['peak'] / 1e9:.2f} GB at most), "
+            f"{figures['reserved'] / 1e9:.2f} GB reserved, {figures['free'] / 1e9:.2f} of "
+            f"{figures['total'] / 1e9:.2f} GB free"
+        )
+    return (
+        f"{asked}{figures['host_used'] / 1e9:.2f} GB in use by this process, "
+        f"{figures['host_available'] / 1e9:.2f} GB available"
+    )
