@@ -306,6 +306,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     ) -> None:
         session, instrument = self.session, self._instrument
         if session is not None and instrument is not None and instrument.attached:
+            instrument.step_begins()
             with instrument.contained():
                 session.rollback.step_begins(int(state.global_step), session.calm)
 

@@ -177,7 +177,7 @@ class HealingConfig:
         on_oom (`str`, *optional*, defaults to `"heal"`):
             What to do when memory runs out: `"heal"` frees what can be freed, tries once more, and then runs the model
             over fewer rows at a time, with the same result; `"raise"` lets the error pass.
-        oom_probe_steps (`int`, *optional*, defaults to `100`):
+        oom_probe_steps (`int`, *optional*, defaults to `50`):
             Steps after which more rows at a time are tried again, and twice as many whenever that failed. At least 1.
         oom_activation_checkpointing (`bool`, *optional*, defaults to `True`):
             Whether activation checkpointing may be switched on for the rest of the run when a single row does not fit.
@@ -469,7 +469,7 @@ class HealingConfig:
         },
     )
     oom_probe_steps: Annotated[int, Setting("memory", at_least=1)] = field(
-        default=100,
+        default=50,
         metadata={
             "help": "Steps after which more rows at a time are tried again, and twice as many whenever that failed."
         },

@@ -269,6 +269,7 @@ class StepJudge:
         # In all but its name: what is in memory are weights that nobody can say anything about.
         self._climb(HealingContext(incident, self._instrument, window), FailureType.CORRUPTED_STATE)
         if not window.skipped:
+            self.session.ladder.healed(FailureType.CORRUPTED_STATE)
             self._clip(window, window.signals())
 
     def _may_go_back(self, step: int) -> bool:

@@ -98,7 +98,7 @@ class MemoryHealer:
 
     def _watch_calls(self) -> None:
         """From now on every call of a model goes through [`SplitCalls`]."""
-        if self._splits:
+        if self._splits or not self._instrument.can_split_calls:
             return
         instrument, sizes = self._instrument, self.session.sizes
         for model in instrument.models():
@@ -244,22 +244,23 @@ class MemoryHealer:
         self._begin(ran_out)
         context, instrument = self._context(window), self._instrument
         self._free(context)
+        incident, undone = context.incident, True
+        if instrument.undo_optimizer_step():
+            incident.evidence["weights"] = "untouched: its state was being made"
+        elif self._backup is not None:
+            self._backup.put_back()
+            instrument.step_undone()
+            incident.evidence["weights"] = "put back from the copy made before the step"
+        else:
+            incident.evidence["weights"] = "may be half updated"
+            undone = False
         if self._attempts > 3 or (self._attempts == 3 and not instrument.update_one_by_one()):
             context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {_memory(ran_out)}"
             context.error = ran_out.error
             self._end_of_incident()
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
-        incident = context.incident
-        if instrument.undo_optimizer_step():
-            incident.evidence["weights"] = "untouched: its state was being made"
-            return True
-        if self._backup is not None:
-            self._backup.put_back()
-            instrument.step_undone()
-            incident.evidence["weights"] = "put back from the copy made before the step"
-            return True
-        incident.evidence["weights"] = "may be half updated"
-        self._go_back(incident, window)
+        if not undone:
+            self._go_back(incident, window)
         return True
 
     # ---- one of several processes ----

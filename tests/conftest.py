@@ -150,7 +150,17 @@ def sft_trainer(
     )
 
 
-def plain_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> Trainer:
+def plain_trainer(
+    output_dir: Path,
+    tokenizer: Any,
+    *,
+    callbacks: Any = None,
+    dropout: float = 0.1,
+    model: Any = None,
+    trainer_class: type[Trainer] = Trainer,
+    trainer_kwargs: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Trainer:
     def encode(text: str) -> dict[str, list[int]]:
         ids = (tokenizer(text)["input_ids"] + [tokenizer.pad_token_id] * 24)[:24]
         return {
@@ -159,12 +169,13 @@ def plain_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **
             "labels": [token if token != tokenizer.pad_token_id else -100 for token in ids],
         }
 
-    return Trainer(
-        model=tiny_model(tokenizer),
+    return trainer_class(
+        model=model if model is not None else tiny_model(tokenizer, dropout),
         args=TrainingArguments(**common_arguments(output_dir, **arguments)),
         train_dataset=Dataset.from_list([encode(text) for text in TEXTS]),
         processing_class=tokenizer,
         callbacks=callbacks,
+        **(trainer_kwargs or {}),
     )
 
 

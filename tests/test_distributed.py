@@ -13,20 +13,23 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("distributed")
+def on_two_processes(directory: Path, *arguments: str, restarts: int = 0) -> list[dict[str, Any]]:
     subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-            *(str(Path(__file__).with_name("two_processes.py")), str(directory)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--max-restarts", str(restarts)),
+            *(str(Path(__file__).with_name("two_processes.py")), str(directory), *arguments),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         check=True,
         timeout=300,
     )
     return [json.loads((directory / f"results.{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_two_processes(tmp_path_factory.mktemp("distributed"))
 
 
 def test_a_healthy_run_is_the_plain_one(results: list[dict[str, Any]]) -> None:
@@ -76,3 +79,17 @@ def test_weights_that_turn_nan_on_one_rank_are_rolled_back_on_both(results: list
     assert results[0]["corrupted_on_1"]["actions"] == ["roll_back", "replay_steps"]
     (outcome,) = results[0]["corrupted_on_1"]["outcomes"]
     assert (outcome["failure"], outcome["steps_lost"]) == ("corrupted_state", 0)
+
+
+def test_one_that_runs_out_of_memory_makes_the_next_start_split(tmp_path: Path) -> None:
+    for name in ("plain", "healed"):
+        (tmp_path / name).mkdir()
+    plain = on_two_processes(tmp_path / "plain", "memory")
+    healed = on_two_processes(tmp_path / "healed", "memory", restarts=1)
+    assert [rank["attempt"] for rank in plain] == [0, 0]
+    assert [rank["attempt"] for rank in healed] == [1, 1]
+    # Not once in the second start: what did not fit in the first was known.
+    assert [rank["fired"] for rank in healed] == [0, 0]
+    assert healed[0]["weights"] == healed[1]["weights"]
+    assert healed[0]["sum"] == pytest.approx(plain[0]["sum"], rel=1e-6)
+    assert healed[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-5)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
@@ -24,7 +25,7 @@ from conftest import (
 from transformers import TrainerCallback, set_seed
 from trl import SFTTrainer
 
-from self_healing import HealingConfig, SelfHealingCallback, UnrecoverableTrainingError
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 
 
 def digest(trainer: Any) -> str:
@@ -154,6 +155,39 @@ def main(directory: Path) -> None:
     (directory / f"results.{rank}.json").write_text(json.dumps(results))
 
 
+def short_of_memory(directory: Path) -> None:
+    """From step 2 on, one of the two has memory for two rows at a time. Started again, the job goes on in pieces."""
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    set_seed(1234)
+    healed = directory.name == "healed"
+    trainer = sft_trainer(
+        directory,
+        build_tokenizer(),
+        dropout=0.0,
+        ddp_backend="gloo",
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    fired = 0
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal fired
+        rows = kwargs["input_ids"].shape[0]
+        if healed and rank == 1 and trainer.state.global_step >= 2 and rows > 2:
+            fired += 1
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB. ({rows} rows)")
+
+    trainer.model.register_forward_pre_hook(look, with_kwargs=True)
+    SelfHealingTrainer(trainer).train(resume_from_checkpoint="auto")
+    result = {"attempt": attempt, "fired": fired, "weights": digest(trainer), "losses": losses(trainer)}
+    result["sum"] = sum(float(value.double().abs().sum()) for value in trainer.model.state_dict().values())
+    (directory / f"results.{rank}.json").write_text(json.dumps(result))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) > 2:
+        short_of_memory(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]))
     leave_together()

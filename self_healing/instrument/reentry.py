@@ -134,6 +134,11 @@ class Reentry:
         self._window = window
         self._after_fetch_rng = self._rng_now()
 
+    def step_begins(self) -> None:
+        """Only here, in the first step after it was entered in mid-epoch, has a resume loaded its random state."""
+        if int(self._trainer.state.global_step) == self._entry_step and self.phase is Phase.COMPUTING:
+            self._after_fetch_rng = self._rng_now()
+
     def about_to_step(self) -> None:
         """Notes where the schedule stands, to tell later whether it moved with the step, and the rate of the step."""
         self._schedule_before = self._schedule_now()

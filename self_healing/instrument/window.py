@@ -108,6 +108,7 @@ class Window:
         self.objective: Objective = instrument.objective
         self._calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
         self._start: Bookkeeping | None = None
+        self._generated: tuple[Any, Bookkeeping] | None = None
         self._raised = False
         self._tokens_inside = 0
         self._measure: Callable[[], Any] = lambda: None
@@ -141,6 +142,10 @@ class Window:
         """What came out of a call: its loss, and the tokens it added to the Trainer's count by itself."""
         self.losses.append(loss)
         self._tokens_inside += tokens
+
+    def note_generated(self, batch: Any, bookkeeping: Bookkeeping) -> None:
+        """The rows a trainer has made for the first call, and the bookkeeping as of then."""
+        self._generated = copy.copy(batch), bookkeeping
 
     def note_exception(self) -> None:
         """One of the calls ended in an exception that stands for a NaN."""
@@ -252,13 +257,22 @@ class Window:
         Raises:
             TrainingFault: An exception of the training code.
         """
-        state = self._trainer.state
+        state, generated = self._trainer.state, self._generated
+        assert self._start is not None
+        of_generation = 0 if generated is None else generated[1].tokens_seen - self._start.tokens_seen
         self._tokens_inside, state.num_input_tokens_seen = 0, tokens
-        self._rewind()
+        # Rows that were generated are not generated again: it takes long, and rewards may be asked of a service.
+        self._rewind(None if generated is None else generated[1])
         losses, added = [], 0
         for index, call in enumerate(self._calls):
             before = state.num_input_tokens_seen
-            losses.append(self._call(*call, last=index == self.size - 1))
+            if index == 0 and generated is not None:
+                with self._instrument.preparing(lambda batch: batch, prepared=generated[0]):
+                    losses.append(self._call(*call, last=self.size == 1))
+            else:
+                losses.append(self._call(*call, last=index == self.size - 1))
+            if index == 0:
+                state.num_input_tokens_seen += of_generation
             added = state.num_input_tokens_seen - before
             self._tokens_inside += added
         self._tokens_inside -= added
@@ -354,8 +368,9 @@ class Window:
             return _Items(items=None, dropped=consensus.sum_over_ranks(dropped) if carried else None)
         return _Items(items=self._trainer._get_num_items_in_batch(batches, self._trainer.args.device), dropped=None)
 
-    def _rewind(self) -> None:
+    def _rewind(self, to: Bookkeeping | None = None) -> None:
         assert self._start is not None
+        to = to or self._start
         self._touched = True
         self._trainer.model.zero_grad()
         scaler = self._trainer.accelerator.scaler
@@ -363,7 +378,7 @@ class Window:
             # `unscale_` refuses to run twice for one optimizer; what it noted belongs to gradients that are gone.
             scaler._per_optimizer_states.clear()
         tokens = self._trainer.state.num_input_tokens_seen - self._tokens_inside
-        self._instrument.ledger.rewind_step(self._start)
+        self._instrument.ledger.rewind_step(to)
         self._trainer.state.num_input_tokens_seen = tokens
         self._tokens_inside = 0
 

@@ -20,6 +20,7 @@ from ..clipping import scale_gradients
 from ..failures import UnrecoverableTrainingError, is_nonfinite_exception
 from ..objectives import objective_of
 from .bookkeeping import Ledger
+from .interception import Interception
 from .less_memory import ActivationCheckpointing, fingerprint, update_one_by_one
 from .live_state import LiveState, beta2_of, innermost, live_state_of, reload_checkpoint, reset_moments
 from .out_of_memory import OutOfMemory, Place, caught, models_of
@@ -197,9 +198,11 @@ class Instrument:
         self._originals.append((holder, name, original, name in vars(holder)))
         setattr(holder, name, replaced)
 
-    def intercept(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Hands calls of a method, of a model say, to `wrapper(original, *args, **kwargs)` until [`detach`]."""
-        self._replace(holder, name, wrapper)
+    def intercept(self, model: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
+        """Hands calls of a method of a model to `wrapper(original, *args, **kwargs)` until [`detach`]."""
+        original = getattr(model, name)
+        self._originals.append((model, name, original, name in vars(model)))
+        setattr(model, name, Interception(model, name, original, wrapper))
 
     def models(self) -> list[torch.nn.Module]:
         """The models the trainer calls: what it trains, its reference, teachers and reward models."""
@@ -208,7 +211,7 @@ class Instrument:
     def intercept_calls(self, model: torch.nn.Module, wrapper: Callable[..., Any]) -> None:
         """Hands calls of a model, with what hooks do around them, to `wrapper(original, *args, **kwargs)`."""
         compiled = getattr(model, "_compiled_call_impl", None) is not None
-        self._replace(model, "_compiled_call_impl" if compiled else "_call_impl", wrapper)
+        self.intercept(model, "_compiled_call_impl" if compiled else "_call_impl", wrapper)
 
     def release_calls(self, models: Sequence[torch.nn.Module]) -> None:
         """Takes back what [`intercept_calls`] and [`intercept`] did to some models."""
@@ -261,6 +264,12 @@ class Instrument:
             with self.contained():
                 self.position.epoch_begins()
                 self.reentry.epoch_begins()
+
+    def step_begins(self) -> None:
+        """Called in `on_step_begin`."""
+        if self.attached:
+            with self.contained():
+                self.reentry.step_begins()
 
     def before_optimizer_step(self) -> None:
         """Called in `on_pre_optimizer_step`."""
@@ -318,7 +327,8 @@ class Instrument:
         before, ran_out = state.num_input_tokens_seen, None
         with self._leaving_on_exception():
             try:
-                loss = self.call_training_step(window, model, inputs, *args, **kwargs)
+                with self._noting_what_is_generated(window):
+                    loss = self.call_training_step(window, model, inputs, *args, **kwargs)
             except Exception as error:
                 ran_out = self._memory_ran_out(error, inputs=inputs)
                 if ran_out is None:
@@ -330,6 +340,18 @@ class Instrument:
         window.add_loss(loss, tokens)
         self._memory.came_through()
         return loss
+
+    def _noting_what_is_generated(self, window: Window) -> contextlib.AbstractContextManager[None]:
+        """Rows that a trainer has generated for the first call of a step need not be generated twice."""
+        if not self.objective.online or window.losses:
+            return contextlib.nullcontext()
+
+        def note(batch: Any) -> Any:
+            with self.contained():
+                window.note_generated(batch, self.ledger.capture())
+            return batch
+
+        return self.preparing(note)
 
     def _memory_ran_out(self, error: Exception, place: Place | None = None, inputs: Any = None) -> OutOfMemory | None:
         """An out-of-memory error that something can be done about; `None` for any other exception."""
@@ -604,8 +626,8 @@ class Instrument:
     # ---- used by the window ----
 
     @contextlib.contextmanager
-    def preparing(self, change: Callable[[Any], Any]) -> Iterator[None]:
-        """Passes what the trainer's `_prepare_inputs` returns through `change`, once."""
+    def preparing(self, change: Callable[[Any], Any], prepared: Any = None) -> Iterator[None]:
+        """Passes what `_prepare_inputs` of the trainer returns, or has returned before, through `change`, once."""
         trainer = self.trainer
         original, was_set = trainer._prepare_inputs, "_prepare_inputs" in vars(trainer)
         changed = False
@@ -613,7 +635,7 @@ class Instrument:
         @functools.wraps(original)
         def prepare(*args: Any, **kwargs: Any) -> Any:
             nonlocal changed
-            batch = original(*args, **kwargs)
+            batch = original(*args, **kwargs) if prepared is None or changed else copy.copy(prepared)
             if changed:
                 return batch
             changed = True
@@ -644,6 +666,15 @@ class Instrument:
         trainer = self.trainer
         own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
         return self.objective.name == "generic" and not own
+
+    @property
+    def can_split_calls(self) -> bool:
+        """
+        Whether the calls of a model can be split: `nn.DataParallel` makes replicas of it, and where weights are
+        gathered for each call (FSDP) all ranks have to make equally many.
+        """
+        sharded = self.trainer.accelerator.distributed_type == DistributedType.FSDP
+        return self.can_reexecute and self.trainer.args.n_gpu <= 1 and not sharded
 
     def checkpoint_activations(self) -> bool:
         """Switches activation checkpointing on for the rest of the run; whether that changes anything."""

@@ -1,0 +1,43 @@
+"""A method of one model that is handed to somebody else, and that copies of the model do not have."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Interception:
+    """
+    Stands in for a method of one model.
+
+    A function would be shared by every deep copy of the model (an EMA, a checkpoint kept by a callback), which would
+    then run the model it was copied from.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model.
+        name (`str`):
+            Of the method.
+        original (`Callable`):
+            The method.
+        wrapper (`Callable`):
+            Called as `wrapper(original, *args, **kwargs)`.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, name: str, original: Callable[..., Any], wrapper: Callable[..., Any]
+    ) -> None:
+        self._model, self._name, self._original, self._wrapper = model, name, original, wrapper
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(self._original, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied, method = memo.get(id(self._model)), getattr(type(self._model), self._name, None)
+        # Without a method of the class there is nothing that could be bound to the copy (a compiled call).
+        return self._original if copied is None or method is None else types.MethodType(method, copied)

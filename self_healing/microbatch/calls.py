@@ -1,0 +1,178 @@
+"""The calls of one module, run over as many rows at a time as fit."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .. import consensus
+from .additivity import Additivity, is_language_model, merge, rope_by_length, why_rows_depend
+from .outputs import loss_alone, without_caches
+from .recomputing import recomputed, recomputed_at_once
+from .sizes import CallShape, SizeMemory
+from .slicing import (
+    LENGTH_STEP,
+    CannotSplit,
+    Chunk,
+    rows_of,
+    segment_chunks,
+    sequences_of,
+    shape_of_call,
+    trimmed,
+    used_lengths,
+)
+
+
+class SplitCalls:
+    """
+    Runs the calls of one module over as many rows at a time as fit.
+
+    Args:
+        module (`torch.nn.Module`):
+            The module.
+        sizes ([`SizeMemory`]):
+            What fits.
+        loss_only (`bool`, *optional*, defaults to `False`):
+            Whether of a call with labels nothing but the loss is used, so that the logits need not be kept.
+    """
+
+    def __init__(self, module: torch.nn.Module, sizes: SizeMemory, loss_only: bool = False) -> None:
+        self._module = module
+        self._sizes = sizes
+        self._loss_only = loss_only
+        self._inside = False
+        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self._additivity = Additivity(module, self._device)
+        self.refused = ""
+        self.pieces = 1
+
+    def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the module."""
+        if self._inside:
+            return original(*args, **kwargs)
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._module.parameters())
+        shape = shape_of_call("train" if trains else "forward", args, kwargs)
+        if shape is None:
+            return original(*args, **kwargs)
+        allowed = self._sizes.rows_for(shape)
+        if allowed < shape.rows:
+            try:
+                chunks = self._chunks(shape, allowed, args, kwargs)
+                if len(chunks) > 1:
+                    return self._split(original, chunks, args, kwargs)
+            except CannotSplit as refusal:
+                self.refused = str(refusal)
+        with self.running(shape):
+            result = original(*args, **kwargs)
+        self._sizes.ran(shape)
+        return result
+
+    @contextlib.contextmanager
+    def running(self, shape: CallShape) -> Iterator[None]:
+        """While a call of this size runs, calls inside of it pass through."""
+        self._sizes.begins(shape)
+        inside, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = inside
+
+    # ---- chunks ----
+
+    def _chunks(self, shape: CallShape, allowed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Chunk]:
+        why = why_rows_depend(self._module, args, kwargs)
+        if why:
+            raise CannotSplit(why)
+        segments = sequences_of(args, kwargs)
+        if segments is not None:
+            return segment_chunks(shape, allowed, args, kwargs, segments)
+        total, length = shape.rows, shape.length
+        used = used_lengths(kwargs, total) if self._may_trim(kwargs) else None
+        # Evenly, so that none is a mere rest.
+        count = -(-total // allowed)
+        bounds = [total * index // count for index in range(count + 1)]
+        chunks = []
+        for start, stop in itertools.pairwise(bounds):
+            part = {name: rows_of(value, total, start, stop, name) for name, value in kwargs.items()}
+            positional = tuple(rows_of(value, total, start, stop) for value in args)
+            keep = length
+            if used is not None:
+                keep = min(max(-(-max(used[start:stop]) // LENGTH_STEP), 1) * LENGTH_STEP, length)
+            if keep < length:
+                part = {name: trimmed(value, name, length, keep) for name, value in part.items()}
+            size = CallShape(shape.kind, stop - start, keep)
+            chunks.append(Chunk(positional, part, stop - start, size, cut=length - keep))
+        return chunks
+
+    def _may_trim(self, kwargs: dict[str, Any]) -> bool:
+        """
+        Whether padding on the right may be cut off: only where the outputs at these places are zero (TRL's fused head)
+        or not used, and nothing else depends on it.
+        """
+        if not (kwargs.get("fused_lm_head") or self._only_loss(kwargs)):
+            return False
+        return is_language_model(self._module, kwargs) and not rope_by_length(self._module)
+
+    def _only_loss(self, kwargs: dict[str, Any]) -> bool:
+        return self._loss_only and kwargs.get("labels") is not None and torch.is_grad_enabled()
+
+    # ---- one after the other ----
+
+    def _split(
+        self, original: Callable[..., Any], chunks: list[Chunk], args: tuple[Any, ...], whole: dict[str, Any]
+    ) -> Any:
+        rule = self._additivity.rule(original, chunks, args, whole)
+        only_loss = self._only_loss(whole)
+        before = self._kept_state()
+        outputs = []
+        for index, chunk in enumerate(chunks):
+            run = self._runner(original, chunk, only_loss)
+            last = index == len(chunks) - 1
+            if chunk.shape.kind != "train" or last:
+                # The backward of the last one comes first: its activations need not be made twice.
+                outputs.append(run())
+            elif self._wants_whole_gradients():
+                outputs.append(recomputed_at_once(run, self._device))
+            else:
+                outputs.append(recomputed(run, self._device, self._trained()))
+            if index == 0 and self._kept_state() != before:
+                raise CannotSplit("a forward pass changes what the model keeps (its buffers)")
+            self._sizes.ran(chunk.shape)
+        result = merge(outputs, chunks, whole, rule)
+        self.pieces = max(self.pieces, len(chunks))
+        return result
+
+    def _wants_whole_gradients(self) -> bool:
+        """
+        Whether somebody takes gradients as they come: DistributedDataParallel, or a hook on a parameter. They must not
+        come in portions; held back, they need the memory of a second set.
+        """
+        if consensus.world_size() > 1:
+            return True
+        return any(
+            parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for parameter in self._trained()
+        )
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
+    def _kept_state(self) -> list[tuple[str, int, int]]:
+        """Says whether a forward pass wrote into buffers; tables of rotary embeddings may grow."""
+        return [
+            (name, id(buffer), 0 if buffer.is_inference() else buffer._version)
+            for name, buffer in self._module.named_buffers()
+            if not name.endswith("inv_freq")
+        ]
+
+    def _runner(self, original: Callable[..., Any], chunk: Chunk, only_loss: bool) -> Callable[[], Any]:
+        def run() -> Any:
+            with self.running(chunk.shape):
+                output = original(*chunk.args, **chunk.kwargs)
+            return loss_alone(output) if only_loss else without_caches(output)
+
+        return run

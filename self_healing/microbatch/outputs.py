@@ -1,0 +1,142 @@
+"""What a model gives: taken apart, put together, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .slicing import CannotSplit, Chunk, mapping_like
+
+
+def merged(
+    name: str, values: list[Any], chunks: list[Chunk], number: Callable[[str, list[torch.Tensor]], torch.Tensor]
+) -> Any:
+    """
+    What the model would have given for all rows, from what it gave for some after the other.
+
+    Args:
+        name (`str`):
+            What the values are called; empty for all there is.
+        values (`list`):
+            One of each chunk.
+        chunks (`list[Chunk]`):
+            The chunks.
+        number (`Callable[[str, list[torch.Tensor]], torch.Tensor]`):
+            Puts together what is one number of each.
+    """
+    first = values[0]
+    if any(type(value) is not type(first) for value in values):
+        raise CannotSplit(f"the model gives another type of `{name}` for some rows than for others")
+    if first is None or isinstance(first, (str, bool, int, float)):
+        if any(value != first for value in values):
+            raise CannotSplit(f"the model gives `{name}`, one value for all rows")
+        return first
+    if isinstance(first, torch.Tensor):
+        return number(name, values) if first.dim() == 0 else _joined(name, values, chunks)
+    if isinstance(first, Mapping):
+        if any(value.keys() != first.keys() for value in values):
+            raise CannotSplit("the model gives something for some rows that it does not give for others")
+        found = {key: merged(str(key), [value[key] for value in values], chunks, number) for key in first}
+        return mapping_like(first, found)
+    if isinstance(first, (list, tuple)):
+        if any(len(value) != len(first) for value in values):
+            raise CannotSplit(f"the model gives lists `{name}` of different lengths")
+        parts = [
+            merged(f"{name}.{place}" if name else str(place), [value[place] for value in values], chunks, number)
+            for place in range(len(first))
+        ]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
+    raise CannotSplit(f"the model gives `{name}`, a {type(first).__name__}")
+
+
+def _joined(name: str, values: list[torch.Tensor], chunks: list[Chunk]) -> torch.Tensor:
+    """One tensor of all rows: (B, ...), or (1, T, ...) of a flattened batch."""
+    flat = chunks[0].flat
+    filled_up = []
+    for value, chunk in zip(values, chunks, strict=True):
+        # Predictions of the next token have no entry for a chunk's last one, where the whole batch has one (ignored).
+        missing = chunk.shape.rows - value.size(1) if chunk.gap and value.dim() > 1 else chunk.cut
+        size = value.size(0)
+        fits = size == chunk.rows and (not flat or (value.dim() > 1 and chunk.shape.rows - value.size(1) in (0, 1)))
+        if not fits or (missing and value.dim() < 2):
+            raise CannotSplit(f"the model gives `{name}` of size {tuple(value.shape)} for {chunk.shape}")
+        filled_up.append(
+            torch.nn.functional.pad(value, (*(0, 0) * (value.dim() - 2), 0, missing)) if missing else value
+        )
+    dim = 1 if flat else 0
+    if len({(*value.shape[:dim], *value.shape[dim + 1 :]) for value in filled_up}) > 1:
+        raise CannotSplit(f"the model gives `{name}` of sizes that depend on the rows it is given")
+    return torch.cat(filled_up, dim=dim)
+
+
+def without_caches(output: Any) -> Any:
+    """An output without its cache: keys and values of some rows only are of no use."""
+    tensors: list[torch.Tensor] = []
+    return filled(flattened(output, tensors), tensors)
+
+
+def loss_alone(output: Any) -> Any:
+    """Of what a model gives with labels, only the loss: the logits are large, and nobody asks for them."""
+    if isinstance(output, Mapping) and "loss" in output:
+        return {"loss": output["loss"]}
+    return output[:1] if isinstance(output, tuple) else output
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor was."""
+
+    index: int
+
+
+def flattened(output: Any, tensors: list[torch.Tensor]) -> Any:
+    """The structure of an output, with its tensors taken out."""
+    if isinstance(output, torch.Tensor):
+        tensors.append(output)
+        return _Place(len(tensors) - 1)
+    if isinstance(output, Mapping):
+        return mapping_like(output, {key: flattened(value, tensors) for key, value in output.items()})
+    if isinstance(output, (list, tuple)):
+        parts = [flattened(value, tensors) for value in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    if output is None or isinstance(output, (str, bool, int, float)):
+        return output
+    if "Cache" in type(output).__name__:
+        # Keys and values, of which only the chunks could make use.
+        return None
+    raise CannotSplit(f"the model gives a {type(output).__name__}, of which the rows are not known")
+
+
+def filled(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(structure, _Place):
+        return tensors[structure.index]
+    if isinstance(structure, Mapping):
+        return mapping_like(structure, {key: filled(value, tensors) for key, value in structure.items()})
+    if isinstance(structure, (list, tuple)):
+        parts = [filled(value, tensors) for value in structure]
+        return type(structure)(*parts) if hasattr(structure, "_fields") else type(structure)(parts)
+    return structure
+
+
+def alike(one: Any, other: Any, looseness: float) -> bool:
+    """Whether two outputs agree, up to `looseness` of the largest number in them."""
+    first: list[torch.Tensor] = []
+    second: list[torch.Tensor] = []
+    flattened(one, first)
+    flattened(other, second)
+    if len(first) != len(second):
+        return False
+    for left, right in zip(first, second, strict=True):
+        if left.shape != right.shape:
+            return False
+        if not left.is_floating_point():
+            continue
+        # In numbers of few bits, rounding alone may be more.
+        allowed = max(looseness, 2 * torch.finfo(right.dtype).eps)
+        scale = float(right.detach().abs().max()) if right.numel() else 0.0
+        if not torch.allclose(left.double(), right.double(), rtol=0.0, atol=allowed * scale + 1e-9, equal_nan=True):
+            return False
+    return True

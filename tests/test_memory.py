@@ -1,0 +1,658 @@
+"""Out of memory: the run goes on in smaller pieces, with the same numbers and without a lost step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    TEXTS,
+    assert_same_weights,
+    dpo_trainer,
+    grpo_trainer,
+    journal,
+    kto_trainer,
+    losses,
+    plain_trainer,
+    reward_trainer,
+    rloo_trainer,
+    sft_trainer,
+    weights,
+)
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing.memory import SIZES_FILE
+
+
+def out_of_memory(rows: int) -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(
+        f"CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB. ({rows} rows)"
+    )
+
+
+class TooManyRows:
+    """The memory of a device that holds so many rows and no more: every call of the model with more of them raises."""
+
+    def __init__(self, model: Any, rows: int, times: int = 1_000, unless: Callable[[], bool] = lambda: False) -> None:
+        self.rows, self.times, self.unless = rows, times, unless
+        self.fired = 0
+        self.seen: list[int] = []
+        model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        rows = kwargs["input_ids"].shape[0]
+        self.seen.append(rows)
+        if rows > self.rows and self.fired < self.times and not self.unless():
+            self.fired += 1
+            raise out_of_memory(rows)
+
+
+class TooManyRowsBackward:
+    """The same in the backward pass, from the nth on."""
+
+    def __init__(self, model: Any, rows: int, first: int) -> None:
+        self.rows, self.first, self.fired, self.seen = rows, first, 0, 0
+        model.model.norm.register_full_backward_hook(self._look)
+
+    def _look(self, module: Any, grad_input: Any, grad_output: Any) -> None:
+        self.seen += 1
+        if self.seen >= self.first and grad_output[0].shape[0] > self.rows:
+            self.fired += 1
+            raise out_of_memory(grad_output[0].shape[0])
+
+
+BUILDERS: dict[str, Callable[..., Any]] = {
+    "SFTTrainer": sft_trainer,
+    "DPOTrainer": dpo_trainer,
+    "KTOTrainer": kto_trainer,
+    "RewardTrainer": reward_trainer,
+    "GRPOTrainer": grpo_trainer,
+    "RLOOTrainer": rloo_trainer,
+}
+
+
+def run(
+    build: Callable[..., Any],
+    directory: Path,
+    tokenizer: Any,
+    fault: Callable[[Any], Any] = lambda model: None,
+    config: HealingConfig | None = None,
+    **arguments: Any,
+) -> tuple[Any, Any]:
+    trainer = build(directory, tokenizer, callbacks=[SelfHealingCallback(config)], **arguments)
+    struck = fault(trainer.model)
+    trainer.train()
+    return trainer, struck
+
+
+def values(trainer: Any, name: str) -> list[Any]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def assert_same_run(healed: Any, plain: Any, tolerance: float = 1e-5) -> None:
+    """The same steps with the same numbers in everything that was logged."""
+    assert healed.state.global_step == plain.state.global_step
+    assert healed.state.total_flos == plain.state.total_flos
+    entries = [entry for entry in healed.state.log_history if "train_runtime" not in entry]
+    expected = [entry for entry in plain.state.log_history if "train_runtime" not in entry]
+    assert len(entries) == len(expected)
+    for entry, other in zip(entries, expected, strict=True):
+        for name, value in other.items():
+            if not name.endswith(("time", "runtime", "per_second")):
+                assert entry[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(healed)[name], value, rtol=0, atol=1e-5, msg=name)
+
+
+class TestForward:
+    @pytest.mark.parametrize("rows", [1, 2, 3])
+    def test_sft_goes_on_with_fewer_rows_at_a_time(self, tmp_path: Path, tokenizer: Any, rows: int) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0, max_steps=10)
+        plain.train()
+        healed, memory = run(
+            sft_trainer,
+            tmp_path / "healed",
+            tokenizer,
+            lambda model: TooManyRows(model, rows),
+            dropout=0.0,
+            max_steps=10,
+        )
+        assert_same_run(healed, plain)
+        assert memory.fired == 2
+        (outcome,) = journal(tmp_path / "healed", "outcome")
+        assert (outcome["failure"], outcome["outcome"], outcome["steps_lost"]) == ("out_of_memory", "resolved", 0)
+
+    @pytest.mark.parametrize("name", list(BUILDERS))
+    def test_every_trainer_fails_at_most_twice(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
+        plain = BUILDERS[name](tmp_path / "plain", tokenizer, dropout=0.0)
+        plain.train()
+        online = name in ("GRPOTrainer", "RLOOTrainer")
+
+        def memory_of(model: Any) -> TooManyRows:
+            # Generation has a test of its own: split, it draws other tokens.
+            return TooManyRows(model, 1, unless=lambda: online and not torch.is_grad_enabled())
+
+        healed, memory = run(BUILDERS[name], tmp_path / "healed", tokenizer, memory_of, dropout=0.0)
+        assert_same_run(healed, plain)
+        assert 0 < memory.fired <= 2
+        assert sum(outcome["steps_lost"] for outcome in journal(tmp_path / "healed", "outcome")) == 0
+
+    def test_the_wrapper_does_the_same(self, tmp_path: Path, tokenizer: Any) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0)
+        plain.train()
+        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0)
+        memory = TooManyRows(trainer.model, 2)
+        SelfHealingTrainer(trainer).train()
+        assert_same_run(trainer, plain)
+        assert memory.fired == 2
+
+    def test_what_was_split_is_told(self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+        healed, _ = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 1))
+        assert values(healed, "healing/split_into")[-1] == 4
+        (detected,) = journal(tmp_path, "detected")
+        assert detected["evidence"]["requested_bytes"] == int(2.5 * 2**30)
+        assert detected["evidence"]["memory"]["host_available"] > 0
+        assert detected["evidence"]["batch"][0]["input_ids"][0] == 4
+        (split,) = [event for event in journal(tmp_path, "action") if event["action"] == "split_batch"]
+        assert (split["did_not_fit"][0], split["at_a_time"]) == (4, 1)
+        assert "did not fit: now one row at a time" in caplog.text
+
+    def test_afterwards_the_trainer_is_its_plain_self(self, tmp_path: Path, tokenizer: Any) -> None:
+        healed, _ = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 1))
+        assert "_call_impl" not in vars(healed.model)
+        assert "generate" not in vars(healed.model)
+        assert "prediction_step" not in vars(healed)
+
+    def test_what_failed_is_gone_before_the_next_attempt(self, tmp_path: Path, tokenizer: Any) -> None:
+        class Holding:
+            """Fails with a tensor in its frame, and looks, in the next attempt, whether it is still alive."""
+
+            def __init__(self, model: Any) -> None:
+                self.fired, self.alive = 0, None
+                self.held: Any = None
+                model.model.norm.register_forward_hook(self._look)
+
+            def _look(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+                if self.fired == 0:
+                    activations = torch.ones(1000)
+                    self.held = weakref.ref(activations)
+                    self.fired += 1
+                    raise out_of_memory(4)
+                if self.alive is None:
+                    self.alive = self.held() is not None
+
+        gc.disable()
+        try:
+            _, fault = run(sft_trainer, tmp_path, tokenizer, Holding)
+        finally:
+            gc.enable()
+        assert fault.alive is False
+
+
+class TestBackward:
+    @pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer"])
+    def test_of_the_second_micro_batch(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
+        plain = BUILDERS[name](tmp_path / "plain", tokenizer, dropout=0.0)
+        plain.train()
+        healed, memory = run(
+            BUILDERS[name],
+            tmp_path / "healed",
+            tokenizer,
+            lambda model: TooManyRowsBackward(model, 2, first=2),
+            dropout=0.0,
+        )
+        assert_same_run(healed, plain)
+        assert 0 < memory.fired <= 2
+        (detected,) = journal(tmp_path / "healed", "detected")
+        assert detected["evidence"]["place"] == "backward"
+
+
+class TestGeneration:
+    def test_grpo_generates_for_fewer_prompts_at_a_time(self, tmp_path: Path, tokenizer: Any) -> None:
+        def prompts_of(trainer: Any) -> list[list[str]]:
+            seen: list[list[str]] = []
+            original = trainer.reward_funcs[0]
+
+            def recording(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+                seen.append(list(prompts))
+                return original(completions=completions)
+
+            trainer.reward_funcs[0] = recording
+            return seen
+
+        plain = grpo_trainer(tmp_path / "plain", tokenizer)
+        expected = prompts_of(plain)
+        plain.train()
+
+        trainer = grpo_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()])
+        found = prompts_of(trainer)
+        memory = TooManyRows(trainer.model, 4, unless=torch.is_grad_enabled)
+        trainer.train()
+
+        assert trainer.state.global_step == plain.state.global_step
+        assert memory.fired == 2
+        assert found == expected
+        outcomes = journal(tmp_path / "healed", "outcome")
+        assert [(each["outcome"], each["steps_lost"]) for each in outcomes] == [("resolved", 0)]
+        assert len(losses(trainer)) == 4
+
+    def test_rows_that_were_generated_are_kept_when_the_loss_does_not_fit(
+        self, tmp_path: Path, tokenizer: Any
+    ) -> None:
+        asked = []
+
+        def reward(completions: list[str], **_: Any) -> list[float]:
+            asked.append(len(completions))
+            return [float(len(text)) for text in completions]
+
+        healed, memory = run(
+            grpo_trainer,
+            tmp_path,
+            tokenizer,
+            lambda model: TooManyRows(model, 1, unless=lambda: not torch.is_grad_enabled()),
+            reward_funcs=reward,
+        )
+        assert memory.fired == 2
+        assert len(asked) == healed.state.global_step
+
+
+class TestTransient:
+    @pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer"])
+    def test_is_tried_once_more_at_full_size_bitwise(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
+        plain = BUILDERS[name](tmp_path / "plain", tokenizer)
+        plain.train()
+        healed, memory = run(
+            BUILDERS[name], tmp_path / "healed", tokenizer, lambda model: TooManyRows(model, 3, times=1)
+        )
+        assert memory.fired == 1
+        assert_same_weights(weights(healed), weights(plain))
+        assert losses(healed) == losses(plain)
+        assert max(memory.seen[-4:]) > 3
+        assert [event["action"] for event in journal(tmp_path / "healed", "action")] == ["free_memory"]
+        assert not (tmp_path / "healed" / SIZES_FILE).exists()
+
+
+class HalfWay(torch.optim.AdamW):
+    """Raises in one of its steps: in the first while it makes its state, later when half of the weights are done."""
+
+    def __init__(self, *args: Any, fails_at: int = 0, times: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fails_at, self.times, self.taken = fails_at, times, 0
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self.taken == self.fails_at and self.times > 0:
+            self.times -= 1
+            if self.taken == 0:
+                self.state[parameters[0]]["step"] = torch.tensor(0.0)
+                self.state[parameters[0]]["exp_avg"] = torch.zeros_like(parameters[0])
+            else:
+                with torch.no_grad():
+                    for parameter in parameters[::2]:
+                        parameter.add_(1.0)
+            raise out_of_memory(0)
+        self.taken += 1
+        return super().step(closure)
+
+
+class TestOptimizerStep:
+    def build(self, directory: Path, tokenizer: Any, config: HealingConfig | None = None, **faults: Any) -> Any:
+        trainer = sft_trainer(
+            directory, tokenizer, max_steps=14, callbacks=None if config is None else [SelfHealingCallback(config)]
+        )
+        trainer.optimizer = HalfWay(trainer.model.parameters(), lr=1e-3, **faults)
+        return trainer
+
+    def test_while_its_state_is_made_it_is_taken_again_bitwise(self, tmp_path: Path, tokenizer: Any) -> None:
+        plain = self.build(tmp_path / "plain", tokenizer, times=0)
+        plain.train()
+        healed = self.build(tmp_path / "healed", tokenizer, HealingConfig(), fails_at=0)
+        healed.train()
+        assert_same_weights(weights(healed), weights(plain))
+        (outcome,) = journal(tmp_path / "healed", "outcome")
+        assert (outcome["failure"], outcome["steps_lost"]) == ("out_of_memory", 0)
+
+    def test_later_it_is_undone_from_the_copy_bitwise(self, tmp_path: Path, tokenizer: Any) -> None:
+        plain = self.build(tmp_path / "plain", tokenizer, times=0)
+        plain.train()
+        config = HealingConfig(optimizer_step_backup=True, snapshots=False)
+        healed = self.build(tmp_path / "healed", tokenizer, config, fails_at=10)
+        healed.train()
+        assert_same_weights(weights(healed), weights(plain))
+        assert losses(healed) == losses(plain)
+
+    def test_later_without_a_copy_the_run_goes_back_and_says_what_it_cost(
+        self, tmp_path: Path, tokenizer: Any
+    ) -> None:
+        plain = self.build(tmp_path / "plain", tokenizer, times=0)
+        plain.train()
+        healed = self.build(tmp_path / "healed", tokenizer, HealingConfig(), fails_at=10)
+        healed.train()
+        assert healed.state.global_step == 14
+        (outcome,) = journal(tmp_path / "healed", "outcome")
+        actions = [event["action"] for event in journal(tmp_path / "healed", "action")]
+        assert actions[:2] == ["free_memory", "roll_back"]
+        # The steps since the trusted state could be applied again, this one included.
+        assert outcome["steps_lost"] == 0
+        assert_same_weights(weights(healed), weights(plain))
+
+    def test_again_and_again_ends_with_an_error(self, tmp_path: Path, tokenizer: Any) -> None:
+        healed = self.build(tmp_path, tokenizer, HealingConfig(), fails_at=0, times=100)
+        with pytest.raises(UnrecoverableTrainingError, match=r"optimizer.step\(\)"):
+            healed.train()
+
+
+class TestOneRow:
+    def test_that_does_not_fit_ends_with_the_sizes_and_a_checkpoint(self, tmp_path: Path, tokenizer: Any) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=6)
+        plain.train()
+
+        trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=6)
+        memory = TooManyRows(trainer.model, 0, unless=lambda: trainer.state.global_step < 3)
+        with pytest.raises(UnrecoverableTrainingError) as caught:
+            SelfHealingTrainer(trainer).train()
+        text = str(caught.value)
+        assert caught.value.failure == "out_of_memory"
+        assert "1 rows x" in text or "1 row x" in text
+        assert "2.68 GB asked for" in text
+        assert all(f"({number})" in text for number in (1, 2, 3))
+        actions = [event["action"] for event in journal(tmp_path / "run", "action")]
+        for rung in ("free_memory", "split_batch", "checkpoint_activations", "reduce_batch_size", "stop"):
+            assert rung in actions, rung
+        assert memory.fired < 20
+
+        saved = json.loads((tmp_path / "run" / "postmortem.json").read_text())["emergency_checkpoint"]
+        # On a device with more memory; in the same directory the rows would be split, and dropout draw other masks.
+        fresh = sft_trainer(tmp_path / "fresh", tokenizer, max_steps=6)
+        SelfHealingTrainer(fresh).train(resume_from_checkpoint=saved)
+        assert_same_weights(weights(fresh), weights(plain))
+
+    def test_activation_checkpointing_makes_room(self, tmp_path: Path, tokenizer: Any) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0)
+        plain.train()
+        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0, callbacks=[SelfHealingCallback()])
+        memory = TooManyRows(trainer.model, 0, unless=lambda: trainer.model.is_activation_checkpointing)
+        trainer.train()
+        assert_same_run(trainer, plain)
+        assert memory.fired
+        assert not trainer.model.is_activation_checkpointing
+        actions = [event["action"] for event in journal(tmp_path / "healed", "action")]
+        assert actions == ["free_memory", "split_batch", "checkpoint_activations"]
+
+    def test_it_is_not_switched_on_where_it_is_not_wanted(self, tmp_path: Path, tokenizer: Any) -> None:
+        config = HealingConfig(oom_activation_checkpointing=False)
+        with pytest.raises(UnrecoverableTrainingError):
+            run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 0), config)
+        actions = [event["action"] for event in journal(tmp_path, "action")]
+        assert "checkpoint_activations" not in actions
+
+
+class LossOfFewRows:
+    """A loss, not a model, that does not fit: splitting the model's calls is no help."""
+
+    def __init__(self, trainer: Any, rows: int) -> None:
+        self.fired = 0
+        original = trainer.compute_loss
+
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if inputs["input_ids"].shape[0] > rows:
+                self.fired += 1
+                raise out_of_memory(inputs["input_ids"].shape[0])
+            return original(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = compute_loss
+
+
+class TestSmallerBatch:
+    def test_the_wrapper_goes_on_with_a_smaller_batch_and_more_accumulation(
+        self, tmp_path: Path, tokenizer: Any
+    ) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0, max_steps=12)
+        plain.train()
+        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0, max_steps=12)
+        memory = LossOfFewRows(trainer, 2)
+        config = HealingConfig(oom_activation_checkpointing=False)
+        SelfHealingTrainer(trainer, config).train()
+
+        assert memory.fired
+        assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (2, 4)
+        assert trainer.state.global_step == 12
+        assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
+        assert values(trainer, "num_tokens") == values(plain, "num_tokens")
+        for name, value in weights(plain).items():
+            torch.testing.assert_close(weights(trainer)[name], value, rtol=0, atol=1e-5, msg=name)
+        outcomes = journal(tmp_path / "healed", "outcome")
+        assert sum(outcome["steps_lost"] for outcome in outcomes) == 0
+
+    def test_in_the_middle_of_an_epoch(self, tmp_path: Path, tokenizer: Any) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0, max_steps=12)
+        plain.train()
+        trainer = sft_trainer(tmp_path / "healed", tokenizer, dropout=0.0, max_steps=12)
+        original = trainer.compute_loss
+        fired = []
+
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if trainer.state.global_step >= 5 and inputs["input_ids"].shape[0] > 2:
+                fired.append(trainer.state.global_step)
+                raise out_of_memory(4)
+            return original(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = compute_loss
+        SelfHealingTrainer(trainer, HealingConfig(oom_activation_checkpointing=False)).train()
+        assert fired[0] == 5
+        assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
+        assert trainer.state.epoch == plain.state.epoch
+
+    def test_a_callback_alone_stops_with_the_advice(self, tmp_path: Path, tokenizer: Any) -> None:
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+        LossOfFewRows(trainer, 2)
+        with pytest.raises(UnrecoverableTrainingError, match="Shorten max_length"):
+            trainer.train()
+
+    def test_is_not_made_where_an_epoch_would_have_other_steps(self, tmp_path: Path, tokenizer: Any) -> None:
+        trainer = sft_trainer(tmp_path, tokenizer, texts=TEXTS[:11], dataloader_drop_last=True, max_steps=4)
+        LossOfFewRows(trainer, 2)
+        with pytest.raises(UnrecoverableTrainingError, match="another number of optimizer steps"):
+            SelfHealingTrainer(trainer, HealingConfig(oom_activation_checkpointing=False)).train()
+
+
+class TestSizes:
+    def test_are_known_in_the_next_process(self, tmp_path: Path, tokenizer: Any) -> None:
+        run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 2))
+        assert (tmp_path / SIZES_FILE).exists()
+        healed, memory = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 2))
+        assert memory.fired == 0
+        assert healed.state.global_step == 6
+
+    def test_of_another_model_are_not_used(self, tmp_path: Path, tokenizer: Any) -> None:
+        from conftest import tiny_model
+
+        run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 2))
+        smaller = tiny_model(tokenizer, num_hidden_layers=1)
+        _, memory = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 99), model=smaller)
+        assert set(memory.seen) == {4}
+
+    def test_that_cannot_be_read_do_no_harm(self, tmp_path: Path, tokenizer: Any) -> None:
+        (tmp_path / SIZES_FILE).write_text("{ not json")
+        healed, _ = run(sft_trainer, tmp_path, tokenizer)
+        assert healed.state.global_step == 6
+
+    def test_a_larger_one_is_tried_again_after_a_while(self, tmp_path: Path, tokenizer: Any) -> None:
+        config = HealingConfig(oom_probe_steps=3)
+
+        def memory_of(model: Any) -> TooManyRows:
+            memory = TooManyRows(model, 1)
+            memory.unless = lambda: len(memory.seen) > 40
+            return memory
+
+        healed, memory = run(sft_trainer, tmp_path, tokenizer, memory_of, config, max_steps=40)
+        assert healed.state.global_step == 40
+        assert memory.seen[-1] == 4
+
+    def test_one_that_is_tried_too_early_costs_one_attempt(self, tmp_path: Path, tokenizer: Any) -> None:
+        config = HealingConfig(oom_probe_steps=4)
+        plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0, max_steps=24)
+        plain.train()
+        healed, memory = run(
+            sft_trainer,
+            tmp_path / "healed",
+            tokenizer,
+            lambda model: TooManyRows(model, 1),
+            config,
+            dropout=0.0,
+            max_steps=24,
+        )
+        assert_same_run(healed, plain)
+        # The first two, and one each time a larger size was tried: after 4 steps, after 8 more, and so on.
+        assert 3 <= memory.fired <= 5
+
+
+class TestEvaluation:
+    @pytest.mark.parametrize("name", ["Trainer", "SFTTrainer", "DPOTrainer"])
+    def test_agrees_with_the_whole_batch(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
+        build = {"Trainer": plain_trainer, **BUILDERS}[name]
+
+        def evaluated(directory: Path, callbacks: Any, fault: bool) -> Any:
+            trainer = build(
+                directory,
+                tokenizer,
+                callbacks=callbacks,
+                eval_strategy="no",
+                per_device_eval_batch_size=8,
+                **({} if name == "Trainer" else {"dropout": 0.0}),
+            )
+            trainer.eval_dataset = trainer.train_dataset.select(range(20))
+
+            class Evaluating(TrainerCallback):
+                def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                    control.should_evaluate = state.global_step == 3
+
+            trainer.add_callback(Evaluating())
+            memory = TooManyRows(trainer.model, 2, unless=lambda: trainer.model.training) if fault else None
+            trainer.train()
+            return trainer, memory
+
+        plain, _ = evaluated(tmp_path / "plain", None, fault=False)
+        healed, memory = evaluated(tmp_path / "healed", [SelfHealingCallback()], fault=True)
+        assert memory.fired == 2
+        (expected,) = [entry for entry in plain.state.log_history if "eval_loss" in entry]
+        (found,) = [entry for entry in healed.state.log_history if "eval_loss" in entry]
+        for key, value in expected.items():
+            if not key.endswith(("runtime", "per_second")):
+                assert found[key] == pytest.approx(value, rel=1e-5), key
+        (detected,) = journal(tmp_path / "healed", "detected")
+        assert detected["evidence"]["place"] == "evaluation"
+
+
+class TestWhatIsTheUsers:
+    def test_a_copy_of_the_model_runs_itself(self, tmp_path: Path, tokenizer: Any) -> None:
+        class Copying(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+                if state.global_step == 2:
+                    self.copied = copy.deepcopy(model)
+                    with torch.no_grad():
+                        for parameter in self.copied.parameters():
+                            parameter.zero_()
+                        rows = torch.full((1, 5), 7)
+                        self.of_the_copy = self.copied(input_ids=rows).logits
+                        self.of_the_model = model(input_ids=rows).logits
+
+        copying = Copying()
+        trainer = plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), copying])
+        TooManyRows(trainer.model, 1)
+        trainer.train()
+        assert copying.of_the_copy.abs().sum() == 0
+        assert copying.of_the_model.abs().sum() > 0
+        assert copying.copied.generate(torch.full((1, 3), 7), max_new_tokens=2).shape[0] == 1
+
+    def test_a_snapshot_that_does_not_fit_is_left_to_the_disk(
+        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def no_memory(*_: Any, **__: Any) -> None:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
+
+        monkeypatch.setattr("self_healing.snapshots.SnapshotRing.take", no_memory)
+        healed, _ = run(sft_trainer, tmp_path, tokenizer)
+        assert healed.state.global_step == 6
+        assert "Snapshots are off" in caplog.text
+        assert "switched itself off" not in caplog.text
+
+
+class TestOtherwise:
+    def test_on_oom_raise_lets_it_pass(self, tmp_path: Path, tokenizer: Any) -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            run(sft_trainer, tmp_path, tokenizer, lambda m: TooManyRows(m, 1), HealingConfig(on_oom="raise"))
+
+    def test_a_broken_device_is_not_out_of_memory(self, tmp_path: Path, tokenizer: Any) -> None:
+        def broken(model: Any) -> None:
+            def hook(*_: Any) -> None:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+
+            model.register_forward_pre_hook(hook)
+
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            run(sft_trainer, tmp_path, tokenizer, broken)
+        assert not journal(tmp_path, "action")
+
+    def test_a_failure_of_our_own_lets_the_error_pass_and_leaves_the_trainer_as_it_was(
+        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fails(*_: Any) -> None:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr("self_healing.memory.MemoryHealer.relieve", fails)
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+        TooManyRows(trainer.model, 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.train()
+        assert "has switched itself off" in caplog.text
+        assert "training_step" not in vars(trainer)
+
+    def test_the_wrapper_tries_once_more_what_ran_out_of_memory_elsewhere(
+        self, tmp_path: Path, tokenizer: Any
+    ) -> None:
+        class Greedy(TrainerCallback):
+            fired = 0
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == 3 and not self.fired:
+                    self.fired += 1
+                    raise out_of_memory(0)
+
+        plain = sft_trainer(tmp_path / "plain", tokenizer)
+        plain.train()
+        trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[Greedy()])
+        SelfHealingTrainer(trainer).train()
+        assert_same_weights(weights(trainer), weights(plain))
+
+    def test_a_dataset_of_rows_of_very_different_length(self, tmp_path: Path, tokenizer: Any) -> None:
+        """Long rows fail, short ones do not: only the long ones are split."""
+        texts = [" ".join(text.split() * (3 if index % 8 == 0 else 1)) for index, text in enumerate(TEXTS)]
+        dataset = Dataset.from_dict({"text": texts})
+
+        class TooLong:
+            def __init__(self, model: Any) -> None:
+                self.fired = 0
+                model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+            def _look(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+                if kwargs["input_ids"].numel() > 100:
+                    self.fired += 1
+                    raise out_of_memory(kwargs["input_ids"].shape[0])
+
+        plain = sft_trainer(tmp_path / "plain", tokenizer, dataset=dataset, dropout=0.0, max_steps=12)
+        plain.train()
+        healed, memory = run(
+            sft_trainer, tmp_path / "healed", tokenizer, TooLong, dataset=dataset, dropout=0.0, max_steps=12
+        )
+        assert_same_run(healed, plain)
+        assert 0 < memory.fired <= 3
