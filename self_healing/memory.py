@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from .actions import HealingActions, HealingContext
 from .batch_size import CannotReduce, smaller_batch
 from .config import HealingConfig
-from .failures import Action, FailureType
+from .failures import Action, FailureType, classify_exception
 from .instrument import (
     Instrument,
     OutOfMemory,
@@ -35,6 +36,8 @@ logger = logging.getLogger("self_healing")
 
 SIZES_FILE = "healing_sizes.json"
 _SIZES_VERSION = 1
+# So many failures that passed by themselves within so many steps are no accident: the size is at the limit.
+_OFTEN, _LATELY = 3, 50
 
 
 class MemoryHealer:
@@ -73,6 +76,7 @@ class MemoryHealer:
         self._incident: Incident | None = None
         self._attempts = 0
         self._failed: set[CallShape] = set()
+        self._passed: deque[int] = deque(maxlen=_OFTEN)
         self._began = 0.0
         self._backup: StepBackup | None = None
         self._snapshot_written = False
@@ -113,16 +117,14 @@ class MemoryHealer:
         self._instrument.release_calls(self._models)
         self._splits, self._models = [], []
 
-    @property
-    def pieces(self) -> int:
-        """The most pieces a call has been split into."""
-        return max((calls.pieces for calls in self._splits), default=1)
-
     def metrics(self) -> dict[str, float]:
-        """For the trainer's logs: whether calls are split, and whether the device is nearly full."""
+        """For the trainer's logs: whether calls were split since the last, and whether the device is nearly full."""
         found: dict[str, float] = {}
-        if self.pieces > 1:
-            found["healing/split_into"] = self.pieces
+        pieces = max((calls.pieces for calls in self._splits), default=1)
+        if pieces > 1:
+            found["healing/split_into"] = pieces
+        for calls in self._splits:
+            calls.pieces = 1
         if self.session.instrument is None:
             return found
         retries = alloc_retries(self._instrument.trainer.accelerator.device)
@@ -140,21 +142,24 @@ class MemoryHealer:
 
     # ---- in a training step, or an evaluation ----
 
+    @property
+    def heals(self) -> bool:
+        """Whether anything is done at all."""
+        return self.config.on_oom == "heal"
+
     def relieve(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """The next rung of the ladder; `False` where the error has to pass."""
-        if self.config.on_oom == "raise":
-            return False
         self._begin(ran_out)
         context = self._context(window)
         self._free(context)
         sizes = self.session.sizes
-        if self._attempts == 1 and not sizes.is_probe():
+        if self._attempts == 1 and not sizes.is_probe() and not self._passes_often:
             # The second attempt is watched, so that it is known what did not fit.
             sizes.forget_attempt()
             self._watch_calls()
             return True
         shape = self._shape(ran_out)
-        if shape is not None and shape not in self._failed and self._may_shrink(shape):
+        if shape is not None and shape not in self._failed and shape.rows > 1:
             self._failed.add(shape)
             context.shape = shape
             self.actions.apply(Action.SPLIT_BATCH, context, self._args)
@@ -169,8 +174,10 @@ class MemoryHealer:
             return sizes.begun.get(kinds[ran_out.place])
         return sizes.last_begun
 
-    def _may_shrink(self, shape: CallShape) -> bool:
-        return shape.rows > 1
+    @property
+    def _passes_often(self) -> bool:
+        """Whether trying once more has helped again and again, and is a waste of time by now."""
+        return len(self._passed) == _OFTEN and self._instrument.step - self._passed[0] <= _LATELY
 
     def _climb(self, ran_out: OutOfMemory, context: HealingContext, shape: CallShape | None) -> bool:
         """Beyond splitting."""
@@ -192,6 +199,8 @@ class MemoryHealer:
                 reason = f"{why}; the batch cannot be made smaller either: {refusal}"
             else:
                 # The wrapper takes it from here: it has to enter `train()` again.
+                incident.seconds_lost = time.perf_counter() - self._began
+                session.handed_over = incident
                 self._end_of_incident()
                 return False
         context.verdict = f"out of memory in {ran_out.place}: {_sizes(shape)}, {_memory(ran_out)}; {reason}"
@@ -207,11 +216,13 @@ class MemoryHealer:
             sizes.came_through()
         incident = self._incident
         if incident is not None:
+            if self._attempts == 1:
+                self._passed.append(incident.step)
             self._end_of_incident()
             incident.seconds_lost = time.perf_counter() - self._began
             self.session.journal.dealt_with(incident)
             self.session.journal.closed(incident, "resolved")
-            if not sizes.limits:
+            if not sizes.limits and not self._passes_often:
                 self._leave_calls_alone()
         if sizes.changed:
             sizes.changed = False
@@ -222,7 +233,18 @@ class MemoryHealer:
     def about_to_step(self) -> None:
         """Notes, or keeps, what is needed to undo a step that runs out of memory half-way."""
         if self._backup is not None:
-            self._backup.take()
+            try:
+                self._backup.take()
+            except Exception as error:
+                if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
+                    raise
+                self._backup = None
+                logger.warning(
+                    "Step %d: there is no host memory for the copy that optimizer_step_backup=True makes before each "
+                    "step (%s). Training goes on without it.",
+                    self._instrument.step,
+                    error,
+                )
         self.session.sizes.begin_step(self._instrument.step + 1)
 
     def stepped(self) -> None:
@@ -239,7 +261,7 @@ class MemoryHealer:
         A step that changed nothing yet is taken again; one that may have is undone from its backup, or by going back
         to a trusted state. The third time updates are made parameter by parameter, which takes less memory at a time.
         """
-        if self.config.on_oom == "raise" or window is None:
+        if window is None:
             return False
         self._begin(ran_out)
         context, instrument = self._context(window), self._instrument

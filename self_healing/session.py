@@ -72,6 +72,8 @@ class Session:
         self.memory_metrics: Callable[[], dict[str, float]] = dict
         self.may_enter_again = False
         self.batch_plan: BatchPlan | None = None
+        # An incident that began inside of `train()` and is healed outside of it.
+        self.handed_over: Incident | None = None
         self.started_at = time.time()
         self.resume_point: ResumePoint | None = None
         self.instrument: Instrument | None = None

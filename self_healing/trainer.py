@@ -232,8 +232,10 @@ class SelfHealingTrainer:
         began = time.perf_counter()
         failure = classify_exception(error)
         step = int(self.trainer.state.global_step)
-        incident = session.journal.open(step, type(error).__name__, {"message": str(error)[:500]})
-        session.journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
+        incident, session.handed_over = session.handed_over, None
+        if incident is None:
+            incident = session.journal.open(step, type(error).__name__, {"message": str(error)[:500]})
+            session.journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
         point, unmoved = self._resume_from(session, incident, error, failure, resume)
         remedies = self._remedies(session, failure, step)
         if not remedies or consensus.world_size() > 1:
@@ -256,7 +258,7 @@ class SelfHealingTrainer:
         incident.steps_lost = 0 if unmoved else max(step - step_of(point, default=step), 0)
         if Action.REDUCE_BATCH_SIZE in remedies:
             self._reduce_batch_size(session, incident)
-        incident.seconds_lost = time.perf_counter() - began
+        incident.seconds_lost += time.perf_counter() - began
         return _Recovery(incident, point, waits=Action.WAIT_AND_RESUME in remedies)
 
     def _remedies(self, session: Session, failure: FailureType, step: int) -> tuple[Action, ...]:

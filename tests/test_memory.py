@@ -166,6 +166,17 @@ class TestForward:
         assert (split["did_not_fit"][0], split["at_a_time"]) == (4, 1)
         assert "did not fit: now one row at a time" in caplog.text
 
+    def test_what_passes_by_itself_again_and_again_is_split_in_the_end(self, tmp_path: Path, tokenizer: Any) -> None:
+        class EveryOther(TooManyRows):
+            def _look(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+                self.rows = 3 if self.fired % 2 == len(self.seen) % 2 else 99
+                super()._look(module, args, kwargs)
+
+        healed, memory = run(sft_trainer, tmp_path, tokenizer, lambda model: EveryOther(model, 3), max_steps=20)
+        assert healed.state.global_step == 20
+        assert "split_batch" in [event["action"] for event in journal(tmp_path, "action")]
+        assert memory.fired <= 6
+
     def test_afterwards_the_trainer_is_its_plain_self(self, tmp_path: Path, tokenizer: Any) -> None:
         healed, _ = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 1))
         assert "_call_impl" not in vars(healed.model)

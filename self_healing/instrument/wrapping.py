@@ -44,7 +44,11 @@ class CheckpointHold(Protocol):
 
 
 class MemoryRelief(Protocol):
-    """What is done when memory runs out. Each returns whether what failed is to be tried again."""
+    """What is done when memory runs out; if so, whether what failed is to be tried again."""
+
+    @property
+    def heals(self) -> bool:
+        """Whether anything is done at all."""
 
     def relieve(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """In a training step, or (without one) in an evaluation."""
@@ -355,7 +359,7 @@ class Instrument:
 
     def _memory_ran_out(self, error: Exception, place: Place | None = None, inputs: Any = None) -> OutOfMemory | None:
         """An out-of-memory error that something can be done about; `None` for any other exception."""
-        if not self.attached or not self.can_reexecute:
+        if not self.attached or not self.can_reexecute or not self._memory.heals:
             return None
         found = caught(error, self.trainer.accelerator.device, place)
         if found is not None and consensus.world_size() > 1:
