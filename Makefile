@@ -8,7 +8,7 @@ export TOKENIZERS_PARALLELISM := false
 # The oldest supported transformers, with the newest of what it cannot share with the pins in constraints.txt.
 OLDEST := transformers==5.4.0 huggingface_hub==1.33.0 tokenizers==0.22.2
 OLDEST_TESTS := tests/test_nonfinite.py tests/test_healthy.py tests/test_exceptions.py tests/test_rollback.py \
-	tests/test_learning_rate.py
+	tests/test_learning_rate.py tests/test_memory.py
 
 .PHONY: demo test test-slow test-oldest lint
 

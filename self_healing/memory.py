@@ -91,6 +91,7 @@ class MemoryHealer:
             return
         if session.entries == 1:
             self._recall()
+        session.sizes.begin_step(instrument.step)
         if session.checkpointing_activations:
             instrument.checkpoint_activations()
         if session.sizes.limits:
@@ -170,9 +171,9 @@ class MemoryHealer:
         """What was running: in a backward pass the last call with gradients, else the last one that began."""
         sizes = self.session.sizes
         kinds: dict[str, Kind] = {"backward": "train", "generation": "generate"}
-        if ran_out.place in kinds:
-            return sizes.begun.get(kinds[ran_out.place])
-        return sizes.last_begun
+        kind = kinds.get(ran_out.place)
+        found = None if kind is None else sizes.begun.get(kind)
+        return found or sizes.last_begun
 
     @property
     def _passes_often(self) -> bool:

@@ -199,3 +199,17 @@ def test_the_cost_of_snapshots_is_quoted_as_measured() -> None:
     assert f"putting it back takes {seconds['restore']:.3f} s" in page
     assert f"took {seconds['save_checkpoint']:.2f} s and loading it again {seconds['load_checkpoint']:.2f} s" in page
     assert f"{measured['snapshot_over_save']:.0%}".replace("%", " %") + " of the time of a checkpoint" in page
+
+
+def test_the_cost_of_splitting_is_quoted_as_measured() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "memory_cost_cpu.json").read_text(encoding="utf-8"))
+    page = " ".join((ROOT / "docs" / "memory.md").read_text(encoding="utf-8").split())
+    two, four = measured["split"]["2"], measured["split"]["4"]
+    assert f"two pieces takes {two['over_by_hand']['ratio']:.2f} times as long" in page
+    assert f"one in four {four['over_by_hand']['ratio']:.2f} times" in page
+    assert f"{two['over_whole']['ratio']:.2f} and {four['over_whole']['ratio']:.2f} times" in page
+    healthy = measured["healthy_run"]
+    low, high = healthy["heal_over_raise"]["ratio_ci95"]
+    assert f"ratio {healthy['heal_over_raise']['ratio']:.3f}, 95 % {low:.3f} to {high:.3f}" in page
+    assert f"beside itself: {healthy['raise_over_raise']['ratio']:.3f}" in page
+    assert f"measured: {healthy['backup_over_heal']['ratio']:.3f} times" in page

@@ -71,12 +71,10 @@ def caught(error: Exception, device: torch.device, place: Place | None = None) -
 
 def _place_of(error: BaseException) -> Place:
     """Generation inside of a training step, its backward, or else its forward."""
-    names = [(frame.f_code.co_name, frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(name == "generate" for name, _ in names):
+    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if "generate" in names:
         return "generation"
-    if any(name == "backward" or "autograd" in file for name, file in names):
-        return "backward"
-    return "forward"
+    return "backward" if names & {"backward", "_engine_run_backward"} else "forward"
 
 
 def _requested(error: BaseException) -> int | None:
@@ -143,13 +141,14 @@ def write_memory_snapshot(path: str, device: torch.device) -> bool:
 def models_of(trainer: Any) -> list[torch.nn.Module]:
     """
     The models a trainer calls: what it trains, its reference, teachers and reward models. Inside of what spreads them
-    over processes, and without parts of others among them.
+    over processes, without parts of others among them, and without modules that are no models (losses).
     """
     wrapped = _inside(getattr(trainer, "model_wrapped", trainer.model))
     held: list[Any] = [wrapped if type(wrapped).__name__ == "OptimizedModule" else trainer.model]
     for name, value in vars(trainer).items():
         if name != "model_wrapped":
-            held.extend(value if isinstance(value, (list, tuple)) else [value])
+            several = value if isinstance(value, (list, tuple)) else [value]
+            held.extend(each for each in several if hasattr(each, "config"))
     found: list[torch.nn.Module] = []
     inner: set[int] = set()
     for value in held:
