@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import sys
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -293,7 +295,7 @@ class TestTransient:
 
 
 class HalfWay(torch.optim.AdamW):
-    """Raises in one of its steps: in the first while it makes its state, later when half of the weights are done."""
+    """Raises in some of its steps when half of the weights are done."""
 
     def __init__(self, *args: Any, fails_at: int = 0, times: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -303,16 +305,29 @@ class HalfWay(torch.optim.AdamW):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if self.taken == self.fails_at and self.times > 0:
             self.times -= 1
-            if self.taken == 0:
-                self.state[parameters[0]]["step"] = torch.tensor(0.0)
-                self.state[parameters[0]]["exp_avg"] = torch.zeros_like(parameters[0])
-            else:
-                with torch.no_grad():
-                    for parameter in parameters[::2]:
-                        parameter.add_(1.0)
+            with torch.no_grad():
+                for parameter in parameters[::2]:
+                    parameter.add_(1.0)
             raise out_of_memory(0)
         self.taken += 1
         return super().step(closure)
+
+
+class NoRoomForMoments:
+    """The nth tensor that an optimizer of torch makes for its state does not fit, once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+        self.made, self.nth = 0, nth
+        original = torch.zeros_like
+
+        def zeros_like(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if sys._getframe(1).f_code.co_name == "_init_group":
+                self.made += 1
+                if self.made == self.nth:
+                    raise out_of_memory(0)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "zeros_like", zeros_like)
 
 
 class TestOptimizerStep:
@@ -323,14 +338,28 @@ class TestOptimizerStep:
         trainer.optimizer = HalfWay(trainer.model.parameters(), lr=1e-3, **faults)
         return trainer
 
-    def test_while_its_state_is_made_it_is_taken_again_bitwise(self, tmp_path: Path, tokenizer: Any) -> None:
-        plain = self.build(tmp_path / "plain", tokenizer, times=0)
+    @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+    @pytest.mark.parametrize(
+        ("nth", "weights_are"),
+        [
+            pytest.param(6, "untouched", id="in the first group of parameters"),
+            pytest.param(40, "half updated", id="in the second, when the first is updated"),
+        ],
+    )
+    def test_while_its_state_is_made_it_is_taken_again_bitwise(
+        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, nth: int, weights_are: str, optim: str
+    ) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer, optim=optim)
         plain.train()
-        healed = self.build(tmp_path / "healed", tokenizer, HealingConfig(), fails_at=0)
-        healed.train()
+        fault = NoRoomForMoments(monkeypatch, nth)
+        healed, _ = run(sft_trainer, tmp_path / "healed", tokenizer, optim=optim)
+        assert fault.made > nth
         assert_same_weights(weights(healed), weights(plain))
+        assert losses(healed) == losses(plain)
         (outcome,) = journal(tmp_path / "healed", "outcome")
         assert (outcome["failure"], outcome["steps_lost"]) == ("out_of_memory", 0)
+        actions = [event["action"] for event in journal(tmp_path / "healed", "action")]
+        assert ("roll_back" in actions) == (weights_are == "half updated")
 
     def test_later_it_is_undone_from_the_copy_bitwise(self, tmp_path: Path, tokenizer: Any) -> None:
         plain = self.build(tmp_path / "plain", tokenizer, times=0)
@@ -357,7 +386,7 @@ class TestOptimizerStep:
         assert_same_weights(weights(healed), weights(plain))
 
     def test_again_and_again_ends_with_an_error(self, tmp_path: Path, tokenizer: Any) -> None:
-        healed = self.build(tmp_path, tokenizer, HealingConfig(), fails_at=0, times=100)
+        healed = self.build(tmp_path, tokenizer, HealingConfig(), fails_at=3, times=100)
         with pytest.raises(UnrecoverableTrainingError, match=r"optimizer.step\(\)"):
             healed.train()
 
@@ -532,6 +561,14 @@ class TestSizes:
         assert 3 <= memory.fired <= 5
 
 
+class EvaluatingAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate = state.global_step == self.step
+
+
 class TestEvaluation:
     @pytest.mark.parametrize("name", ["Trainer", "SFTTrainer", "DPOTrainer"])
     def test_agrees_with_the_whole_batch(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
@@ -548,11 +585,7 @@ class TestEvaluation:
             )
             trainer.eval_dataset = trainer.train_dataset.select(range(20))
 
-            class Evaluating(TrainerCallback):
-                def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                    control.should_evaluate = state.global_step == 3
-
-            trainer.add_callback(Evaluating())
+            trainer.add_callback(EvaluatingAt(3))
             memory = TooManyRows(trainer.model, 2, unless=lambda: trainer.model.training) if fault else None
             trainer.train()
             return trainer, memory
@@ -567,6 +600,44 @@ class TestEvaluation:
                 assert found[key] == pytest.approx(value, rel=1e-5), key
         (detected,) = journal(tmp_path / "healed", "detected")
         assert detected["evidence"]["place"] == "evaluation"
+
+    def test_that_is_tried_once_more_leaves_no_trace_in_what_follows(self, tmp_path: Path, tokenizer: Any) -> None:
+        """GRPO generates in an evaluation, and training draws on from there."""
+
+        def trained(directory: Path, callbacks: Any, times: int) -> Any:
+            trainer = grpo_trainer(
+                directory,
+                tokenizer,
+                callbacks=callbacks,
+                per_device_eval_batch_size=4,
+            )
+            trainer.add_callback(EvaluatingAt(2))
+            trainer.eval_dataset = trainer.train_dataset.select(range(2))
+            memory = TooManyRows(trainer.model, 0, times, unless=lambda: trainer.model.training or not loss_is_near())
+
+            def loss_is_near() -> bool:
+                return any(frame.f_code.co_name == "_compute_loss" for frame, _ in traceback.walk_stack(None))
+
+            trainer.train()
+            return trainer, memory
+
+        plain, _ = trained(tmp_path / "plain", None, times=0)
+        healed, memory = trained(tmp_path / "healed", [SelfHealingCallback()], times=1)
+        assert memory.fired == 1
+        assert_same_weights(weights(healed), weights(plain))
+        evaluated = [
+            [
+                {
+                    key: value
+                    for key, value in entry.items()
+                    if not any(part in key for part in ("time", "per_second", "healing/"))
+                }
+                for entry in each.state.log_history
+                if "eval_loss" in entry
+            ]
+            for each in (healed, plain)
+        ]
+        assert evaluated[0] == evaluated[1]
 
 
 class TestWhatIsTheUsers:

@@ -60,6 +60,20 @@ class StepMark:
             return False
         if any(parameter._version != version for parameter, version in self._before.items()):
             return False
-        for parameter in [parameter for parameter in self._optimizer.state if parameter not in self._had]:
-            del self._optimizer.state[parameter]
+        state = self._optimizer.state
+        made = [parameter for parameter in state if parameter not in self._had]
+        if self._fused and any(_counts(state[parameter]) for parameter in made):
+            return False
+        for parameter in made:
+            del state[parameter]
         return True
+
+    @property
+    def _fused(self) -> bool:
+        """Fused kernels write to tensors without torch counting it; what they count themselves is the step."""
+        return self._optimizer is not None and any(group.get("fused") for group in self._optimizer.param_groups)
+
+
+def _counts(state: Any) -> bool:
+    """Whether an update has been made with this state, or may have been."""
+    return "step" not in state or float(state["step"]) != 0

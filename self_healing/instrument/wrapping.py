@@ -25,6 +25,7 @@ from .less_memory import ActivationCheckpointing, fingerprint, update_one_by_one
 from .live_state import LiveState, beta2_of, innermost, live_state_of, reload_checkpoint, reset_moments
 from .out_of_memory import OutOfMemory, Place, caught, models_of
 from .phase import Phase
+from .random_state import RandomState
 from .reentry import Reentry
 from .row_sources import DataPosition
 from .step_mark import StepMark
@@ -542,7 +543,7 @@ class Instrument:
     def _prediction_step(
         self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        stores = self.ledger.mark_stores()
+        stores, rng = self.ledger.mark_stores(), RandomState.capture(self.trainer.accelerator.device)
         while True:
             try:
                 # A copy: what the first attempt took out of it is needed by the second.
@@ -554,6 +555,8 @@ class Instrument:
             else:
                 self._memory.came_through()
                 return result
+            # An evaluation may generate, and training draws on from where it stops.
+            rng.restore()
             self.ledger.rewind_stores(stores)
             if not self._relieved(ran_out, lambda ran_out, _: self._memory.relieve(ran_out, None)):
                 raise ran_out.error
