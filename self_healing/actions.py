@@ -320,11 +320,8 @@ class HealingActions:
         shape, sizes = context.shape, self.session.sizes
         if shape is None:
             raise ValueError("split_batch needs the size of the call that did not fit")
-        sizes.failed(shape)
+        sizes.failed(shape, with_gradients=context.window is not None)
         at_a_time = sizes.rows_for(shape)
-        unit = "token" if shape.length == 1 else "row"
-        few = f"one {unit}" if at_a_time == 1 else f"{at_a_time} {unit}s"
-        context.incident.figures.append(f"{shape} did not fit: now {few} at a time")
         return {"call": shape.kind, "did_not_fit": [shape.rows, shape.length], "at_a_time": at_a_time}
 
     def _checkpoint_activations(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
@@ -345,6 +342,8 @@ class HealingActions:
             f"per_device_train_batch_size from {plan.rows_before} to {plan.rows}, gradient_accumulation_steps from "
             f"{plan.accumulation_before} to {plan.accumulation}"
         )
+        if _instrument(context).objective.name not in ("sft", "dpo", "reward", "generic"):
+            context.incident.figures.append("a loss that looks at the whole micro-batch sees fewer rows from here on")
         return plan.to_dict()
 
     # ---- outside of train() ----

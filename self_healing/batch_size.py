@@ -32,9 +32,17 @@ class CannotReduce(Exception):
     """The batch cannot be made smaller without changing what is trained; the message says why."""
 
 
-def smaller_batch(trainer: Any) -> BatchPlan:
+def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
     """
     The next smaller size, by the smallest factor that divides it.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        objective (`str`):
+            The name of what it trains.
+        refused (`str`, *optional*):
+            Why its batches cannot be split by rows, if that is so.
 
     Raises:
         CannotReduce: If there is none, or if optimizer steps would hold other rows than before.
@@ -45,17 +53,28 @@ def smaller_batch(trainer: Any) -> BatchPlan:
     if factor is None:
         raise CannotReduce(f"per_device_train_batch_size is {rows} already")
     plan = BatchPlan(rows // factor, accumulation * factor, rows, accumulation)
-    why = _why_not(trainer, plan)
+    why = _why_not_the_same(trainer, objective, refused) or _why_not(trainer, plan)
     if why:
         raise CannotReduce(why)
     return plan
+
+
+def _why_not_the_same(trainer: Any, objective: str, refused: str) -> str:
+    """Why the loss of smaller micro-batches is not that of the whole, as far as that is known."""
+    if objective == "kto":
+        return "KTO subtracts a statistic of the micro-batch"
+    kinds = getattr(trainer, "loss_types", None) or []
+    if objective == "dpo" and any(str(kind).startswith("aot") for kind in kinds):
+        return "the loss sorts the micro-batch"
+    coupled = "batch normalisation" in refused or "depend on each other" in refused
+    return refused if coupled else ""
 
 
 def _why_not(trainer: Any, plan: BatchPlan) -> str:
     args = trainer.args
     if hasattr(args, "num_generations"):
         return "generations are made for batches of the size there is"
-    if args.auto_find_batch_size or args.n_gpu > 1:
+    if args.n_gpu > 1:
         return "several devices share the batch of this process"
     if getattr(args, "train_sampling_strategy", "") == "group_by_length" or getattr(args, "group_by_length", False):
         return "rows are grouped by length within batches, and would come in another order"

@@ -182,8 +182,8 @@ class HealingConfig:
         oom_activation_checkpointing (`bool`, *optional*, defaults to `True`):
             Whether activation checkpointing may be switched on for the rest of the run when a single row does not fit.
         oom_reduce_batch (`bool`, *optional*, defaults to `True`):
-            Whether [`SelfHealingTrainer`] may, when nothing else helped, halve `per_device_train_batch_size`, double
-            `gradient_accumulation_steps` and go on from an emergency checkpoint.
+            Whether [`SelfHealingTrainer`] may, when nothing else helped, divide `per_device_train_batch_size` by what
+            it multiplies `gradient_accumulation_steps` with, and go on from an emergency checkpoint.
         optimizer_step_backup (`bool`, *optional*, defaults to `False`):
             Whether to copy weights and optimizer state to the host before every `optimizer.step()`, so that one that
             ran out of memory half-way can be undone bit for bit. Costs one such copy a step.
@@ -484,8 +484,9 @@ class HealingConfig:
     oom_reduce_batch: Annotated[bool, Setting("memory")] = field(
         default=True,
         metadata={
-            "help": "Whether `SelfHealingTrainer` may, when nothing else helped, halve `per_device_train_batch_size`, "
-            "double `gradient_accumulation_steps` and go on from an emergency checkpoint."
+            "help": "Whether `SelfHealingTrainer` may, when nothing else helped, divide "
+            "`per_device_train_batch_size` by what it multiplies `gradient_accumulation_steps` with, and go on from "
+            "an emergency checkpoint."
         },
     )
     optimizer_step_backup: Annotated[bool, Setting("memory")] = field(

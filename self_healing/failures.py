@@ -247,7 +247,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="(1) Shorten max_length (or max_completion_length), which is what a single row costs. (2) Make what is "
         "always there smaller: LoRA, weights in bf16, an 8-bit or paged optimizer, sharding over more devices. (3) "
         "Look for who else uses the device, and for tensors that are kept by mistake (nvidia-smi, "
-        "oom_memory_snapshot=True). Then resume from the emergency checkpoint.",
+        "oom_memory_snapshot=True).",
         severity="warning",
         references=("https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",),
     ),
@@ -350,6 +350,9 @@ _OOM_TEXTS = (
     "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "HOST_ALLOCATION_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "Cannot allocate memory",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "RESOURCE_EXHAUSTED: ",

@@ -260,17 +260,28 @@ class StepJudge:
         self.session.await_outcome(incident)
         self.session.journal.dealt_with(incident)
 
-    def heal_interrupted_step(self, incident: Incident, window: Window) -> None:
+    def heal_interrupted_step(self, context: HealingContext) -> None:
         """
-        After an `optimizer.step()` that raised and may have updated some weights and not others: back to a trusted
-        state, with the steps since then applied again if that can be done. This step is computed again as well.
+        After an `optimizer.step()` that raised and may have updated some weights and not others: back to the newest
+        trusted state, with the steps since then applied again if that can be done; this step is computed again, too.
         """
+        if context.window is None:
+            raise ValueError("going back in the middle of a run needs `context.window`")
+        if not self.session.rollback.can_go_back():
+            context.verdict += (
+                "; it may have updated some weights and not others, and there is no trusted state to go back to, "
+                "neither in memory nor on disk"
+            )
+            self.actions.apply(Action.STOP, context, self._args)
         self._instrument.step_undone()
-        # In all but its name: what is in memory are weights that nobody can say anything about.
-        self._climb(HealingContext(incident, self._instrument, window), FailureType.CORRUPTED_STATE)
-        if not window.skipped:
-            self.session.ladder.healed(FailureType.CORRUPTED_STATE)
-            self._clip(window, window.signals())
+        # Where the steps since then could not be applied again the first time, they are lost.
+        replaying = () if context.window.skipped else (Action.REPLAY_STEPS,)
+        self.actions.apply((Action.ROLL_BACK, *replaying), context, self._args)
+        if context.went_back is None:
+            context.verdict += "; it may have updated some weights and not others, and no trusted state was any better"
+            self.actions.apply(Action.STOP, context, self._args)
+        if not context.window.skipped:
+            self._clip(context.window, context.window.signals())
 
     def _may_go_back(self, step: int) -> bool:
         """

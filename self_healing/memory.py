@@ -16,7 +16,7 @@ import torch
 from .actions import HealingActions, HealingContext
 from .batch_size import CannotReduce, smaller_batch
 from .config import HealingConfig
-from .failures import Action, FailureType, classify_exception
+from .failures import FAILURE_RECIPES, Action, FailureType, classify_exception
 from .instrument import (
     Instrument,
     OutOfMemory,
@@ -56,7 +56,7 @@ class MemoryHealer:
             The memory of the run.
         actions ([`HealingActions`]):
             Carries out what is decided.
-        go_back (`Callable[[Incident, Window], None]`):
+        go_back (`Callable[[HealingContext], None]`):
             Back to a trusted state, after an `optimizer.step()` that was left half-way.
     """
 
@@ -65,7 +65,7 @@ class MemoryHealer:
         config: HealingConfig,
         session: Session,
         actions: HealingActions,
-        go_back: Callable[[Incident, Window], None],
+        go_back: Callable[[HealingContext], None],
     ) -> None:
         self.config = config
         self.session = session
@@ -73,7 +73,9 @@ class MemoryHealer:
         self._go_back = go_back
         self._splits: list[SplitCalls] = []
         self._models: list[torch.nn.Module] = []
-        self._incident: Incident | None = None
+        self._context: HealingContext | None = None
+        # Whether the incident is about an `optimizer.step()`, which ends with the step and not with what is computed.
+        self._stepping = False
         self._attempts = 0
         self._failed: set[CallShape] = set()
         self._passed: deque[int] = deque(maxlen=_OFTEN)
@@ -150,11 +152,15 @@ class MemoryHealer:
 
     def relieve(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """The next rung of the ladder; `False` where the error has to pass."""
-        self._begin(ran_out)
-        context = self._context(window)
-        self._free(context)
         sizes = self.session.sizes
-        if self._attempts == 1 and not sizes.is_probe() and not self._passes_often:
+        if self._stepping:
+            # While steps are applied again: the state gone back to is good as it is.
+            return False
+        if sizes.is_probe() and self._context is None:
+            return self._take_back_the_try(ran_out, window)
+        context = self._begin(ran_out, window)
+        self._free(context)
+        if self._attempts == 1 and not self._passes_often:
             # The second attempt is watched, so that it is known what did not fit.
             sizes.forget_attempt()
             self._watch_calls()
@@ -166,6 +172,17 @@ class MemoryHealer:
             self.actions.apply(Action.SPLIT_BATCH, context, self._args)
             return True
         return self._climb(ran_out, context, shape)
+
+    def _take_back_the_try(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """A larger size was tried on purpose, and does not fit yet: no incident."""
+        sizes, step, shape = self.session.sizes, self._instrument.step, self._shape(ran_out)
+        if shape is None:
+            return False
+        sizes.failed(shape, with_gradients=window is not None)
+        free_memory(self._instrument.trainer.accelerator.device)
+        self.session.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
+        logger.info("Step %d: %s still does not fit; no step is lost, and it is tried again later.", step, shape)
+        return True
 
     def _shape(self, ran_out: OutOfMemory) -> CallShape | None:
         """What was running: in a backward pass the last call with gradients, else the last one that began."""
@@ -182,45 +199,56 @@ class MemoryHealer:
 
     def _climb(self, ran_out: OutOfMemory, context: HealingContext, shape: CallShape | None) -> bool:
         """Beyond splitting."""
-        session, instrument, incident = self.session, self._instrument, context.incident
+        session, incident = self.session, context.incident
         refusals = [calls.refused for calls in self._splits if calls.refused]
         why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"
-        incident.evidence["not_split"] = why
+        if not self._instrument.can_split_calls:
+            why = "its calls are not split (nn.DataParallel, FSDP)"
+        if "not_split" not in incident.evidence:
+            session.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
         in_training = context.window is not None and ran_out.place in ("forward", "backward")
-        if in_training and self.config.oom_activation_checkpointing and not session.checkpointing_activations:
-            done = self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)
-            if done["checkpointing"]:
-                self._failed.clear()
-                return True
-        reason = why
+        if in_training and self._may_checkpoint_activations(context):
+            self._failed.clear()
+            return True
         if in_training and session.may_enter_again and self.config.oom_reduce_batch:
             try:
-                session.batch_plan = smaller_batch(instrument.trainer)
+                session.batch_plan = smaller_batch(
+                    self._instrument.trainer, self._instrument.objective.name, refusals[-1] if refusals else ""
+                )
             except CannotReduce as refusal:
-                reason = f"{why}; the batch cannot be made smaller either: {refusal}"
+                why = f"{why}; the batch cannot be made smaller either: {refusal}"
             else:
-                # The wrapper takes it from here: it has to enter `train()` again.
-                incident.seconds_lost = time.perf_counter() - self._began
-                session.handed_over = incident
-                self._end_of_incident()
+                # The wrapper takes it from here: it has to enter `train()` again. What did not help is taken back.
+                session.checkpointing_activations = False
+                session.handed_over = self._end()
                 return False
-        context.verdict = f"out of memory in {ran_out.place}: {_sizes(shape)}, {_memory(ran_out)}; {reason}"
-        context.error = ran_out.error
-        self._end_of_incident()
-        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
+        context.verdict = f"out of memory in {ran_out.place}: {_sizes(shape)}; {why}; {_memory(ran_out)}"
+        incident.evidence["remedy"] = _advice(ran_out, in_training and not session.may_enter_again)
+        self._stop(context, ran_out)
         return False
+
+    def _may_checkpoint_activations(self, context: HealingContext) -> bool:
+        if not self.config.oom_activation_checkpointing or self.session.checkpointing_activations:
+            return False
+        done = self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)
+        return bool(done["checkpointing"])
+
+    def _stop(self, context: HealingContext, ran_out: OutOfMemory) -> None:
+        context.error = ran_out.error
+        self._remember()
+        self._end()
+        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
 
     def came_through(self) -> None:
         """A micro-batch or an evaluation batch has been computed: an open incident is over."""
         sizes = self.session.sizes
         if self._splits:
             sizes.came_through()
-        incident = self._incident
-        if incident is not None:
+        if self._context is not None and not self._stepping:
             if self._attempts == 1:
-                self._passed.append(incident.step)
-            self._end_of_incident()
-            incident.seconds_lost = time.perf_counter() - self._began
+                self._passed.append(self._context.incident.step)
+            self._say_what_was_split(self._context)
+            incident = self._end()
             self.session.journal.dealt_with(incident)
             self.session.journal.closed(incident, "resolved")
             if not sizes.limits and not self._passes_often:
@@ -228,6 +256,15 @@ class MemoryHealer:
         if sizes.changed:
             sizes.changed = False
             self._remember()
+
+    def _say_what_was_split(self, context: HealingContext) -> None:
+        pieces = max((calls.pieces for calls in self._splits), default=1)
+        if context.shape is not None and pieces > 1:
+            context.incident.figures.append(
+                f"{context.shape} did not fit: split into up to {pieces} pieces from here on, which takes longer"
+            )
+        elif self._attempts == 1:
+            context.incident.figures.append("the second attempt, at full size, went through")
 
     # ---- in `optimizer.step()` ----
 
@@ -250,10 +287,8 @@ class MemoryHealer:
 
     def stepped(self) -> None:
         """The step is done."""
-        incident = self._incident
-        if incident is not None:
-            self._end_of_incident()
-            incident.seconds_lost = time.perf_counter() - self._began
+        if self._context is not None:
+            incident = self._end()
             self.session.journal.dealt_with(incident)
             self.session.await_outcome(incident)
 
@@ -264,27 +299,32 @@ class MemoryHealer:
         """
         if window is None:
             return False
-        self._begin(ran_out)
-        context, instrument = self._context(window), self._instrument
+        context, instrument = self._begin(ran_out, window), self._instrument
+        self._stepping = True
+        context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {_memory(ran_out)}"
+        context.incident.evidence["remedy"] = _OPTIMIZER_ADVICE
         self._free(context)
-        incident, undone = context.incident, True
-        if instrument.undo_optimizer_step():
-            incident.evidence["weights"] = "untouched: its state was being made"
-        elif self._backup is not None:
-            self._backup.put_back()
-            instrument.step_undone()
-            incident.evidence["weights"] = "put back from the copy made before the step"
-        else:
-            incident.evidence["weights"] = "may be half updated"
-            undone = False
-        if self._attempts > 3 or (self._attempts == 3 and not instrument.update_one_by_one()):
-            context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {_memory(ran_out)}"
-            context.error = ran_out.error
-            self._end_of_incident()
-            self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
+        weights, undone = self._undo_step()
+        if context.incident.evidence.get("weights") != weights:
+            cause = context.incident.cause
+            self.session.journal.diagnosed(context.incident, FailureType.OUT_OF_MEMORY, cause, {"weights": weights})
         if not undone:
-            self._go_back(incident, window)
+            self._go_back(context)
+        if self._attempts == 3 and instrument.update_one_by_one():
+            context.incident.figures.append("weights are updated one by one from here on (foreach=False)")
+        elif self._attempts >= 3:
+            self._stop(context, ran_out)
         return True
+
+    def _undo_step(self) -> tuple[str, bool]:
+        """What has become of the weights, and whether they are as before the step."""
+        if self._instrument.undo_optimizer_step():
+            return "untouched: the optimizer was making its state", True
+        if self._backup is not None:
+            self._backup.put_back()
+            self._instrument.step_undone()
+            return "put back from the copy made before the step", True
+        return "some may be updated and others not", False
 
     # ---- one of several processes ----
 
@@ -306,27 +346,33 @@ class MemoryHealer:
 
     # ---- what is written down ----
 
-    def _begin(self, ran_out: OutOfMemory) -> None:
+    def _begin(self, ran_out: OutOfMemory, window: Window | None) -> HealingContext:
         self._attempts += 1
-        if self._incident is not None:
-            return
+        if self._context is not None:
+            return self._context
         self._began = time.perf_counter()
+        for calls in self._splits:
+            calls.refused = ""
         instrument, journal = self._instrument, self.session.journal
         evidence: dict[str, Any] = {
             "place": ran_out.place,
+            "raised_in": ran_out.raised_in,
             "message": str(ran_out.error)[:500],
             "requested_bytes": ran_out.requested,
             "memory": ran_out.figures,
         }
-        if instrument.window is not None and ran_out.place != "evaluation":
-            evidence["batch"] = instrument.window.shapes()
+        if window is not None:
+            evidence["batch"] = window.shapes()
         if self.config.oom_memory_snapshot and not self._snapshot_written:
             path = str(self.session.directory / "memory_snapshot.pickle")
             self._snapshot_written = write_memory_snapshot(path, instrument.trainer.accelerator.device)
-            evidence["memory_snapshot"] = path if self._snapshot_written else None
-        self._incident = journal.open(instrument.step, "out_of_memory", evidence)
+            evidence["memory_snapshot"] = path if self._snapshot_written else "only for CUDA"
+        incident = journal.open(instrument.step, "out_of_memory", evidence)
         cause = f"out of {'host' if ran_out.on_host else 'device'} memory in {ran_out.place}"
-        journal.diagnosed(self._incident, FailureType.OUT_OF_MEMORY, cause, {})
+        journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
+        incident.figures.append(_memory(ran_out))
+        self._context = HealingContext(incident, instrument, window)
+        return self._context
 
     def _free(self, context: HealingContext) -> None:
         if self._attempts == 1:
@@ -334,13 +380,14 @@ class MemoryHealer:
         else:
             free_memory(self._instrument.trainer.accelerator.device)
 
-    def _context(self, window: Window | None) -> HealingContext:
-        assert self._incident is not None
-        return HealingContext(self._incident, self._instrument, window)
-
-    def _end_of_incident(self) -> None:
-        self._incident, self._attempts = None, 0
+    def _end(self) -> Incident:
+        """The incident is over, one way or another."""
+        assert self._context is not None
+        incident = self._context.incident
+        incident.seconds_lost = time.perf_counter() - self._began
+        self._context, self._attempts, self._stepping = None, 0, False
         self._failed.clear()
+        return incident
 
     # ---- across processes ----
 
@@ -373,7 +420,7 @@ class MemoryHealer:
                     continue
                 self.session.sizes.load_state_dict(content["sizes"])
                 self.session.checkpointing_activations |= bool(content["checkpointing_activations"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except Exception as error:
                 logger.warning("%s cannot be read and is not used: %s", path, error)
                 continue
             if self.session.sizes.limits:
@@ -388,6 +435,33 @@ class MemoryHealer:
     @property
     def _args(self) -> Any:
         return self._instrument.trainer.args
+
+
+_OPTIMIZER_ADVICE = (
+    "(1) Take an optimizer with smaller state or with paging (8-bit, Adafactor, paged AdamW), or train fewer weights "
+    "(LoRA). (2) Take one whose update needs no extra memory (fused). (3) Look for who else uses the device."
+)
+
+
+def _advice(ran_out: OutOfMemory, alone: bool) -> str:
+    """Three things to try; `alone`: without the wrapper, which could have made the batch smaller."""
+    if ran_out.place == "evaluation":
+        return (
+            "Only the evaluation did not fit. (1) Lower per_device_eval_batch_size. (2) Set eval_accumulation_steps, "
+            "so that predictions are moved to the host. (3) Evaluate on shorter rows, or without predictions "
+            "(prediction_loss_only=True)."
+        )
+    if ran_out.place == "generation":
+        return (
+            "(1) Shorten max_completion_length, or the prompts. (2) Make what is always there smaller: LoRA, weights "
+            "in bf16, an 8-bit optimizer. (3) Generate elsewhere (vLLM on another device)."
+        )
+    smaller = (
+        "Halve per_device_train_batch_size and double gradient_accumulation_steps, or let SelfHealingTrainer do it. "
+        if alone
+        else ""
+    )
+    return smaller + FAILURE_RECIPES[FailureType.OUT_OF_MEMORY].advice
 
 
 def _sizes(shape: CallShape | None) -> str:

@@ -26,8 +26,8 @@ from .instrument.live_state import LiveState, local
 
 logger = logging.getLogger("self_healing")
 
-# Entries of a parameter group that belong to the schedule, which goes on.
-_OF_THE_SCHEDULE = frozenset({"params", "lr", "initial_lr", "betas", "momentum", "weight_decay"})
+# Entries of a parameter group that belong to the schedule, which goes on, or to how updates are computed.
+_OF_THE_SCHEDULE = frozenset({"params", "lr", "initial_lr", "betas", "momentum", "weight_decay", "foreach"})
 # Share of the free host memory that new buffers may take: the data loaders and the next checkpoint need some, too.
 _SHARE_OF_FREE_MEMORY = 0.8
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import (
     TEXTS,
+    OutputFault,
     assert_same_weights,
     dpo_trainer,
     grpo_trainer,
@@ -29,6 +30,7 @@ from conftest import (
     weights,
 )
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
@@ -164,9 +166,10 @@ class TestForward:
         assert detected["evidence"]["requested_bytes"] == int(2.5 * 2**30)
         assert detected["evidence"]["memory"]["host_available"] > 0
         assert detected["evidence"]["batch"][0]["input_ids"][0] == 4
+        assert detected["evidence"]["raised_in"].startswith(__file__)
         (split,) = [event for event in journal(tmp_path, "action") if event["action"] == "split_batch"]
         assert (split["did_not_fit"][0], split["at_a_time"]) == (4, 1)
-        assert "did not fit: now one row at a time" in caplog.text
+        assert "did not fit: split into up to 4 pieces from here on" in caplog.text
 
     def test_what_passes_by_itself_again_and_again_is_split_in_the_end(self, tmp_path: Path, tokenizer: Any) -> None:
         class EveryOther(TooManyRows):
@@ -383,6 +386,82 @@ class TestOptimizerStep:
         assert actions[:2] == ["free_memory", "roll_back"]
         # The steps since the trusted state could be applied again, this one included.
         assert outcome["steps_lost"] == 0
+        assert_same_weights(weights(healed), weights(plain))
+
+    def test_again_and_again_is_never_saved_half_updated(self, tmp_path: Path, tokenizer: Any) -> None:
+        kept: list[dict[str, torch.Tensor]] = []
+
+        class Keeping(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+                kept.append({name: value.detach().clone() for name, value in model.named_parameters()})
+
+        plain = self.build(tmp_path / "plain", tokenizer, times=0)
+        plain.add_callback(Keeping())
+        plain.train()
+        config = HealingConfig(snapshot_interval=2, snapshot_verify_steps=2)
+        healed = self.build(tmp_path / "healed", tokenizer, config, fails_at=10, times=100)
+        with pytest.raises(UnrecoverableTrainingError, match=r"optimizer.step\(\)"):
+            healed.train()
+        saved = json.loads((tmp_path / "healed" / "postmortem.json").read_text())["emergency_checkpoint"]
+        found = load_file(Path(saved) / "model.safetensors")
+        as_of = [
+            step for step, state in enumerate(kept, 1) if all(torch.equal(found[name], state[name]) for name in found)
+        ]
+        (outcome,) = journal(tmp_path / "healed", "outcome")
+        assert len(as_of) == 1
+        assert outcome["steps_lost"] == 11 - as_of[0]
+
+    def test_that_never_fits_all_at_once_is_made_parameter_by_parameter(self, tmp_path: Path, tokenizer: Any) -> None:
+        class AllAtOnce(torch.optim.AdamW):
+            def step(self, closure: Any = None) -> Any:
+                if self.state and self.param_groups[0]["foreach"] is not False:
+                    raise out_of_memory(0)
+                return super().step(closure)
+
+        trainer = sft_trainer(tmp_path, tokenizer, max_steps=14, callbacks=[SelfHealingCallback()])
+        trainer.optimizer = AllAtOnce(trainer.model.parameters(), lr=1e-3, foreach=None)
+        trainer.train()
+        assert trainer.state.global_step == 14
+        assert trainer.optimizer.param_groups[0]["foreach"] is None
+
+    def test_without_any_state_to_go_back_to_the_error_says_so(self, tmp_path: Path, tokenizer: Any) -> None:
+        healed = self.build(tmp_path, tokenizer, HealingConfig(snapshots=False), fails_at=10)
+        with pytest.raises(UnrecoverableTrainingError, match="some weights and not others") as caught:
+            healed.train()
+        assert "NaN" not in str(caught.value)
+        assert caught.value.failure == "out_of_memory"
+
+    def test_after_a_resume_moments_that_moved_are_not_taken_for_untouched(
+        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Moved(torch.optim.AdamW):
+            """Raises once, with the moments updated and the weights not."""
+
+            armed = False
+
+            def step(self, closure: Any = None) -> Any:
+                if self.armed:
+                    self.armed = False
+                    for state in self.state.values():
+                        state["exp_avg"].mul_(0.5)
+                    raise out_of_memory(0)
+                return super().step(closure)
+
+        # As an optimizer of torch, whose tensors are trusted to be counted.
+        monkeypatch.setattr(Moved, "__module__", "torch.optim.adamw")
+
+        def build(directory: Path, callbacks: Any = None) -> Any:
+            trainer = sft_trainer(
+                directory, tokenizer, max_steps=8, save_strategy="steps", save_steps=4, callbacks=callbacks
+            )
+            trainer.optimizer = Moved(trainer.model.parameters(), lr=1e-3)
+            return trainer
+
+        plain = build(tmp_path / "plain")
+        plain.train()
+        healed = build(tmp_path / "healed", [SelfHealingCallback()])
+        healed.optimizer.armed = True
+        healed.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-4"))
         assert_same_weights(weights(healed), weights(plain))
 
     def test_again_and_again_ends_with_an_error(self, tmp_path: Path, tokenizer: Any) -> None:
@@ -639,8 +718,46 @@ class TestEvaluation:
         ]
         assert evaluated[0] == evaluated[1]
 
+    def test_that_does_not_fit_says_nothing_about_training(self, tmp_path: Path, tokenizer: Any) -> None:
+        trainer = sft_trainer(tmp_path, tokenizer, per_device_eval_batch_size=8, callbacks=[SelfHealingCallback()])
+        trainer.eval_dataset = trainer.train_dataset.select(range(16))
+        trainer.add_callback(EvaluatingAt(2))
+        memory = TooManyRows(trainer.model, 4)
+        trainer.train()
+        assert memory.fired == 2
+        assert memory.seen[-1] == 4
+
+
+class TestWithOtherFaults:
+    @pytest.mark.parametrize("forward", [3, 4])
+    def test_memory_that_runs_out_while_a_nan_is_looked_into(
+        self, tmp_path: Path, tokenizer: Any, forward: int
+    ) -> None:
+        plain = sft_trainer(tmp_path / "plain", tokenizer)
+        plain.train()
+        trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()])
+        OutputFault(trainer.model, lambda number: number == 2)
+        memory = TooManyRows(trainer.model, 3, times=1, unless=lambda: len(memory.seen) != forward)
+        trainer.train()
+        assert memory.fired == 1
+        assert_same_weights(weights(trainer), weights(plain))
+        assert losses(trainer) == losses(plain)
+
 
 class TestWhatIsTheUsers:
+    def test_a_model_that_is_pickled_meanwhile_is_a_plain_one(self, tmp_path: Path, tokenizer: Any) -> None:
+        class Saving(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+                model._forward_pre_hooks.clear()
+                torch.save(model, tmp_path / "model.pt")
+                control.should_training_stop = True
+
+        trainer = plain_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback(), Saving()])
+        TooManyRows(trainer.model, 1)
+        trainer.train()
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert loaded(input_ids=torch.full((3, 5), 7)).logits.shape[:2] == (3, 5)
+
     def test_a_copy_of_the_model_runs_itself(self, tmp_path: Path, tokenizer: Any) -> None:
         class Copying(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

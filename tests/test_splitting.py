@@ -599,7 +599,7 @@ def test_batch_normalisation_is_refused_in_training_only() -> None:
 def test_a_model_that_keeps_something_of_every_call_is_refused() -> None:
     with split(Counting(), only(2)) as calls:
         calls._module(torch.randn(6, 8))
-    assert "buffers" in calls.refused
+    assert "depend on each other" in calls.refused
 
 
 def test_the_balance_of_a_mixture_of_experts_is_refused(tokenizer: Any) -> None:
@@ -1021,7 +1021,7 @@ def test_what_is_not_needed_again_is_freed_before_the_backward_pass() -> None:
         made.append(weakref.ref(inner))
         return inner.exp() * 3
 
-    given = recomputed(run, torch.device("cpu"), [weight])
+    given = recomputed(run, torch.device("cpu"), [weight], otherwise=pytest.fail)
     assert made[0]() is None
     given.sum().backward()
     assert len(made) == 2
@@ -1099,3 +1099,110 @@ def test_generation_that_looks_at_the_batch_is_refused(arguments: Any, reason: s
         found = model.generate(ids, max_new_tokens=2, do_sample=False, **arguments)
     assert reason in calls.refused
     assert_same_output(found, expected)
+
+
+# ---- what looks exact and is not ----
+
+
+class SeenInTrainingOnly(torch.nn.Module):
+    """Compares each row with the others of its batch, in training; in evaluation it only embeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        embedded = self.layer(inputs)
+        if not self.training:
+            return {"embedded": embedded}
+        return {"loss": torch.nn.functional.cross_entropy(embedded @ embedded.T, torch.arange(len(inputs)))}
+
+
+def test_a_loss_that_there_is_in_training_only_is_tried_in_training() -> None:
+    assert_refused(SeenInTrainingOnly(), "depend on each other", inputs=torch.randn(6, 8))
+
+
+class WeightedClasses(torch.nn.Module):
+    """Its mean is divided by the weights of the classes there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(inputs)
+        loss = torch.nn.functional.cross_entropy(logits, labels, weight=torch.tensor([1.0, 9.0]))
+        return {"loss": loss, "logits": logits}
+
+
+def test_weighted_classes_are_refused_whatever_rows_come_first() -> None:
+    labels = torch.tensor([0, 0, 0, 0, 1, 0])
+    assert_refused(WeightedClasses(), "depend on each other", inputs=torch.randn(6, 8), labels=labels)
+
+
+def test_a_hook_that_adds_to_the_loss_is_not_counted_once_for_each_chunk(tokenizer: Any) -> None:
+    model = tiny_model(tokenizer, 0.0).double()
+
+    def add(module: Any, inputs: Any, output: Any) -> Any:
+        output["loss"] = output["loss"] + module.lm_head.weight.pow(2).sum()
+        return output
+
+    model.register_forward_hook(add)
+    batch = batch_of(tokenizer)
+    whole, expected, _ = one_call(model, 0, **batch, num_items_in_batch=100)
+    parts, found, _ = one_call(model, 2, **batch, num_items_in_batch=100)
+    assert float(parts["loss"]) == pytest.approx(float(whole["loss"]))
+    assert distance(found, expected) < 1e-7
+
+
+def test_a_mode_that_changes_before_the_backward_pass_is_noticed(tokenizer: Any) -> None:
+    model = tiny_model(tokenizer, 0.5)
+    model.eval()
+    with split(model, only(2)) as calls:
+        loss = model(**batch_of(tokenizer))["loss"]
+        model.train()
+        with pytest.raises(RuntimeError, match="computed again in the backward pass"):
+            loss.backward()
+        model.zero_grad()
+        model.eval()
+        model(**batch_of(tokenizer))["loss"].backward()
+    assert "computed again" in calls.refused
+
+
+def test_what_the_model_gives_without_a_gradient_has_none() -> None:
+    class Telling(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+            hidden = self.layer(inputs)
+            return {"hidden": hidden, "seen": hidden.detach().softmax(-1)}
+
+    model = Telling()
+    with split(model, only(2)) as calls:
+        output = model(torch.randn(6, 8))
+        assert calls.pieces == 3
+        assert output["seen"].numpy().shape == (6, 8)
+        assert output["hidden"].requires_grad
+
+
+def test_a_refusal_leaves_buffers_and_random_states_as_they_were() -> None:
+    class Noisy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.calls += 1
+            return {"hidden": self.layer(inputs), "noise": torch.rand(())}
+
+    model = Noisy()
+    torch.manual_seed(3)
+    with split(model, only(2)) as calls:
+        found = model(torch.ones(6, 8))
+    assert calls.refused
+    assert float(model.calls) == 1
+    torch.manual_seed(3)
+    assert float(found["noise"]) == float(torch.rand(()))

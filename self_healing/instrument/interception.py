@@ -37,6 +37,10 @@ class Interception:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapper(self._original, *args, **kwargs)
 
+    def __reduce__(self) -> Any:
+        # What is read from the file is a model without us: there this is a method of its class again.
+        return getattr, (self._model, self._name)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied, method = memo.get(id(self._model)), getattr(type(self._model), self._name, None)
         # Without a method of the class there is nothing that could be bound to the copy (a compiled call).

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from .live_state import innermost
 
 
@@ -59,30 +57,29 @@ class ActivationCheckpointing:
                 return
 
 
-def update_one_by_one(optimizer: Any) -> bool:
+class UpdateOneByOne:
     """
-    Makes an optimizer of torch update parameter by parameter: all at once takes as much memory again as they do.
+    An optimizer of torch that updates parameter by parameter: all at once takes as much memory again as they do.
 
-    Returns:
-        Whether that changes anything.
+    Args:
+        optimizer (`Any`):
+            The trainer's optimizer.
     """
-    changed = False
-    for group in getattr(innermost(optimizer), "param_groups", []):
-        if "foreach" in group and group["foreach"] is not False and not group.get("fused"):
-            group["foreach"] = False
-            changed = True
-    return changed
 
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._before: list[tuple[dict[str, Any], Any]] = []
 
-def fingerprint(trainer: Any) -> dict[str, Any]:
-    """What has to be the same for a size that fitted in one process to fit in another."""
-    parameters = list(trainer.model.parameters())
-    device = trainer.accelerator.device
-    return {
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "memory": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
-        "processes": int(trainer.args.world_size),
-    }
+    def switch_on(self) -> bool:
+        """Whether that changes anything."""
+        for group in getattr(innermost(self._optimizer), "param_groups", []):
+            if "foreach" in group and group["foreach"] is not False and not group.get("fused"):
+                self._before.append((group, group["foreach"]))
+                group["foreach"] = False
+        return bool(self._before)
+
+    def switch_off(self) -> None:
+        """Takes [`switch_on`] back."""
+        for group, foreach in self._before:
+            group["foreach"] = foreach
+        self._before.clear()

@@ -6,7 +6,7 @@ import gc
 import re
 import traceback
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
@@ -35,16 +35,19 @@ class OutOfMemory:
             Bytes that were asked for, if the message says so.
         figures (`dict`):
             Memory of device and host when it was caught, in bytes.
+        raised_in (`str`):
+            File, line and function it was raised in.
     """
 
     place: Place
     error: Exception
     requested: int | None
     figures: dict[str, int]
+    raised_in: str
 
     @property
     def on_host(self) -> bool:
-        """Whether it was the memory of the host that ran out beside a device of its own."""
+        """Whether the memory that ran out was the host's."""
         text = str(self.error)
         return isinstance(self.error, (MemoryError, OSError)) or "DefaultCPUAllocator" in text
 
@@ -64,7 +67,8 @@ def caught(error: Exception, device: torch.device, place: Place | None = None) -
     """
     if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
         return None
-    found = OutOfMemory(place or _place_of(error), error, _requested(error), memory_figures(device))
+    figures = memory_figures(device)
+    found = OutOfMemory(place or _place_of(error), error, _requested(error), figures, _raised_in(error))
     let_go(error)
     return found
 
@@ -75,6 +79,11 @@ def _place_of(error: BaseException) -> Place:
     if "generate" in names:
         return "generation"
     return "backward" if names & {"backward", "_engine_run_backward"} else "forward"
+
+
+def _raised_in(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"
 
 
 def _requested(error: BaseException) -> int | None:
@@ -136,28 +145,3 @@ def write_memory_snapshot(path: str, device: torch.device) -> bool:
         return False
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
     return True
-
-
-def models_of(trainer: Any) -> list[torch.nn.Module]:
-    """
-    The models a trainer calls: what it trains, its reference, teachers and reward models. Inside of what spreads them
-    over processes, without parts of others among them, and without modules that are no models (losses).
-    """
-    wrapped = _inside(getattr(trainer, "model_wrapped", trainer.model))
-    held: list[Any] = [wrapped if type(wrapped).__name__ == "OptimizedModule" else trainer.model]
-    for name, value in vars(trainer).items():
-        if name != "model_wrapped":
-            several = value if isinstance(value, (list, tuple)) else [value]
-            held.extend(each for each in several if hasattr(each, "config"))
-    found: list[torch.nn.Module] = []
-    inner: set[int] = set()
-    for value in held:
-        if isinstance(value, torch.nn.Module) and id(_inside(value)) not in inner:
-            found.append(_inside(value))
-            inner.update(id(module) for module in _inside(value).modules())
-    return found
-
-
-def _inside(module: torch.nn.Module) -> torch.nn.Module:
-    inner = getattr(module, "module", None)
-    return _inside(inner) if isinstance(inner, torch.nn.Module) else module

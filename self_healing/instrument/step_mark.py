@@ -15,10 +15,9 @@ _COUNTED = ("torch", "transformers")
 
 class StepMark:
     """
-    Notes the versions of the parameters before a step in which the optimizer makes state: its first, most often.
+    Notes the versions of the parameters before the step in which the optimizer makes its state, the first one.
 
-    In all later steps nothing is noted, because nothing is to be learned: what raises there raises in the update,
-    which may have touched everything.
+    In all later steps nothing is noted: what raises there raises in the update, which may have touched everything.
 
     Args:
         optimizer (`Any`):
@@ -29,25 +28,17 @@ class StepMark:
         inner = innermost(optimizer)
         counted = type(inner).__module__.partition(".")[0] in _COUNTED
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) and counted else None
-        self._states = -1
         self._before: dict[torch.Tensor, int] | None = None
-        self._had: set[Any] = set()
 
     def set(self) -> None:
         """Right before the step."""
         self._before = None
-        if self._optimizer is not None and len(self._optimizer.state) != self._states:
-            self._had = set(self._optimizer.state)
+        if self._optimizer is not None and not self._optimizer.state:
             self._before = {
                 parameter: parameter._version
                 for group in self._optimizer.param_groups
                 for parameter in group["params"]
             }
-
-    def stepped(self) -> None:
-        """The step was taken."""
-        if self._optimizer is not None:
-            self._states = len(self._optimizer.state)
 
     def undo(self) -> bool:
         """
@@ -61,11 +52,9 @@ class StepMark:
         if any(parameter._version != version for parameter, version in self._before.items()):
             return False
         state = self._optimizer.state
-        made = [parameter for parameter in state if parameter not in self._had]
-        if self._fused and any(_counts(state[parameter]) for parameter in made):
+        if self._fused and any(_counts(each) for each in state.values()):
             return False
-        for parameter in made:
-            del state[parameter]
+        state.clear()
         return True
 
     @property

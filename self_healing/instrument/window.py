@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,6 +24,9 @@ from .row_sources import RowSource
 
 if TYPE_CHECKING:
     from .wrapping import Instrument
+
+
+_T = TypeVar("_T")
 
 
 class TrainingFault(Exception):
@@ -203,6 +206,23 @@ class Window:
         Raises:
             TrainingFault: An exception of the training code.
         """
+        self._until_it_fits(lambda: self._reexecute(keep))
+
+    def _until_it_fits(self, compute: Callable[[], _T]) -> _T:
+        """Something that begins with rewinding the step, so that it can be begun anew with more memory."""
+        while True:
+            try:
+                result = compute()
+            except TrainingFault as fault:
+                error = fault.error
+            else:
+                self._instrument.memory_came_through()
+                return result
+            # Outside of the handler: what the failed attempt held is gone.
+            if not self._instrument.may_try_again(error):
+                raise TrainingFault(error) from error
+
+    def _reexecute(self, keep: Mapping[int, Sequence[int]] | None) -> None:
         # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.
         counting = keep is not None
         self._thinned = counting
@@ -277,7 +297,9 @@ class Window:
             self._tokens_inside += added
         self._tokens_inside -= added
         self.losses = losses[:-1]
-        self._set_running_loss(self.losses)
+        if all(math.isfinite(float(loss)) for loss in self.losses):
+            # Else it is as the Trainer has filtered it.
+            self._set_running_loss(self.losses)
         return losses[-1], added
 
     def layout(self, index: int) -> Layout | None:
@@ -296,6 +318,9 @@ class Window:
         return self._probe(self.size - 1, self._instrument.prepare_inputs(copy.copy(inputs)))
 
     def _probe(self, index: int, batch: Any) -> bool:
+        return self._until_it_fits(lambda: self._probe_once(index, batch))
+
+    def _probe_once(self, index: int, batch: Any) -> bool:
         self._rewind()
         try:
             return self._is_finite(self._run(index, lambda _: batch, last=True, synchronise=False))
@@ -419,8 +444,12 @@ class Window:
         Raises:
             TrainingFault: An exception of the training code.
         """
-        self._rewind()
-        loss = self._run_again(control)
+
+        def compute() -> float:
+            self._rewind()
+            return self._run_again(control)
+
+        loss = self._until_it_fits(compute)
         self._rewind()
         return loss
 
@@ -467,12 +496,16 @@ class Window:
         assert self._start is not None
         state = self._trainer.state
         tokens, step, norm = state.num_input_tokens_seen, state.global_step, None
-        self._trainer.model.zero_grad()
-        recording.rng.restore()
+
+        def compute() -> float:
+            self._trainer.model.zero_grad()
+            recording.rng.restore()
+            return self._run_again(recording.control)
+
         try:
             # A loss may depend on it.
             state.global_step = recording.step
-            loss = self._run_again(recording.control)
+            loss = self._until_it_fits(compute)
             if math.isfinite(loss):
                 norm = self._step_again(recording.rates, recording)
         finally:

@@ -21,9 +21,10 @@ from ..failures import UnrecoverableTrainingError, is_nonfinite_exception
 from ..objectives import objective_of
 from .bookkeeping import Ledger
 from .interception import Interception
-from .less_memory import ActivationCheckpointing, fingerprint, update_one_by_one
+from .less_memory import ActivationCheckpointing, UpdateOneByOne
 from .live_state import LiveState, beta2_of, innermost, live_state_of, reload_checkpoint, reset_moments
-from .out_of_memory import OutOfMemory, Place, caught, models_of
+from .models import fingerprint, models_of
+from .out_of_memory import OutOfMemory, Place, caught
 from .phase import Phase
 from .random_state import RandomState
 from .reentry import Reentry
@@ -122,6 +123,7 @@ class Instrument:
         self.window: Window | None = None
         self._step_mark = StepMark(self.trainer.optimizer)
         self._checkpointing = ActivationCheckpointing(self.trainer.model)
+        self._one_by_one = UpdateOneByOne(self.trainer.optimizer)
         self.started_at = started_at
         self._judge_step = judge
         self._extra_logs = extra_logs
@@ -184,6 +186,7 @@ class Instrument:
         self._hooks.clear()
         self.position.release()
         self._checkpointing.switch_off()
+        self._one_by_one.switch_off()
         self.window = None
 
     @staticmethod
@@ -341,9 +344,10 @@ class Instrument:
         tokens = state.num_input_tokens_seen - before
         if ran_out is not None:
             # Outside of the handler: the exception, and with it what the failed attempt held, is gone.
-            loss, tokens = self._until_it_fits(window, ran_out, before)
+            with self._leaving_on_exception():
+                loss, tokens = self._until_it_fits(window, ran_out, before)
         window.add_loss(loss, tokens)
-        self._memory.came_through()
+        self.memory_came_through()
         return loss
 
     def _noting_what_is_generated(self, window: Window) -> contextlib.AbstractContextManager[None]:
@@ -368,6 +372,16 @@ class Instrument:
                 self._memory.struck_one_of_many(found, inputs)
             return None
         return found
+
+    def memory_came_through(self) -> None:
+        """Something that may have run out of memory before has been computed."""
+        with self.contained():
+            self._memory.came_through()
+
+    def may_try_again(self, error: Exception) -> bool:
+        """After an exception in a computation that can be begun anew: whether it was memory, and there is more now."""
+        ran_out = self._memory_ran_out(error)
+        return ran_out is not None and self._relieved(ran_out, self._memory.relieve)
 
     def _relieved(self, ran_out: OutOfMemory, relieve: Callable[[OutOfMemory, Window | None], bool]) -> bool:
         try:
@@ -473,11 +487,12 @@ class Instrument:
                 if ran_out is None:
                     raise
             else:
-                self._step_mark.stepped()
                 with self.contained():
                     self._memory.stepped()
                 return result
-            if not self._relieved(ran_out, self._memory.relieve_optimizer_step):
+            with self._leaving_on_exception():
+                again = self._relieved(ran_out, self._memory.relieve_optimizer_step)
+            if not again:
                 raise ran_out.error
 
     @contextlib.contextmanager
@@ -553,7 +568,7 @@ class Instrument:
                 if ran_out is None:
                     raise
             else:
-                self._memory.came_through()
+                self.memory_came_through()
                 return result
             # An evaluation may generate, and training draws on from where it stops.
             rng.restore()
@@ -700,7 +715,7 @@ class Instrument:
 
     def update_one_by_one(self) -> bool:
         """Makes the optimizer update parameter by parameter, with less memory at a time; whether it did not before."""
-        return update_one_by_one(self.trainer.optimizer)
+        return self._one_by_one.switch_on()
 
     def fingerprint(self) -> dict[str, Any]:
         """What has to be the same for sizes that fitted in one process to fit in another."""

@@ -25,7 +25,7 @@ from .slicing import (
 )
 
 
-Rule = Literal["sum", "rows", "tokens", "labels"]
+Rule = Literal["sum", "rows", "tokens", "labels", "none"]
 _RULES: tuple[Rule, ...] = ("sum", "tokens", "labels", "rows")
 # The outputs that are the loss: by name, first of a tuple, or all there is.
 _LOSS = ("loss", "0", "")
@@ -38,6 +38,10 @@ _OTHER_LOSSES = frozenset({"z_loss", "shift_labels", "shifted_logits"})
 # Of a sum in another order, in float32.
 _ROUNDING = 2e-6
 _DEPEND = "its rows depend on each other: computed one after the other, two of them give something else than together"
+
+
+# Adapters that leave the loss as it is.
+_PLAIN_ADAPTERS = frozenset({"LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "VERA", "HRA", "FOURIERFT", "LN_TUNING"})
 
 
 class _NoLabels(CannotSplit):
@@ -83,6 +87,8 @@ def _added(values: list[torch.Tensor], weights: list[Any]) -> torch.Tensor:
 
 def _weights(rule: Rule, chunks: Sequence[Chunk], whole: Mapping[str, Any]) -> list[Any]:
     """The weight of each chunk in a mean over rows, over next-token labels or over labels; 1 for a sum."""
+    if rule == "none":
+        raise CannotSplit("the model gives a number for all rows that it did not give when two of them were tried")
     if rule == "sum":
         return [1.0] * len(chunks)
     if rule == "rows":
@@ -121,9 +127,12 @@ def is_language_model(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> boo
     Whether it is a causal language model of transformers with its usual loss, or TRL's fused head on top of one: rows
     are computed one by one, nothing depends on padding to the right, and the loss is one of next tokens.
     """
-    prompts: Any = getattr(module, "active_peft_config", None)
-    if getattr(prompts, "is_prompt_learning", False):
-        # Virtual tokens in front: the first label counts as well.
+    adapter: Any = getattr(module, "active_peft_config", None)
+    if adapter is not None and str(getattr(adapter.peft_type, "value", adapter.peft_type)) not in _PLAIN_ADAPTERS:
+        # Virtual tokens in front, whose first label counts as well; terms that are added to the loss (AdaLoRA).
+        return False
+    if module._forward_hooks and not kwargs.get("fused_lm_head"):
+        # They may change what comes out.
         return False
     inner: Any = innermost(module)
     if not type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel")) or not hasattr(inner, "loss_type"):
@@ -217,7 +226,7 @@ class Additivity:
             return known
         if is_classifier(self._module, whole):
             # No labels, no loss: there is nothing to add up.
-            return "rows"
+            return "none"
         total = sum(chunk.rows for chunk in chunks)
         (low, high), signature = _telling_rows(args, whole, total)
         asked = self._asked[signature] = self._asked.get(signature, 0) + 1
@@ -264,22 +273,28 @@ class Additivity:
                 A row, another one, both; and, to tell means apart by more than what other kernels for other sizes make
                 of them, each of them twice.
         """
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         try:
-            with _evaluating(self._module), torch.no_grad(), random_states_kept(self._device):
+            with _without_dropout(self._module), torch.no_grad(), random_states_kept(self._device):
                 first, second, both, *twice = (
                     without_caches(original(*chunk.args, **chunk.kwargs)) for chunk in tried
                 )
         except Exception as error:
             raise CannotSplit(f"two of its rows could not be tried: {type(error).__name__}: {error}") from error
+        finally:
+            put_back(buffers)
         whole, looseness = tried[2].kwargs, _looseness(self._module, self._device)
         numbers = _numbers(both)
-        # Without a number for all rows there is nothing to add up, and all rules are the same.
+        if not numbers:
+            # There is nothing to add up.
+            nothing: Rule = "none"
+            return [nothing] if alike(merge([first, second], tried[:2], whole, nothing), both, looseness) else []
         fitting: list[Rule] = []
-        for rule in _RULES if numbers else _RULES[:1]:
+        for rule in _RULES:
             try:
                 if not alike(merge([first, second], tried[:2], whole, rule), both, looseness):
                     continue
-                if twice and numbers:
+                if twice:
                     merged_twice = _numbers(merge(twice, tried[3:], whole, rule))
                     share = 0.5 if rule == "sum" else 1.0
                     if not alike([number * share for number in merged_twice], numbers, _ROUNDING):
@@ -310,6 +325,9 @@ def _telling_rows(
         counts.append((labels[:, 1:] != IGNORED_LABEL).flatten(1).sum(1).tolist())
         # The mean over no labels says nothing.
         usable = [row for row in usable if counts[0][row]] or usable
+    if isinstance(labels, torch.Tensor) and labels.dim() == 1 and not labels.is_floating_point():
+        # Classes may be weighted: two rows of the same one would not show it.
+        counts.append(labels.tolist())
     if isinstance(main, torch.Tensor) and main.dim() == 2 and not main.is_floating_point():
         # Padding repeats itself, whatever token it is.
         counts.append((main[:, 1:] == main[:, :-1]).sum(1).tolist())
@@ -336,6 +354,8 @@ def _look(value: Any, total: int) -> tuple[str, bool]:
 
 def _agree(rules: Sequence[Rule], chunks: Sequence[Chunk], whole: Mapping[str, Any]) -> bool:
     """Whether all rules give these chunks the same weights."""
+    if len(rules) == 1:
+        return True
     found = [torch.tensor([float(weight) for weight in _weights(rule, chunks, whole)]) for rule in rules]
     return all(torch.allclose(found[0], other) for other in found[1:])
 
@@ -349,10 +369,26 @@ def _looseness(module: torch.nn.Module, device: torch.device) -> float:
     return 1e-4 if device.type == "cpu" else 3e-3
 
 
+def put_back(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Writes copies of buffers back into them."""
+    with torch.no_grad():
+        for buffer, value in buffers:
+            if buffer.shape == value.shape:
+                buffer.copy_(value)
+
+
 @contextlib.contextmanager
-def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+def _without_dropout(module: torch.nn.Module) -> Iterator[None]:
+    """
+    Models of transformers do the same in evaluation but for dropout. Of others that is not known (some compute their
+    loss in training only): they stay as they are, and only modules that drop out do not.
+    """
     modes = {each: each.training for each in module.modules()}
-    module.eval()
+    if type(innermost(module)).__module__.partition(".")[0] == "transformers":
+        module.eval()
+    for each in modes:
+        if isinstance(each, torch.nn.modules.dropout._DropoutNd):
+            each.eval()
     try:
         yield
     finally:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .. import consensus
-from .additivity import Additivity, is_language_model, merge, rope_by_length, why_rows_depend
+from ..instrument.random_state import RandomState
+from .additivity import Additivity, is_language_model, merge, put_back, rope_by_length, why_rows_depend
 from .outputs import loss_alone, without_caches
 from .recomputing import recomputed, recomputed_at_once
 from .sizes import CallShape, SizeMemory
@@ -47,6 +48,8 @@ class SplitCalls:
         self._inside = False
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._additivity = Additivity(module, self._device)
+        self._proven = False
+        self._given_up = ""
         self.refused = ""
         self.pieces = 1
 
@@ -60,11 +63,15 @@ class SplitCalls:
             return original(*args, **kwargs)
         allowed = self._sizes.rows_for(shape)
         if allowed < shape.rows:
+            before = _Before(self._module, self._device, self._proven)
             try:
+                if self._given_up:
+                    raise CannotSplit(self._given_up)
                 chunks = self._chunks(shape, allowed, args, kwargs)
                 if len(chunks) > 1:
                     return self._split(original, chunks, args, kwargs)
             except CannotSplit as refusal:
+                before.put_back()
                 self.refused = str(refusal)
         with self.running(shape):
             result = original(*args, **kwargs)
@@ -108,12 +115,19 @@ class SplitCalls:
             chunks.append(Chunk(positional, part, stop - start, size, cut=length - keep))
         return chunks
 
+    def _adds_noise_by_length(self) -> bool:
+        """NEFTune scales its noise by the length there is."""
+        embeddings = getattr(self._module, "get_input_embeddings", lambda: None)()
+        return getattr(embeddings, "neftune_noise_alpha", None) is not None
+
     def _may_trim(self, kwargs: dict[str, Any]) -> bool:
         """
         Whether padding on the right may be cut off: only where the outputs at these places are zero (TRL's fused head)
         or not used, and nothing else depends on it.
         """
         if not (kwargs.get("fused_lm_head") or self._only_loss(kwargs)):
+            return False
+        if self._adds_noise_by_length():
             return False
         return is_language_model(self._module, kwargs) and not rope_by_length(self._module)
 
@@ -138,13 +152,17 @@ class SplitCalls:
             elif self._wants_whole_gradients():
                 outputs.append(recomputed_at_once(run, self._device))
             else:
-                outputs.append(recomputed(run, self._device, self._trained()))
+                outputs.append(recomputed(run, self._device, self._trained(), self._give_up))
             if index == 0 and self._kept_state() != before:
                 raise CannotSplit("a forward pass changes what the model keeps (its buffers)")
             self._sizes.ran(chunk.shape)
         result = merge(outputs, chunks, whole, rule)
+        self._proven = True
         self.pieces = max(self.pieces, len(chunks))
         return result
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = why
 
     def _wants_whole_gradients(self) -> bool:
         """
@@ -176,3 +194,25 @@ class SplitCalls:
             return loss_alone(output) if only_loss else without_caches(output)
 
         return run
+
+
+class _Before:
+    """
+    Random states and buffers from before a split that is tried, to put them back if it turns out not to be possible.
+
+    Args:
+        module (`torch.nn.Module`):
+            The module.
+        device (`torch.device`):
+            Where it draws random numbers, besides the CPU.
+        proven (`bool`):
+            Whether its forward is known to leave buffers alone.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: torch.device, proven: bool) -> None:
+        self._rng = RandomState.capture(device)
+        self._buffers = [] if proven else [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+    def put_back(self) -> None:
+        self._rng.restore()
+        put_back(self._buffers)

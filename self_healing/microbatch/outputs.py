@@ -35,7 +35,9 @@ def merged(
             raise CannotSplit(f"the model gives `{name}`, one value for all rows")
         return first
     if isinstance(first, torch.Tensor):
-        return number(name, values) if first.dim() == 0 else _joined(name, values, chunks)
+        together = number(name, values) if first.dim() == 0 else _joined(name, values, chunks)
+        # Of chunks that are computed again everything seems to need gradients; the last one knows.
+        return together if values[-1].requires_grad else together.detach()
     if isinstance(first, Mapping):
         if any(value.keys() != first.keys() for value in values):
             raise CannotSplit("the model gives something for some rows that it does not give for others")

@@ -14,7 +14,19 @@ from ..instrument.random_state import RandomState
 from .outputs import filled, flattened
 
 
-def recomputed(run: Callable[[], Any], device: torch.device, parameters: Sequence[torch.Tensor]) -> Any:
+# By how much the sums of what is computed again may differ: kernels that are not deterministic, in bf16.
+_SAME = 1e-3
+_OTHERWISE = (
+    "computed again in the backward pass, its forward gives something else (another adapter or mode was set meanwhile)"
+)
+
+
+def recomputed(
+    run: Callable[[], Any],
+    device: torch.device,
+    parameters: Sequence[torch.Tensor],
+    otherwise: Callable[[str], None],
+) -> Any:
     """
     What `run` gives, kept without its activations: in the backward pass it is run again.
 
@@ -25,12 +37,14 @@ def recomputed(run: Callable[[], Any], device: torch.device, parameters: Sequenc
             Where it draws random numbers, besides the CPU.
         parameters (`Sequence[torch.Tensor]`):
             What gets gradients in it.
+        otherwise (`Callable[[str], None]`):
+            Told if something else comes out when it is run again.
     """
     structure: list[Any] = []
     with warnings.catch_warnings():
         # Of checkpointing that re-enters: without gradients, as here, it has nothing to do.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-        tensors = _Recomputed.apply(run, structure, device, *parameters)  # type: ignore[no-untyped-call]
+        tensors = _Recomputed.apply(run, structure, device, otherwise, *parameters)  # type: ignore[no-untyped-call]
     return filled(structure[0], tensors)
 
 
@@ -63,9 +77,14 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[[], Any], held: list[Any], device: torch.device, *parameters: torch.Tensor
+        ctx: Any,
+        run: Callable[[], Any],
+        held: list[Any],
+        device: torch.device,
+        otherwise: Callable[[str], None],
+        *parameters: torch.Tensor,
     ) -> Any:
-        ctx.run, ctx.rng, ctx.device = run, RandomState.capture(device), device
+        ctx.run, ctx.rng, ctx.device, ctx.otherwise = run, RandomState.capture(device), device, otherwise
         ctx.autocast = _autocast_now(device)
         ctx.set_materialize_grads(False)
         output = run()
@@ -75,6 +94,7 @@ class _Recomputed(torch.autograd.Function):
         held.append(flattened(output, tensors))
         # Detached: what is given through as it came must not become an output of this.
         tensors = [tensor.detach() for tensor in tensors]
+        ctx.sums = _sums(tensors)
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.is_floating_point()))
         return tuple(tensors)
 
@@ -93,6 +113,9 @@ class _Recomputed(torch.autograd.Function):
                 stack.enter_context(torch.autocast(**context))
             with torch.enable_grad():
                 flattened(ctx.run(), tensors)
+        if not _agree(ctx.sums, _sums(tensors)):
+            ctx.otherwise(_OTHERWISE)
+            raise RuntimeError(f"out of memory, and the call cannot be split: {_OTHERWISE}")
         pairs = [
             (tensor, gradient)
             for tensor, gradient in zip(tensors, gradients, strict=True)
@@ -102,6 +125,25 @@ class _Recomputed(torch.autograd.Function):
             torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         # Theirs have been added.
         return (None,) * len(ctx.needs_input_grad)
+
+
+def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Two numbers of each output that tell it from another one."""
+    floats = [tensor.detach().float() for tensor in tensors if tensor.is_floating_point()]
+    if not floats:
+        return None
+    return torch.stack([number for each in floats for number in (each.sum(), each.abs().sum())])
+
+
+def _agree(before: torch.Tensor | None, again: torch.Tensor | None) -> bool:
+    if before is None or again is None:
+        return before is again
+    if before.shape != again.shape:
+        return False
+    # Sums are as exact as what they are large against: every second one is of absolute values.
+    scale = before[1::2].abs().repeat_interleave(2)
+    near = (before - again).abs() <= _SAME * scale + 1e-6
+    return bool((near | ~torch.isfinite(before)).all())
 
 
 def _autocast_now(device: torch.device) -> list[dict[str, Any]]:

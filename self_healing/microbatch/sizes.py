@@ -29,7 +29,8 @@ class CallShape:
     length: int
 
     def __str__(self) -> str:
-        return f"{self.rows} tokens" if self.length == 1 else f"{self.rows} rows x {self.length}"
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        return f"{self.rows} tokens" if self.length == 1 else f"{rows} x {self.length}"
 
 
 @dataclass(slots=True)
@@ -187,12 +188,20 @@ class SizeMemory:
             frontier.next_probe = self._step + 1
             self._probing = None
 
-    def failed(self, shape: CallShape) -> None:
-        """A call of this size did not fit."""
+    def failed(self, shape: CallShape, with_gradients: bool = True) -> None:
+        """
+        A call of this size did not fit.
+
+        Args:
+            shape ([`CallShape`]):
+                The size.
+            with_gradients (`bool`, *optional*, defaults to `True`):
+                Whether that says something about calls with gradients: not where it was an evaluation that failed.
+        """
         self._seen.clear()
         self._frontiers[shape.kind].fail(shape.rows, shape.length)
         waiting = {shape.kind}
-        if shape.kind == "forward" and self._frontiers["train"].most(shape.length) < shape.rows:
+        if with_gradients and shape.kind == "forward" and self._frontiers["train"].most(shape.length) < shape.rows:
             # With gradients it needs more; unless it did fit, and another model is the larger one.
             self._frontiers["train"].fail(shape.rows, shape.length)
             waiting.add("train")
