@@ -671,7 +671,8 @@ class TestEvaluation:
 
         plain, _ = evaluated(tmp_path / "plain", None, fault=False)
         healed, memory = evaluated(tmp_path / "healed", [SelfHealingCallback()], fault=True)
-        assert memory.fired == 2
+        # Halved until it fits: from 8 rows (16 of DPO) to 2.
+        assert memory.fired in (3, 4)
         (expected,) = [entry for entry in plain.state.log_history if "eval_loss" in entry]
         (found,) = [entry for entry in healed.state.log_history if "eval_loss" in entry]
         for key, value in expected.items():

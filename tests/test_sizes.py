@@ -190,7 +190,7 @@ def test_one_larger_size_is_tried_at_a_time() -> None:
     assert sizes.rows_for(train(8)) == 2
     assert sizes.is_probe()
     assert sizes.rows_for(train(8)) == 1
-    assert sizes.rows_for(CallShape("generate", 8, 512)) == 1
+    assert sizes.rows_for(CallShape("generate", 8, 512)) == 4
 
 
 def test_a_try_that_does_not_take_place_is_forgotten() -> None:
@@ -295,3 +295,14 @@ def test_which_call_has_begun_is_known_for_each_kind() -> None:
     sizes.begins(CallShape("forward", 2, 64))
     assert sizes.begun["train"] == train(8)
     assert sizes.last_begun == CallShape("forward", 2, 64)
+
+
+def test_generation_and_evaluation_are_halved_until_they_fit() -> None:
+    sizes = begun()
+    for failed, left in ((64, 32), (32, 16)):
+        shape = CallShape("generate", failed, 512)
+        sizes.failed(shape)
+        assert sizes.rows_for(CallShape("generate", 64, 512)) == left
+        sizes.failed(CallShape("forward", failed, 512), with_gradients=False)
+        assert sizes.rows_for(CallShape("forward", 64, 512)) == left
+    assert sizes.rows_for(train(8)) == 8

@@ -82,8 +82,8 @@ class SizeMemory:
     faster than that with the other, so their product alone says too little.
 
     Before anything has failed, everything is allowed. After that only what is known to fit is, and one row where
-    nothing is; a larger size is tried again after `probe_steps` optimizer steps, later after twice as many whenever
-    that failed. Each kind of call waits by itself.
+    nothing is (in generation and evaluation half of what failed); a larger size is tried again after `probe_steps`
+    optimizer steps, later after twice as many whenever that failed. Each kind of call waits by itself.
 
     Args:
         probe_steps (`int`):
@@ -97,6 +97,8 @@ class SizeMemory:
             "forward": _Frontier(probe_steps),
             "generate": _Frontier(probe_steps),
         }
+        # Kinds in which what failed is halved until it fits; in the others the next attempt has to.
+        self._halving: set[Kind] = {"generate"}
         self._step = 0
         self._restored = False
         self._seen: list[CallShape] = []
@@ -138,6 +140,10 @@ class SizeMemory:
     def _known(self, shape: CallShape) -> int:
         """How many of its rows are known to fit; 1 where nothing is known."""
         most = max(frontier.most(shape.length) for frontier in self._frontiers_for(shape.kind))
+        if most == 0 and shape.kind in self._halving:
+            # One row at a time would take as many times as long as there are rows, which generation does not forgive.
+            fewest = min((rows for rows, _ in self._frontiers[shape.kind].fails), default=2)
+            return max(min(fewest // 2, shape.rows), 1)
         # What has failed itself counts more than what fitted with gradients (another model, another state of memory).
         failed = self._frontiers[shape.kind].fewest(shape.length)
         if failed is not None:
@@ -200,6 +206,8 @@ class SizeMemory:
         """
         self._seen.clear()
         self._frontiers[shape.kind].fail(shape.rows, shape.length)
+        if not with_gradients:
+            self._halving.add(shape.kind)
         waiting = {shape.kind}
         if with_gradients and shape.kind == "forward" and self._frontiers["train"].most(shape.length) < shape.rows:
             # With gradients it needs more; unless it did fit, and another model is the larger one.
