@@ -112,7 +112,7 @@ def objective_named(name: str) -> Objective:
 
 def _has_own_loss(trainer: Any) -> bool:
     """Whether the loss is the user's: a function given to the trainer, or a subclass that computes it itself."""
-    if getattr(trainer, "compute_loss_func", None) is not None or "compute_loss" in vars(trainer):
+    if getattr(trainer, "compute_loss_func", None) is not None:
         return True
     for method in ("compute_loss", "training_step"):
         owner = next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)

@@ -13,17 +13,20 @@ from typing import Any
 import pytest
 
 
-def on_two_processes(directory: Path, *arguments: str, restarts: int = 0) -> list[dict[str, Any]]:
-    subprocess.run(
+def launch(directory: Path, *arguments: str) -> int:
+    return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--max-restarts", str(restarts)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
             *(str(Path(__file__).with_name("two_processes.py")), str(directory), *arguments),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        check=True,
         timeout=300,
-    )
+    ).returncode
+
+
+def on_two_processes(directory: Path, *arguments: str) -> list[dict[str, Any]]:
+    assert launch(directory, *arguments) == 0
     return [json.loads((directory / f"results.{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -81,13 +84,14 @@ def test_weights_that_turn_nan_on_one_rank_are_rolled_back_on_both(results: list
     assert (outcome["failure"], outcome["steps_lost"]) == ("corrupted_state", 0)
 
 
+@pytest.mark.slow
 def test_one_that_runs_out_of_memory_makes_the_next_start_split(tmp_path: Path) -> None:
     for name in ("plain", "healed"):
         (tmp_path / name).mkdir()
     plain = on_two_processes(tmp_path / "plain", "memory")
-    healed = on_two_processes(tmp_path / "healed", "memory", restarts=1)
-    assert [rank["attempt"] for rank in plain] == [0, 0]
-    assert [rank["attempt"] for rank in healed] == [1, 1]
+    # Not by --max-restarts: gloo now and then looks for the addresses of the first attempt in the second.
+    assert launch(tmp_path / "healed", "memory") != 0
+    healed = on_two_processes(tmp_path / "healed", "memory")
     # Not once in the second start: what did not fit in the first was known.
     assert [rank["fired"] for rank in healed] == [0, 0]
     assert healed[0]["weights"] == healed[1]["weights"]

@@ -330,18 +330,18 @@ def test_an_exception_raised_while_the_step_is_reexecuted_is_the_users_own(tmp_p
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()], ids=repr
 )
-def test_out_of_memory_ends_with_a_checkpoint_and_a_clear_postmortem(
+def test_out_of_memory_that_is_not_to_be_healed_ends_with_a_checkpoint_and_a_clear_postmortem(
     tmp_path: Path, tokenizer: Any, error: Exception
 ) -> None:
     trainer = sft_trainer(tmp_path, tokenizer)
     fault = RaisingForward(trainer.model, lambda forward: forward == 6, lambda: error)
     with pytest.raises(type(error)) as caught:
-        SelfHealingTrainer(trainer).train()
+        SelfHealingTrainer(trainer, HealingConfig(on_oom="raise")).train()
     assert fault.fired == 1
     assert caught.value is error
     postmortem = json.loads((tmp_path / "postmortem.json").read_text())
     assert postmortem["failure"] == "out_of_memory"
-    assert "per_device_train_batch_size" in postmortem["what_to_do"]
+    assert "max_length" in postmortem["what_to_do"]
     assert (Path(postmortem["emergency_checkpoint"]) / "trainer_state.json").is_file()
 
 

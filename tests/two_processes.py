@@ -157,7 +157,7 @@ def main(directory: Path) -> None:
 
 def short_of_memory(directory: Path) -> None:
     """From step 2 on, one of the two has memory for two rows at a time. Started again, the job goes on in pieces."""
-    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank = int(os.environ["RANK"])
     set_seed(1234)
     healed = directory.name == "healed"
     trainer = sft_trainer(
@@ -180,7 +180,7 @@ def short_of_memory(directory: Path) -> None:
 
     trainer.model.register_forward_pre_hook(look, with_kwargs=True)
     SelfHealingTrainer(trainer).train(resume_from_checkpoint="auto")
-    result = {"attempt": attempt, "fired": fired, "weights": digest(trainer), "losses": losses(trainer)}
+    result: dict[str, Any] = {"fired": fired, "weights": digest(trainer), "losses": losses(trainer)}
     result["sum"] = sum(float(value.double().abs().sum()) for value in trainer.model.state_dict().values())
     (directory / f"results.{rank}.json").write_text(json.dumps(result))
 
