@@ -14,13 +14,12 @@ import tenacity
 import torch
 from transformers import TrainingArguments
 
-from .batch_size import BatchPlan, change_batch
 from .checkpoints import newest_checkpoint_of, publish, save_emergency_checkpoint, step_of
 from .config import HealingConfig
 from .diagnosis import Diagnosis
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from .inspection import check_data_quality, check_model_init
-from .instrument import Instrument, Window, free_memory
+from .instrument import BatchPlan, Instrument, Window, change_batch, free_memory
 from .journal import Incident
 from .microbatch import CallShape
 from .rollback import Target, WentBack

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 
 from .actions import HealingActions, HealingContext
-from .batch_size import CannotReduce, smaller_batch
 from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, FailureType, classify_exception
 from .instrument import (
+    CannotReduce,
     Instrument,
     OutOfMemory,
     Window,
     alloc_retries,
     free_memory,
     record_memory_history,
+    smaller_batch,
     write_memory_snapshot,
 )
 from .journal import Incident

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .batch_size import BatchPlan
 from .config import HealingConfig
 from .data import Quarantine, QuarantinedRow
 from .detectors import DetectorPanel, NonFiniteDetector
 from .detectors.rules import MetricRule, MetricRules, rules_for
-from .instrument import Instrument, ResumePoint, RowSource, Window
+from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window
 from .journal import Incident, Journal
 from .learning_rate import LearningRateControl, ScheduleWatch
 from .microbatch import SizeMemory

@@ -8,6 +8,7 @@ out. Everything it sets is taken back by [`Instrument.detach`].
 Read against transformers 5.4 to 5.23, TRL 1.16, accelerate 1.15.
 """
 
+from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
 from .discovery import find_resume_path, find_trainer
 from .out_of_memory import (
     OutOfMemory,
@@ -27,6 +28,8 @@ from .wrapping import Instrument
 
 __all__ = [
     "EMERGENCY_DIR",
+    "BatchPlan",
+    "CannotReduce",
     "Control",
     "Instrument",
     "OutOfMemory",
@@ -37,11 +40,13 @@ __all__ = [
     "TrainingFault",
     "Window",
     "alloc_retries",
+    "change_batch",
     "find_resume_path",
     "find_trainer",
     "free_memory",
     "let_go",
     "preserved",
     "record_memory_history",
+    "smaller_batch",
     "write_memory_snapshot",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from .slicing import (
     segment_chunks,
     sequences_of,
     shape_of_call,
+    spans,
     trimmed,
     used_lengths,
 )
@@ -99,11 +99,8 @@ class SplitCalls:
             return segment_chunks(shape, allowed, args, kwargs, segments)
         total, length = shape.rows, shape.length
         used = used_lengths(kwargs, total) if self._may_trim(kwargs) else None
-        # Evenly, so that none is a mere rest.
-        count = -(-total // allowed)
-        bounds = [total * index // count for index in range(count + 1)]
         chunks = []
-        for start, stop in itertools.pairwise(bounds):
+        for start, stop in spans(total, allowed):
             part = {name: rows_of(value, total, start, stop, name) for name, value in kwargs.items()}
             positional = tuple(rows_of(value, total, start, stop) for value in args)
             keep = length

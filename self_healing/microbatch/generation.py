@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from .calls import SplitCalls
 from .sizes import CallShape, SizeMemory
-from .slicing import CannotSplit, main_input, rows_of
+from .slicing import CannotSplit, main_input, rows_of, spans
 
 
 # Arguments that are the same for all rows, whatever size they have.
@@ -88,10 +87,8 @@ class SplitGeneration:
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         self._check(args, kwargs)
-        count = -(-shape.rows // allowed)
-        bounds = [shape.rows * index // count for index in range(count + 1)]
         pieces = []
-        for start, stop in itertools.pairwise(bounds):
+        for start, stop in spans(shape.rows, allowed):
             part = {
                 name: value if name in _OF_NO_ROW else rows_of(value, shape.rows, start, stop, name)
                 for name, value in kwargs.items()
@@ -107,7 +104,7 @@ class SplitGeneration:
                 raise CannotSplit("generation returns something else than the tokens")
             pieces.append(piece)
             self._sizes.ran(chunk)
-        self._calls.pieces = max(self._calls.pieces, count)
+        self._calls.pieces = max(self._calls.pieces, len(pieces))
         longest, padding = max(piece.size(1) for piece in pieces), self._padding(args, kwargs)
         return torch.cat(
             [torch.nn.functional.pad(piece, (0, longest - piece.size(1)), value=padding) for piece in pieces]

@@ -7,6 +7,7 @@ Shape suffixes: B rows of a batch, T tokens, S segments of a flattened batch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,3 +226,10 @@ def segment_chunk(
     tokens = sum(segments.starts[segment + 1] - segments.starts[segment] for segment in group)
     part = select_rows(kwargs, segments, group)
     return Chunk((), part, 1, dataclasses.replace(shape, rows=tokens), flat=True, gap=gap)
+
+
+def spans(total: int, at_a_time: int) -> list[tuple[int, int]]:
+    """First row and the one after the last of each chunk: of even sizes, so that none is a mere rest."""
+    count = -(-total // at_a_time)
+    bounds = [total * index // count for index in range(count + 1)]
+    return list(itertools.pairwise(bounds))
