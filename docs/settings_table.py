@@ -22,7 +22,10 @@ TITLES = {
     "clipping": "Gradients clipped by what is usual in the run",
     "rollback": "Back to a trusted state, and the learning rate afterwards",
     "memory": "Steps, evaluations and generations that do not fit into memory",
+    "data": "Samples that cannot be loaded or put into a batch",
     "recovery": "How often a run is brought back, and exceptions that end `train()`",
+    "hangs": "Nothing moves any more",
+    "restarts": "Processes that are killed, and machines that are asked for back",
     "journal": "What is written down, and where",
 }
 

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from .checkpoints import newest_checkpoint_of, publish, save_emergency_checkpoint, step_of
 from .config import HealingConfig
 from .diagnosis import Diagnosis
-from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
+from .failures import FAILURE_RECIPES, IN_PLACE, Action, FailureType, UnrecoverableTrainingError
 from .inspection import check_data_quality, check_model_init
 from .instrument import BatchPlan, Instrument, Window, change_batch, free_memory
 from .journal import Incident
@@ -449,11 +449,16 @@ def save_offending_batch(window: Window, directory: Path, incident: Incident) ->
 
 
 def _known(action: Action | str) -> Action:
+    known = ", ".join(member.value for member in Action if member not in IN_PLACE)
     try:
-        return Action(action)
+        found = Action(action)
     except ValueError:
-        known = ", ".join(member.value for member in Action)
         raise ValueError(f"unknown action {action!r}; the actions are: {known}") from None
+    if found in IN_PLACE:
+        raise ValueError(
+            f"{found.value} is done where its failure is noticed and cannot be asked for; the actions are: {known}"
+        )
+    return found
 
 
 def _instrument(context: HealingContext) -> Instrument:

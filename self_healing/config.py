@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 
-SECTIONS = ("nonfinite", "detection", "clipping", "rollback", "memory", "recovery", "journal")
+SECTIONS = (
+    "nonfinite",
+    "detection",
+    "clipping",
+    "rollback",
+    "memory",
+    "data",
+    "recovery",
+    "hangs",
+    "restarts",
+    "journal",
+)
 
 
 class ConfigurationError(ValueError):
@@ -191,6 +202,16 @@ class HealingConfig:
             Whether to record the history of the CUDA allocator and write it next to the journal at the first failure,
             to be looked at on https://docs.pytorch.org/memory_viz.
 
+        > Section `data`: samples that cannot be loaded or put into a batch
+
+        on_bad_sample (`str`, *optional*, defaults to `"quarantine"`):
+            What to do about a sample that raises while it is loaded or collated, twice, or that is empty:
+            `"quarantine"` writes it to `quarantine.jsonl` and puts another one in its place, always the same one, so
+            that shapes and step counts stay; `"raise"` lets the error pass.
+        max_bad_data_fraction (`float`, *optional*, defaults to `0.1`):
+            Share of the samples drawn so far (of at least 100 of them, or of all if there are fewer); when more of
+            them were bad, the run stops and lists them. Above 0, at most 1.
+
         > Section `recovery`: how often a run may be brought back, and exceptions that end `train()`
 
         max_recovery_attempts (`int`, *optional*, defaults to `6`):
@@ -206,6 +227,47 @@ class HealingConfig:
             doubles with every further attempt, and each wait is drawn at random below it. At least 0.
         retry_max_seconds (`float`, *optional*, defaults to `300.0`):
             Longest such wait, in seconds. At least `retry_initial_seconds`.
+        retry_attempts (`int`, *optional*, defaults to `8`):
+            Times a call of a service (reward function, streamed data, vLLM server, Hub) is made in place, with such
+            waits in between, before its error surfaces. At least 1.
+        retry_total_seconds (`float`, *optional*, defaults to `900.0`):
+            Longest time such a call may take with all its attempts and waits, in seconds. At least 0.
+        on_save_failure (`str`, *optional*, defaults to `"continue"`):
+            What to do when a checkpoint cannot be written because of the disk: `"continue"` removes what there is of
+            it, raises an alert, trains on and tries again at the next save; `"raise"` lets the error pass.
+        make_room_for_checkpoints (`bool`, *optional*, defaults to `False`):
+            Whether the oldest checkpoint that is not verified may be removed when the disk is full.
+
+        > Section `hangs`: nothing moves any more
+
+        hang_action (`str`, *optional*, defaults to `"recover"`):
+            What to do when a part of a step takes much longer than it ever did: `"recover"` writes down the stacks of
+            all threads, interrupts the step and goes on ([`SelfHealingTrainer`]; where it cannot be interrupted and a
+            launcher restarts the job, the process ends with exit code 75), `"notify"` writes down the stacks and
+            raises an alert, `"off"` does not watch.
+        hang_factor (`float`, *optional*, defaults to `10.0`):
+            Multiple of the longest time seen that counts as a hang. At least 1.
+        hang_floor_seconds (`float`, *optional*, defaults to `60.0`):
+            Shortest time that counts as one, in seconds. Above 0.
+        hang_learning_steps (`int`, *optional*, defaults to `3`):
+            Times a part of a step is seen (data, forward and backward, optimizer, save, ...) before it is watched. At
+            least 1.
+        hang_grace_seconds (`float`, *optional*, defaults to `30.0`):
+            Time a step has to answer to an interrupt, in seconds. Above 0.
+
+        > Section `restarts`: processes that are killed, and machines that are asked for back
+
+        resume_after_restart (`bool`, *optional*, defaults to `True`):
+            Whether `train()` of a [`SelfHealingTrainer`] that a launcher has started again (torchrun, SLURM) resumes
+            from the newest checkpoint that can be trusted, as with `resume_from_checkpoint="auto"`.
+        launcher_restarts (`str`, *optional*, defaults to `"auto"`):
+            Whether a process that ends with exit code 75 is started again: `"auto"` takes it from the environment
+            (torchrun with restarts left), `"yes"` or `"no"`.
+        on_preemption (`str`, *optional*, defaults to `"save"`):
+            What to do on SIGTERM or SIGUSR1: `"save"` finishes the step, writes a checkpoint and leaves, `"ignore"`
+            leaves the signals alone.
+        preemption_deadline (`float`, *optional*, defaults to `30.0`):
+            Time between the signal and the end of the process, in seconds. Above 0.
 
         > Section `journal`: what is written down, and where
 
@@ -503,6 +565,21 @@ class HealingConfig:
         },
     )
 
+    on_bad_sample: Annotated[Literal["quarantine", "raise"], Setting("data")] = field(
+        default="quarantine",
+        metadata={
+            "help": "What to do about a sample that raises while it is loaded or collated, twice, or that is empty: "
+            "write it to quarantine.jsonl and put another one in its place, or let the error pass."
+        },
+    )
+    max_bad_data_fraction: Annotated[float, Setting("data", above=0, at_most=1)] = field(
+        default=0.1,
+        metadata={
+            "help": "Share of the samples drawn so far (of at least 100 of them, or of all if there are fewer); when "
+            "more of them were bad, the run stops and lists them."
+        },
+    )
+
     max_recovery_attempts: Annotated[int, Setting("recovery", at_least=0)] = field(
         default=6,
         metadata={"help": "Rollbacks and re-entries into `train()` without progress before giving up."},
@@ -530,6 +607,79 @@ class HealingConfig:
             "help": "Longest wait, in seconds, before re-entering after a network or service failure. At least "
             "`retry_initial_seconds`."
         },
+    )
+
+    retry_attempts: Annotated[int, Setting("recovery", at_least=1)] = field(
+        default=8,
+        metadata={
+            "help": "Times a call of a service (reward function, streamed data, vLLM server, Hub) is made in place, "
+            "with such waits in between, before its error surfaces."
+        },
+    )
+    retry_total_seconds: Annotated[float, Setting("recovery", at_least=0)] = field(
+        default=900.0,
+        metadata={"help": "Longest time such a call may take with all its attempts and waits, in seconds."},
+    )
+    on_save_failure: Annotated[Literal["continue", "raise"], Setting("recovery")] = field(
+        default="continue",
+        metadata={
+            "help": "What to do when a checkpoint cannot be written because of the disk: remove what there is of it, "
+            "raise an alert, train on and try again at the next save, or let the error pass."
+        },
+    )
+    make_room_for_checkpoints: Annotated[bool, Setting("recovery")] = field(
+        default=False,
+        metadata={"help": "Whether the oldest checkpoint that is not verified may be removed when the disk is full."},
+    )
+
+    hang_action: Annotated[Literal["recover", "notify", "off"], Setting("hangs")] = field(
+        default="recover",
+        metadata={
+            "help": "What to do when a part of a step takes much longer than it ever did: write down the stacks of "
+            "all threads, interrupt the step and go on (`SelfHealingTrainer`; where it cannot be interrupted and a "
+            "launcher restarts the job, end with exit code 75); only write down and raise an alert; or do not watch."
+        },
+    )
+    hang_factor: Annotated[float, Setting("hangs", at_least=1)] = field(
+        default=10.0, metadata={"help": "Multiple of the longest time seen that counts as a hang."}
+    )
+    hang_floor_seconds: Annotated[float, Setting("hangs", above=0)] = field(
+        default=60.0, metadata={"help": "Shortest time that counts as a hang, in seconds."}
+    )
+    hang_learning_steps: Annotated[int, Setting("hangs", at_least=1)] = field(
+        default=3,
+        metadata={
+            "help": "Times a part of a step is seen (data, forward and backward, optimizer, save, ...) before it is "
+            "watched."
+        },
+    )
+    hang_grace_seconds: Annotated[float, Setting("hangs", above=0)] = field(
+        default=30.0, metadata={"help": "Time a step has to answer to an interrupt, in seconds."}
+    )
+
+    resume_after_restart: Annotated[bool, Setting("restarts")] = field(
+        default=True,
+        metadata={
+            "help": "Whether `train()` of a `SelfHealingTrainer` that a launcher has started again (torchrun, SLURM) "
+            'resumes from the newest checkpoint that can be trusted, as with `resume_from_checkpoint="auto"`.'
+        },
+    )
+    launcher_restarts: Annotated[Literal["auto", "yes", "no"], Setting("restarts")] = field(
+        default="auto",
+        metadata={
+            "help": "Whether a process that ends with exit code 75 is started again; `auto` takes it from the "
+            "environment (torchrun with restarts left)."
+        },
+    )
+    on_preemption: Annotated[Literal["save", "ignore"], Setting("restarts")] = field(
+        default="save",
+        metadata={
+            "help": "What to do on SIGTERM or SIGUSR1: finish the step, write a checkpoint and leave, or leave the "
+            "signals alone."
+        },
+    )
+    preemption_deadline: Annotated[float, Setting("restarts", above=0)] = field(
+        default=30.0, metadata={"help": "Time between the signal and the end of the process, in seconds."}
     )
 
     healing_dir: Annotated[str | None, Setting("journal")] = field(
@@ -584,8 +734,11 @@ class HealingConfig:
             "max_spike_skips": 10,
             "zclip_mode": "clip",
             "max_lr_reductions": 6,
+            "max_bad_data_fraction": 0.25,
             "max_recovery_attempts": 20,
             "retry_max_seconds": 900.0,
+            "retry_attempts": 20,
+            "retry_total_seconds": 7200.0,
         }
         return cls.from_dict({**preset, **overrides})
 
@@ -606,6 +759,7 @@ class HealingConfig:
             "max_spike_skips": 1,
             "on_divergence": "stop",
             "max_lr_reductions": 1,
+            "on_bad_sample": "raise",
             "max_recovery_attempts": 2,
         }
         return cls.from_dict({**preset, **overrides})

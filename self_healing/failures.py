@@ -31,8 +31,13 @@ class FailureType(StrEnum):
     DEAD_LOSS = "dead_loss"
     RED_FLAG = "red_flag"
     OUT_OF_MEMORY = "out_of_memory"
+    BAD_DATA = "bad_data"
     NETWORK = "network"
+    REPORTING = "reporting"
     DISK = "disk"
+    HANG = "hang"
+    PROCESS_DIED = "process_died"
+    PREEMPTED = "preempted"
     DEVICE = "device"
     INTERRUPTED = "interrupted"
     USER_CODE = "user_code"
@@ -58,9 +63,39 @@ class Action(StrEnum):
     SPLIT_BATCH = "split_batch"
     CHECKPOINT_ACTIVATIONS = "checkpoint_activations"
     REDUCE_BATCH_SIZE = "reduce_batch_size"
+    RETRY_CALL = "retry_call"
+    QUARANTINE_SAMPLE = "quarantine_sample"
+    REPLACE_SAMPLE = "replace_sample"
+    GO_ON_WITHOUT = "go_on_without"
+    REMOVE_PARTIAL_CHECKPOINT = "remove_partial_checkpoint"
+    MAKE_ROOM = "make_room"
+    WRITE_STACKS = "write_stacks"
+    INTERRUPT = "interrupt"
     EMERGENCY_CHECKPOINT = "emergency_checkpoint"
     WAIT_AND_RESUME = "wait_and_resume"
+    RESUME = "resume"
+    SAVE_AND_LEAVE = "save_and_leave"
+    EXIT_FOR_RESTART = "exit_for_restart"
     STOP = "stop"
+
+
+# Part of the place where the failure is noticed (a data loader worker, a call that is made again, a thread that
+# watches): they are written down, and cannot be asked for.
+IN_PLACE = frozenset(
+    {
+        Action.RETRY_CALL,
+        Action.QUARANTINE_SAMPLE,
+        Action.REPLACE_SAMPLE,
+        Action.GO_ON_WITHOUT,
+        Action.REMOVE_PARTIAL_CHECKPOINT,
+        Action.MAKE_ROOM,
+        Action.WRITE_STACKS,
+        Action.INTERRUPT,
+        Action.RESUME,
+        Action.SAVE_AND_LEAVE,
+        Action.EXIT_FOR_RESTART,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,21 +286,72 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
         references=("https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",),
     ),
+    FailureType.BAD_DATA: Recipe(
+        diagnosis="A sample cannot be used: it raises while it is loaded or put into a batch, it is empty, or none of "
+        "its tokens counts.",
+        ladder=(
+            Action.RETRY_CALL,
+            Action.QUARANTINE_SAMPLE,
+            Action.REPLACE_SAMPLE,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.STOP,
+        ),
+        advice="Look at the samples in quarantine.jsonl, repair or remove them; where almost nothing can be loaded, "
+        "it is not the samples but the code or the storage they come through.",
+        severity="warning",
+    ),
     FailureType.NETWORK: Recipe(
         diagnosis="A service or the network did not answer, or refused for the moment.",
-        ladder=(Action.EMERGENCY_CHECKPOINT, Action.WAIT_AND_RESUME, Action.STOP),
+        ladder=(Action.RETRY_CALL, Action.EMERGENCY_CHECKPOINT, Action.WAIT_AND_RESUME, Action.STOP),
         advice="Check the service and the credentials, then resume from the emergency checkpoint.",
         severity="warning",
     ),
+    FailureType.REPORTING: Recipe(
+        diagnosis="A tracker or the Hub could not be told. Nothing that is trained depends on it.",
+        ladder=(Action.RETRY_CALL, Action.GO_ON_WITHOUT),
+        advice="Check the service and the credentials. What was logged is in trainer_state.json; a checkpoint that "
+        "was not pushed is on disk.",
+        severity="warning",
+    ),
     FailureType.DISK: Recipe(
-        diagnosis="A file could not be written: the disk is full, a quota is spent, or the device failed.",
-        ladder=(Action.STOP,),
-        advice="Free space or set another output_dir; then resume from the newest complete checkpoint.",
+        diagnosis="A file could not be written: the disk is full, a quota is spent, it is not allowed, or the device "
+        "failed.",
+        ladder=(Action.REMOVE_PARTIAL_CHECKPOINT, Action.MAKE_ROOM, Action.GO_ON_WITHOUT, Action.STOP),
+        advice="Free space or set another output_dir. The run goes on and tries again at its next save; until then "
+        "the newest complete checkpoint is what a restart would go back to.",
         severity="error",
+    ),
+    FailureType.HANG: Recipe(
+        diagnosis="Nothing has moved for much longer than this part of a step has ever taken.",
+        ladder=(
+            Action.WRITE_STACKS,
+            Action.INTERRUPT,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.RESUME,
+            Action.EXIT_FOR_RESTART,
+            Action.STOP,
+        ),
+        advice="The stacks of all threads below hangs/ show the line that waits: a lock, a queue, a file system or a "
+        "service without a timeout, a collective that another process never entered.",
+        severity="error",
+    ),
+    FailureType.PROCESS_DIED: Recipe(
+        diagnosis="The process before this one ended without a word: it was killed (out of host memory, by the "
+        "scheduler, by hand), crashed in native code, or the machine went down.",
+        ladder=(Action.RESUME, Action.STOP),
+        advice="Look at the end of its output, at the exit code (-9 or 137: killed, most often for host memory; -11 "
+        "or 139: a crash in native code; -7 or 135: shared memory is full) and at the kernel's log (dmesg).",
+        severity="warning",
+    ),
+    FailureType.PREEMPTED: Recipe(
+        diagnosis="The machine was asked for back.",
+        ladder=(Action.SAVE_AND_LEAVE,),
+        advice="Start the job again; it goes on from the checkpoint that was written.",
+        severity="info",
     ),
     FailureType.DEVICE: Recipe(
         diagnosis="The accelerator's context is broken; nothing more can be computed in this process.",
-        ladder=(Action.STOP,),
+        ladder=(Action.EXIT_FOR_RESTART, Action.STOP),
         advice="Start the process again (torchrun --max-restarts does it) and resume from the newest checkpoint.",
         severity="error",
     ),

@@ -287,8 +287,11 @@ class TestPresets:
             "max_spike_skips": 10,
             "zclip_mode": "clip",
             "max_lr_reductions": 6,
+            "max_bad_data_fraction": 0.25,
             "max_recovery_attempts": 20,
             "retry_max_seconds": 900.0,
+            "retry_attempts": 20,
+            "retry_total_seconds": 7200.0,
         }
 
     def test_conservative(self):
@@ -300,6 +303,7 @@ class TestPresets:
             "max_spike_skips": 1,
             "on_divergence": "stop",
             "max_lr_reductions": 1,
+            "on_bad_sample": "raise",
             "max_recovery_attempts": 2,
         }
 

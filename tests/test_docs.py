@@ -127,7 +127,7 @@ def test_settings_that_are_named_exist() -> None:
     known = {field.name for config in (SFTConfig, HealingConfig) for field in dataclasses.fields(config)}
     known |= {str(failure) for failure in FailureType} | {str(action) for action in Action}
     known |= {"on_instability", "save_model", "loss_before", "loss_after", "lr_reductions", "snapshot_refused"}
-    known |= {"learning_rate_scale", "snapshots_off"}
+    known |= {"learning_rate_scale", "snapshots_off", "resume_with", "resume_from_checkpoint"}
     for page in PAGES:
         for word in re.findall(r"`(?:--no_)?([a-z]+(?:_[a-z]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8")):
             if word.split("_")[0] in parts:

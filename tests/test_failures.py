@@ -99,6 +99,8 @@ def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
         FailureType.VANISHING_GRADIENT,
         FailureType.HARDER_DATA,
         FailureType.PLATEAU,
+        FailureType.REPORTING,
+        FailureType.PREEMPTED,
     }
     for failure, recipe in FAILURE_RECIPES.items():
         assert failure in watched or recipe.ladder[-1] in (Action.STOP, Action.USE_REEXECUTED_STEP)
