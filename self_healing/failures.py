@@ -336,9 +336,10 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="error",
     ),
     FailureType.PROCESS_DIED: Recipe(
-        diagnosis="The process before this one ended without a word: it was killed (out of host memory, by the "
-        "scheduler, by hand), crashed in native code, or the machine went down.",
-        ladder=(Action.RESUME, Action.STOP),
+        diagnosis="A process ended without a word, the one before this or a data loader worker of it: it was killed "
+        "(SIGKILL or exit code -9: most often the host's memory was full, else the scheduler, or by hand), crashed in "
+        "native code (a bus error or -7: shared memory was full), or the machine went down.",
+        ladder=(Action.EMERGENCY_CHECKPOINT, Action.RESUME, Action.STOP),
         advice="Look at the end of its output, at the exit code (-9 or 137: killed, most often for host memory; -11 "
         "or 139: a crash in native code; -7 or 135: shared memory is full) and at the kernel's log (dmesg).",
         severity="warning",
@@ -370,6 +371,23 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
 }
 
 
+class Interruption(BaseException):
+    """
+    Raised in the main thread by something that watches it. Not an `Exception`, so that nothing between the line it
+    strikes and `train()` takes it for an error of its own.
+
+    Args:
+        message (`str`):
+            Why.
+        failure (`FailureType`):
+            What it is.
+    """
+
+    def __init__(self, message: str, failure: FailureType) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
 class UnrecoverableTrainingError(RuntimeError):
     """
     The run cannot be brought to its end; the message names the postmortem.
@@ -396,6 +414,7 @@ _NETWORK_TYPES = frozenset(
         "requests.exceptions.ConnectionError",
         "requests.exceptions.Timeout",
         "requests.exceptions.ChunkedEncodingError",
+        "requests.exceptions.RetryError",
         "urllib3.exceptions.HTTPError",
         "urllib.error.URLError",
         "http.client.HTTPException",
@@ -428,6 +447,17 @@ _NETWORK_ERRNOS = frozenset(
     }
 )
 _DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG})
+# Of a data loader. That it was killed is most often seen when a signal arrives, else while its batch is waited for.
+_DEAD_WORKER = re.compile(r"^DataLoader worker \(pid.*(?:exited unexpectedly|is killed by signal)")
+# safetensors and torch write through code that knows no error numbers.
+_DISK_TEXTS = (
+    ". unexpected pos ",
+    "PytorchStreamWriter failed writing",
+    "basic_ios::clear: iostream error",
+    "write(): fd ",
+)
+# Where a file is written; anywhere else they are a mistake in the user's code.
+_FORBIDDEN_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
 # RFC 9110 and RFC 6585: request timeout, too early, too many requests; every 5xx but "not implemented" may pass.
 _RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _OOM_TEXTS = (
@@ -485,11 +515,13 @@ def classify_exception(error: BaseException) -> FailureType:
 
 
 def _classify_one(error: BaseException) -> FailureType | None:
+    if isinstance(error, Interruption):
+        return error.failure
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return FailureType.INTERRUPTED
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return FailureType.OUT_OF_MEMORY
-    status = _http_status(error)
+    status = http_status(error)
     if status is not None:
         return FailureType.NETWORK if status in _RETRYABLE_STATUS else None
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
@@ -512,8 +544,24 @@ def _classify_one(error: BaseException) -> FailureType | None:
             return FailureType.DEVICE
         if any(marker in text for marker in _OOM_TEXTS):
             return FailureType.OUT_OF_MEMORY
+        if _DEAD_WORKER.search(text):
+            return FailureType.PROCESS_DIED
+        if any(marker in text for marker in _DISK_TEXTS):
+            return FailureType.DISK
         return _classify_worker_report(text)
+    if "safetensors._safetensors_rust.SafetensorError" in names and "I/O error" in str(error):
+        return FailureType.DISK
     return None
+
+
+def could_not_be_written(error: BaseException) -> bool:
+    """Whether an exception that was raised while a checkpoint was written comes from the disk, and not from code."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, OSError) and current.errno in _FORBIDDEN_ERRNOS:
+            return True
+        current = current.__cause__
+    return classify_exception(error) is FailureType.DISK
 
 
 def _classify_worker_report(text: str) -> FailureType | None:
@@ -529,8 +577,13 @@ def _classify_worker_report(text: str) -> FailureType | None:
     return FailureType.NETWORK if caught.group(1) in names else None
 
 
-def _http_status(error: BaseException) -> int | None:
-    """Status of the response an HTTP exception carries (requests, httpx, huggingface_hub, urllib, aiohttp, openai)."""
+def http_status(error: BaseException) -> int | None:
+    """
+    Status of the response an HTTP exception carries (requests, httpx, huggingface_hub, urllib, aiohttp, openai), or
+    that TRL's client of a vLLM server has put into words.
+    """
+    if type(error) is Exception and (said := re.match(r"Request failed: (\d{3})\b", str(error))):
+        return int(said.group(1))
     response: Any = getattr(error, "response", None)
     for holder, names in ((response, ("status_code", "status")), (error, ("status_code", "status", "code"))):
         for name in names:

@@ -28,6 +28,7 @@ from .config import HealingConfig
 from .detectors import Symptom
 from .detectors.symptom import Severity
 from .failures import FAILURE_RECIPES, FailureType
+from .known_errors import match_known_error
 
 
 logger = logging.getLogger("self_healing")
@@ -82,6 +83,22 @@ class Incident:
     severity: Severity | None = None
     figures: list[str] = field(default_factory=list)
     outcome: str = "open"
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> Incident:
+        """What [`to_dict`] wrote in an earlier process."""
+        return cls(
+            entry["incident"],
+            entry["step"],
+            entry["symptom"],
+            None if entry["failure"] is None else FailureType(entry["failure"]),
+            entry["cause"],
+            dict(entry["evidence"]),
+            list(entry["actions"]),
+            entry["steps_lost"],
+            entry["seconds_lost"],
+            outcome=entry["outcome"],
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -143,6 +160,9 @@ class Journal:
         self.attempt = 0
         self.incidents: list[Incident] = []
         self.notify = notify
+        # What is told to whoever keeps the run's record, and what of it belongs into a postmortem.
+        self.changed: Callable[[], None] | None = None
+        self.attempts: Callable[[], list[dict[str, Any]]] = list
         self._broken_sinks: set[str] = set()
 
     @property
@@ -196,6 +216,7 @@ class Journal:
         self.alert(f"self_healing: {incident.cause}", text, severity)
         if self.notify is not None:
             self._contained("on_instability", lambda: self.notify(incident) if self.notify else None)
+        self._record()
 
     def closed(self, incident: Incident, outcome: str, **evidence: Any) -> None:
         """Records the measured outcome."""
@@ -210,6 +231,11 @@ class Journal:
             seconds_lost=round(incident.seconds_lost, 3),
             **evidence,
         )
+        self._record()
+
+    def _record(self) -> None:
+        if self.changed is not None:
+            self._contained("the record of the run", self.changed)
 
     # ---- sinks ----
 
@@ -287,6 +313,7 @@ class Journal:
         checkpoint: str | None,
         advice: str | None = None,
         older_checkpoint: str | None = None,
+        exit_code: int | None = None,
     ) -> str | None:
         """
         Writes `postmortem.json`: what started it, what followed, what was tried, what to do next.
@@ -304,10 +331,18 @@ class Journal:
                 What to do. Defaults to that of the failure.
             older_checkpoint (`str`, *optional*):
                 Where there is no emergency checkpoint, one from before the failure that can be resumed from.
+            exit_code (`int`, *optional*):
+                Of a process that left no exception.
 
         Returns:
             The path, or `None` if it could not be written.
         """
+        known = match_known_error(error, exit_code)
+        what_to_do = advice or FAILURE_RECIPES[failure].advice
+        if known is not None:
+            what_to_do += f" Known error {known.name}: {known.cause} {known.fix}"
+            told = "The error that ended the run is known (%s): %s What to do: %s"
+            logger.error(told, known.name, known.cause, known.fix)
         path = self.directory / (POSTMORTEM_FILE if self.rank == 0 else f"postmortem.rank{self.rank}.json")
         recipe = FAILURE_RECIPES[failure]
         resume = checkpoint or older_checkpoint
@@ -318,7 +353,8 @@ class Journal:
             "verdict": verdict,
             "failure": failure.value,
             "diagnosis": recipe.diagnosis,
-            "what_to_do": advice or recipe.advice,
+            "what_to_do": what_to_do,
+            "known_error": None if known is None else known.to_dict(),
             "step": step,
             "error": None
             if error is None
@@ -329,6 +365,7 @@ class Journal:
             },
             "emergency_checkpoint": checkpoint,
             "resume_with": None if resume is None else f"trainer.train(resume_from_checkpoint={resume!r})",
+            "attempts": self.attempts(),
             "chain": [incident.to_dict() for incident in self.incidents],
             "initiating_incident": self.incidents[0].id if self.incidents else None,
             "metric_tail": list(log_history)[-20:],

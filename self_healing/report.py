@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .journal import EVENTS_FILE, Incident
+from .journal import EVENTS_FILE, POSTMORTEM_FILE, Incident
 
 
 _OF_THE_RATE = ("lr_reductions", "learning_rate_scale", "learning_rate")
@@ -137,6 +137,17 @@ class HealingReport:
             f"The learning rate was reduced {times}: {self.learning_rate:.3g} worked. In the end "
             f"{self.learning_rate_scale:.3g} of the schedule's was in force."
         )
+
+    @property
+    def ending(self) -> str:
+        """How the run ended and what to do, from its postmortem; empty if there is none."""
+        if self.journal is None:
+            return ""
+        try:
+            told = json.loads((Path(self.journal).parent / POSTMORTEM_FILE).read_text(encoding="utf-8"))
+            return f"The run ended at step {told['step']}: {told['verdict']} What to do: {told['what_to_do']}"
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
 
     def __rich__(self) -> Table:
         return self.table()
