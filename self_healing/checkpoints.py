@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import consensus
-from .instrument import EMERGENCY_DIR, Instrument, ResumePoint
+from .instrument import EMERGENCY_DIR, Instrument, ResumePoint, save_generated
 from .vetting import MARKER_FILE, MARKER_SCHEMA, STATE_FILE, Verdict, load_marker, number_of, vet
 
 
@@ -278,6 +278,7 @@ def save_emergency_checkpoint(instrument: Instrument, run: str) -> ResumePoint |
     path = instrument.reentry.checkpoint_path()
     try:
         instrument.reentry.save_checkpoint()
+        save_generated(instrument.trainer, Path(path))
         write_marker(Path(path), run, step, exported, emergency=True)
     except Exception:
         # Half a checkpoint is worse than none: somebody may resume from it.
@@ -305,7 +306,9 @@ def publish(emergency: str, output_dir: str) -> str:
     return str(regular)
 
 
-def newest_checkpoint_of(run: str, output_dir: str, verified: bool = False) -> str | None:
+def newest_checkpoint_of(
+    run: str, output_dir: str, verified: bool = False, passed_over: list[Verdict] | None = None
+) -> str | None:
     """
     The newest checkpoint of this run that can be resumed from; those of another run are not ours to take.
 
@@ -314,13 +317,18 @@ def newest_checkpoint_of(run: str, output_dir: str, verified: bool = False) -> s
             The run, and where it writes.
         verified (`bool`, *optional*, defaults to `False`):
             Whether healthy steps must have come after it.
+        passed_over (`list[Verdict]`, *optional*):
+            Gets the verdicts on those that are newer, and cannot be resumed from.
     """
     for checkpoint in checkpoints_in(output_dir):
-        marker = read_marker(checkpoint)
+        marker = load_marker(checkpoint)
         if marker is None or marker.get("run") != run or (verified and marker.get("standing") != "verified"):
             continue
-        if vet(checkpoint).usable:
+        verdict = vet(checkpoint)
+        if verdict.usable:
             return str(checkpoint)
+        if passed_over is not None:
+            passed_over.append(verdict)
     return None
 
 
@@ -330,9 +338,69 @@ def step_of(checkpoint: str, default: int) -> int:
     return default if marker is None else int(marker["step"])
 
 
+def standing_of(checkpoint: str) -> str:
+    """What its marker says about it; `"unmarked"` if it has none."""
+    return str((load_marker(Path(checkpoint)) or {}).get("standing", "unmarked"))
+
+
 def remove_emergency_checkpoints(output_dir: str) -> None:
     """Removes the emergency checkpoints of a run that no longer needs them."""
     shutil.rmtree(Path(output_dir, EMERGENCY_DIR), ignore_errors=True)
+
+
+# ---- when the disk is full ----
+
+
+def remove_torn(checkpoint: Path) -> str | None:
+    """
+    Removes a checkpoint so that nobody takes what is left of it for a whole one, however far that gets.
+
+    Returns:
+        Why not all of it is gone; `None` if it is.
+    """
+    failed: OSError | None = None
+    for name in (MARKER_FILE, STATE_FILE):
+        try:
+            (checkpoint / name).unlink(missing_ok=True)
+        except OSError as error:
+            failed = error
+    try:
+        if checkpoint.exists():
+            _remove(checkpoint)
+    except OSError as error:
+        failed = error
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    if not checkpoint.exists() and not checkpoint.with_name(f".{checkpoint.name}.gone").exists():
+        return None
+    return f"{type(failed).__name__}: {failed}"
+
+
+def expendable_checkpoint(run: str, output_dir: Path, best: str | None) -> Path | None:
+    """
+    The oldest checkpoint of a run whose removal makes room, and loses nothing that is known to be good.
+
+    Args:
+        run (`str`), output_dir (`Path`):
+            The run, and where it writes.
+        best (`str`, *optional*):
+            The best checkpoint so far, which is kept.
+
+    Returns:
+        Never a verified one, the newest, or one that is hard-linked to `last-known-good/` and would free nothing.
+    """
+    marked = [(number, entry, read_marker(entry)) for number, entry in sorted(_numbered(output_dir))]
+    own = [(entry, marker) for _, entry, marker in marked if marker is not None and marker.get("run") == run]
+    for entry, marker in own[:-1]:
+        is_best = best is not None and os.path.abspath(best) == os.path.abspath(entry)
+        linked = any(file.stat().st_nlink > 1 for file in _files(entry))
+        if marker.get("standing") != "verified" and not is_best and not linked:
+            return entry
+    return None
+
+
+def size_of(checkpoint: Path) -> int:
+    """Bytes that the files of a checkpoint take."""
+    return sum(file.stat().st_size for file in _files(checkpoint))
 
 
 # ---- the last good ones ----
@@ -521,7 +589,7 @@ class CheckpointKeeper:
         path = self._followed[number].path
         if "copy" not in self._warned:
             self._warned.add("copy")
-            size = sum(file.stat().st_size for file in _files(path)) / 1e9
+            size = size_of(path) / 1e9
             logger.warning(
                 "%s cannot hold hard links, so the last good checkpoint is copied there, and training waits: "
                 "%.3g GB each, %d of them.",

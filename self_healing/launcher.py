@@ -1,0 +1,83 @@
+"""Who started this process, how often before, and whether it is started again when it ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .config import HealingConfig
+
+
+# EX_TEMPFAIL of sysexits.h: "temporary failure, try again later".
+EXIT_FOR_RESTART = 75
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """
+    How this process was started.
+
+    Args:
+        launcher (`str`):
+            `"torchrun"` (also `accelerate launch`, which uses it), `"slurm"`, or `"none"` for a plain `python`.
+        restarts (`int`):
+            How often the launcher has started the job again.
+        restarts_left (`int` or `None`):
+            How often it will; `None` where that cannot be known.
+    """
+
+    launcher: str
+    restarts: int
+    restarts_left: int | None
+
+    @property
+    def started_again(self) -> bool:
+        """Whether the launcher has started the job before this."""
+        return self.restarts > 0
+
+
+def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
+    """
+    Reads the launch from the environment variables of torchrun and SLURM.
+
+    Args:
+        environment (`Mapping[str, str]`, *optional*):
+            Defaults to `os.environ`.
+    """
+    environment = os.environ if environment is None else environment
+    requeued = _number(environment, "SLURM_RESTART_COUNT")
+    if "TORCHELASTIC_RUN_ID" in environment:
+        restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT")
+        left = _number(environment, "TORCHELASTIC_MAX_RESTARTS") - restarts
+        # A requeued job starts torchrun anew, whose own count begins at 0 again.
+        return Launch("torchrun", restarts + requeued, max(left, 0))
+    if "SLURM_JOB_ID" in environment:
+        return Launch("slurm", requeued, None)
+    return Launch("none", 0, None)
+
+
+def restarts_on_exit(config: HealingConfig) -> bool:
+    """Whether a process that ends with [`EXIT_FOR_RESTART`] is started again, as far as can be known."""
+    if config.launcher_restarts != "auto":
+        return config.launcher_restarts == "yes"
+    return (launch_of().restarts_left or 0) > 0
+
+
+def end_process_within(seconds: float, code: int) -> None:
+    """Ends the process with a code even if the interpreter cannot: a broken device may keep it from ending."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(code)
+
+    threading.Thread(target=end, name="self_healing end", daemon=True).start()
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment.get(name, "0"))
+    except ValueError:
+        return 0

@@ -1,0 +1,194 @@
+"""A process that takes up what an earlier one left: which run it continues, from where, and whether it may."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .checkpoints import newest_checkpoint_of, read_marker
+from .failures import FAILURE_RECIPES, FailureType
+from .launcher import Launch
+from .run_record import Attempt, Ending, RunRecord
+from .vetting import STATE_FILE, Verdict, number_of
+
+
+logger = logging.getLogger("self_healing")
+
+# Endings after which a person looks at the run before it is started by hand, and not a launcher.
+_LOOKED_AT = frozenset({Ending.FAILED, Ending.GAVE_UP, Ending.INTERRUPTED})
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """
+    Where a process begins.
+
+    Args:
+        checkpoint (`str`, *optional*):
+            What it resumes from; `None` for the beginning.
+        step (`int`):
+            Optimizer steps finished there.
+        record ([`RunRecord`], *optional*):
+            Of the run that it continues; `None` for a new one.
+        by_hand (`bool`):
+            Whether somebody who has looked at the failure started it.
+    """
+
+    checkpoint: str | None
+    step: int = 0
+    record: RunRecord | None = None
+    by_hand: bool = False
+
+    @property
+    def died(self) -> bool:
+        """Whether the process before this one ended without saying so."""
+        return self.record is not None and self.record.ending is Ending.RUNNING
+
+    @property
+    def spends(self) -> bool:
+        """Whether it is one more attempt without progress: the one before began at the same step, or later."""
+        record = self.record
+        if record is None or self.by_hand or record.ending is Ending.FINISHED:
+            return False
+        return self.step <= record.newest.first_step
+
+    @property
+    def steps_to_repeat(self) -> int:
+        """Steps that the process before this one had finished, and that are in no checkpoint."""
+        return 0 if self.record is None else max(self.record.newest.last_step - self.step, 0)
+
+
+def continues(record: RunRecord | None, launch: Launch, requested: Any) -> bool:
+    """
+    Whether this process goes on with the run of a record by itself, whatever checkpoint was asked for: a launcher has
+    started the same script again.
+
+    Args:
+        record ([`RunRecord`], *optional*):
+            What is found in the run directory.
+        launch ([`Launch`]):
+            How this process was started.
+        requested:
+            `resume_from_checkpoint`.
+    """
+    return record is not None and launch.started_again and requested is not False
+
+
+def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) -> str | None:
+    """The newest checkpoint of that very run that can be trusted: another run may have left some in its place."""
+    return newest_checkpoint_of(record.run, output_dir, passed_over=passed_over)
+
+
+def start_of(
+    checkpoint: str | None, record: RunRecord | None, launch: Launch, taken_up: bool, asked_to_resume: bool
+) -> Start:
+    """
+    What it means to begin at a checkpoint.
+
+    Args:
+        checkpoint (`str`, *optional*):
+            The one that was chosen.
+        record ([`RunRecord`], *optional*):
+            What is found in the run directory.
+        launch ([`Launch`]):
+            How this process was started.
+        taken_up (`bool`):
+            Whether [`continues`] said so.
+        asked_to_resume (`bool`):
+            Whether the caller asked for a resume.
+    """
+    step = 0 if checkpoint is None else step_in(Path(checkpoint))
+    if record is None or not record.attempts:
+        return Start(checkpoint, step)
+    if not taken_up:
+        if not asked_to_resume or record.ending is Ending.FINISHED:
+            return Start(checkpoint, step)
+        if checkpoint is not None and (read_marker(Path(checkpoint)) or {}).get("run") != record.run:
+            return Start(checkpoint, step)
+    by_hand = not launch.started_again and record.ending in _LOOKED_AT
+    return Start(checkpoint, step, record, by_hand)
+
+
+def step_in(checkpoint: Path) -> int:
+    """Optimizer steps finished in a checkpoint."""
+    marker = read_marker(checkpoint)
+    if marker is not None:
+        return int(marker["step"])
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+    return number_of(checkpoint) or 0
+
+
+def log_history_in(checkpoint: str | None) -> list[dict[str, Any]]:
+    """What had been logged when a checkpoint was written; nothing if that cannot be read."""
+    if checkpoint is None:
+        return []
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return list(json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))["log_history"])
+    return []
+
+
+def still_alive(attempt: Attempt) -> bool:
+    """Whether the process of an attempt that has not ended is still there (on this machine)."""
+    if attempt.ending is not Ending.RUNNING or attempt.host != socket.gethostname():
+        return False
+    try:
+        process = psutil.Process(attempt.pid)
+        # A number is given out again: the process must be older than what it wrote.
+        return bool(process.create_time() <= attempt.began) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+@dataclass(slots=True)
+class Refusal:
+    """
+    Why a run is not continued once more.
+
+    Args:
+        verdict (`str`):
+            In words.
+        advice (`str`):
+            What to do.
+        postmortem (`str`, *optional*):
+            Where it is told already.
+    """
+
+    verdict: str
+    advice: str
+    postmortem: str | None = None
+
+
+def gave_up(record: RunRecord) -> Refusal:
+    """The process before this one had ended the run for good, and a launcher has started it all the same."""
+    return Refusal(
+        f"it had ended for good at step {record.newest.last_step} ({record.newest.why})",
+        'Once the cause is removed, start the job by hand: resume_from_checkpoint=True or "auto" goes on from the '
+        "newest checkpoint that can be trusted.",
+        record.postmortem,
+    )
+
+
+def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
+    """The run has ended again and again without getting further."""
+    last = record.newest
+    loop = [attempt for attempt in record.attempts if attempt.first_step >= last.first_step]
+    told = f": {last.why}" if last.why else ""
+    verdict = (
+        f"the job was started {len(loop)} times from step {last.first_step} and never came beyond step "
+        f"{max(attempt.last_step for attempt in loop)} (last end: {last.ending.value}{told}); the budget of "
+        f"{attempts_allowed} attempts without progress is spent"
+    )
+    advice = FAILURE_RECIPES[FailureType.PROCESS_DIED].advice if last.ending is Ending.RUNNING else ""
+    advice = (
+        f"{advice} Look at what the attempts have in common (chain, attempts). Started by hand with "
+        'resume_from_checkpoint=True or "auto", the job gets new attempts.'
+    ).strip()
+    return Refusal(verdict, advice)

@@ -1,0 +1,243 @@
+"""What is known about a run beyond the life of its process: `healing_run.json`, and a mark of how far it came."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import time
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from .journal import jsonable
+
+
+logger = logging.getLogger("self_healing")
+
+RECORD_FILE = "healing_run.json"
+PROGRESS_FILE = "healing_progress.bin"
+SCHEMA_VERSION = 1
+# Attempt and optimizer steps finished, little endian.
+_MARK = struct.Struct("<qq")
+# Of the training time, that marking may take.
+_SHARE = 0.01
+# Attempts that are written down; a run that was started more often than that is told by its newest ones.
+_KEPT_ATTEMPTS = 50
+
+
+class Ending(StrEnum):
+    """How an attempt ended; `RUNNING` in the record of one that is gone says that it had no time to say so."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+    RESTART = "restart"
+    FAILED = "failed"
+    GAVE_UP = "gave_up"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """
+    One process's part in a run.
+
+    Args:
+        number (`int`):
+            From 1.
+        pid (`int`), host (`str`), began (`float`):
+            Where and when, in seconds since the epoch.
+        resumed_from (`str`, *optional*):
+            The checkpoint it went on from.
+        first_step (`int`), last_step (`int`):
+            Optimizer steps finished at its beginning, and as far as is known.
+        ending ([`Ending`]):
+            How it ended.
+        why (`str`):
+            The same in words.
+    """
+
+    number: int
+    pid: int
+    host: str
+    began: float
+    resumed_from: str | None = None
+    first_step: int = 0
+    last_step: int = 0
+    ending: Ending = Ending.RUNNING
+    why: str = ""
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """
+    The record of one run, however many processes it takes.
+
+    Args:
+        directory (`Path`):
+            The run directory.
+        run (`str`):
+            The run.
+        output_dir (`str`):
+            Where its checkpoints lie: several runs may share a `healing_dir`.
+        attempts (`list[Attempt]`):
+            In order.
+        incidents (`list[dict]`):
+            Those of all attempts ([`Incident.to_dict`]).
+        memory (`dict`):
+            What must not be forgotten with the process: budgets, ladders, learning rate.
+        postmortem (`str`, *optional*):
+            Where the newest one lies.
+    """
+
+    directory: Path
+    run: str
+    output_dir: str
+    attempts: list[Attempt] = field(default_factory=list)
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
+    postmortem: str | None = None
+    _progress: int | None = None
+    _next_mark: float = 0.0
+    _failed: bool = False
+
+    # ---- reading ----
+
+    @classmethod
+    def read(cls, directory: Path) -> Self | None:
+        """The record in a run directory; `None` if there is none, or none that can be read."""
+        path = directory / RECORD_FILE
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            attempts = [Attempt(**{**entry, "ending": Ending(entry["ending"])}) for entry in content["attempts"]]
+            record = cls(
+                directory,
+                content["run"],
+                content["output_dir"],
+                attempts,
+                content["incidents"],
+                content["memory"],
+                content.get("postmortem"),
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError):
+            logger.warning("%s cannot be read; what earlier processes of this run did is not known.", path)
+            return None
+        record._take_in_progress()
+        return record
+
+    def _take_in_progress(self) -> None:
+        """A process that was killed left its last step where no write was needed for it."""
+        if not self.attempts:
+            return
+        try:
+            number, step = _MARK.unpack((self.directory / PROGRESS_FILE).read_bytes())
+        except (OSError, struct.error):
+            return
+        if number == self.newest.number:
+            self.newest.last_step = max(self.newest.last_step, step)
+
+    @property
+    def newest(self) -> Attempt:
+        return self.attempts[-1]
+
+    @property
+    def ending(self) -> Ending:
+        """How the newest attempt ended."""
+        return self.newest.ending if self.attempts else Ending.FINISHED
+
+    # ---- writing ----
+
+    def begin_attempt(self, resumed_from: str | None, first_step: int, marks: bool = True) -> Attempt:
+        """
+        A process begins its part.
+
+        Args:
+            resumed_from (`str`, *optional*):
+                The checkpoint it goes on from.
+            first_step (`int`):
+                Optimizer steps finished there.
+            marks (`bool`, *optional*, defaults to `True`):
+                Whether it keeps the mark of how far it came; of several processes the first one does.
+        """
+        number = self.newest.number + 1 if self.attempts else 1
+        attempt = Attempt(
+            number, os.getpid(), socket.gethostname(), time.time(), resumed_from, first_step, last_step=first_step
+        )
+        self.attempts = [*self.attempts, attempt][-_KEPT_ATTEMPTS:]
+        if marks:
+            self._open_progress()
+            self.note_step(first_step)
+        return attempt
+
+    def note_step(self, step: int) -> None:
+        """How far the run is, for those who find it dead; may take a hundredth of the time, however slow the disk."""
+        now = time.perf_counter()
+        if self._progress is None or now < self._next_mark:
+            return
+        try:
+            os.pwrite(self._progress, _MARK.pack(self.newest.number, step), 0)
+        except OSError:
+            self.close()
+        self._next_mark = now + (time.perf_counter() - now) / _SHARE
+
+    def end_attempt(self, ending: Ending, why: str, step: int) -> None:
+        """This process's part is over."""
+        self.newest.ending, self.newest.why = ending, why
+        self.newest.last_step = max(self.newest.last_step, step)
+
+    def write(self) -> None:
+        """Writes the record, whole or not at all. What the file system refuses is told once and stops nothing."""
+        path = self.directory / RECORD_FILE
+        content = {
+            "schema": SCHEMA_VERSION,
+            "time": time.time(),
+            "run": self.run,
+            "output_dir": self.output_dir,
+            "attempts": self.describe_attempts(),
+            "incidents": self.incidents,
+            "memory": self.memory,
+            "postmortem": self.postmortem,
+        }
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(jsonable(content), indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning(
+                    "%s could not be written (%s): a restart will not know of budgets and earlier attempts.",
+                    path,
+                    error,
+                )
+
+    def close(self) -> None:
+        """Lets go of the mark."""
+        if self._progress is not None:
+            os.close(self._progress)
+            self._progress = None
+
+    def describe_attempts(self) -> list[dict[str, Any]]:
+        """All attempts as JSON."""
+        return [asdict(attempt) for attempt in self.attempts]
+
+    def _open_progress(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # Closed on exec, and written to by this process alone: a forked data loader worker never trains a step.
+            self._progress = os.open(self.directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._next_mark = 0.0
+        except OSError as error:
+            logger.warning(
+                "%s cannot be kept (%s): after a kill, the step it came to will not be known.", PROGRESS_FILE, error
+            )
