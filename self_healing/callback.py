@@ -13,14 +13,28 @@ from transformers.trainer_callback import ExportableState
 
 from . import consensus
 from .actions import HealingActions
+from .bad_samples import SampleHealer
 from .checkpoints import find_trusted_checkpoint, read_marker, write_marker
 from .config import ConfigurationError, HealingConfig
 from .detectors.rules import load_rules
+from .disk import SaveHealer
 from .failures import FailureType, UnrecoverableTrainingError
-from .instrument import Instrument, TrainingFault, find_resume_path, find_trainer
+from .instrument import (
+    CheckpointSaving,
+    Instrument,
+    ReportingGuard,
+    ServiceGuard,
+    TrainingFault,
+    find_resume_path,
+    find_trainer,
+    load_generated,
+    save_generated,
+)
 from .journal import Incident
 from .judge import StepJudge
 from .memory import MemoryHealer
+from .reporting import Reporting
+from .services import ServiceCalls
 from .session import Session
 
 
@@ -145,23 +159,37 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             broken=self._give_up_quietly,
             heals_exceptions=self.config.on_nonfinite in ("heal", "skip"),
             started_at=session.started_at,
+            heartbeat=session.heartbeat,
         )
         session.instrument = instrument
         # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
         # does not know (Trainer._save_checkpoint, 5.23).
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if session.entries == 0:
-            session.journal.set_aside_postmortem()
+            if not session.taken_up:
+                session.journal.set_aside_postmortem()
             session.begin_watching(instrument, self._rules)
             self._restore_state(session, state)
+            session.recall_memory()
             session.first_resume = resumed_from
             session.learning_rate.begin(int(state.max_steps), instrument.beta2)
         session.entries += 1
-        session.journal.attempt = session.entries
+        session.journal.attempt = session.entries_before + session.entries
         if session.entries == 1:
             self._refuse_nonfinite_weights(instrument, resumed_from)
         instrument.attach()
         memory.attach()
+        SampleHealer(self.config, session, self.actions).attach()
+        if self.config.on_save_failure == "continue":
+            session.saves = session.saves or SaveHealer(self.config, session)
+            instrument.saving = CheckpointSaving(trainer, session.saves, instrument.contained)
+        ServiceGuard(instrument, ServiceCalls(self.config, session)).attach()
+        if session.reporting is None:
+            self._guard_reporting(trainer, session, instrument)
+        session.watch_for_hangs(instrument)
+        if adopted is None and self.config.on_preemption == "save":
+            session.preemption.listen()
+            instrument.on_detach.append(session.preemption.release)
         point = session.resume_point
         if point is not None and point.path == resumed_from:
             if instrument.reentry.continue_from(point, session.started_at):
@@ -170,6 +198,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             marker = read_marker(Path(resumed_from))
             if marker is not None and marker.get("step") == state.global_step:
                 instrument.ledger.take_over(marker["bookkeeping"])
+                load_generated(trainer, Path(resumed_from))
         session.journal.event(
             "run_started",
             int(state.global_step),
@@ -191,6 +220,14 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error; "
                 "SelfHealingTrainer switches it off."
             )
+
+    def _guard_reporting(self, trainer: Any, session: Session, instrument: Instrument) -> None:
+        """Without the wrapper, which guards trackers and Hub from before `train()` to its very end."""
+        reporting = Reporting(session)
+        guard = ReportingGuard(trainer, reporting)
+        instrument.on_detach.append(lambda: reporting.sum_up(instrument.step))
+        instrument.on_detach.append(guard.detach)
+        guard.attach()
 
     def _warn_about_the_rate(self, instrument: Instrument, resumed_from: str | None) -> None:
         asked, kept = float(instrument.trainer.args.learning_rate), instrument.initial_rate
@@ -250,9 +287,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if session is None or session.instrument is None:
             return
         if not session.broken and session.instrument.attached and self._judge is not None:
-            with session.instrument.contained():
+            with session.instrument.contained(), session.heartbeat.section("judge"):
                 self._judge.run_ends()
         session.close_outcomes()
+        if session.saves is not None:
+            session.saves.run_ends(int(state.global_step))
         if session.stop_for is not None:
             # Seen in the last log: there is no step left to stop before.
             session.journal.dealt_with(session.stop_for)
@@ -265,6 +304,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.instrument.detach()
         session.rollback.release()
         session.healthy_inputs = None
+        if session.leaving and session.record is None and state.global_step < state.max_steps:
+            session.leave(int(state.global_step), str(args.output_dir))
 
     def _sum_up(self, session: Session, steps: int) -> None:
         """What one should know before one trusts, or resumes, a run that has come to its end."""
@@ -319,8 +360,17 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._instrument is not None:
-            self._instrument.step_ends()
+        session, instrument = self.session, self._instrument
+        if session is None or instrument is None:
+            return
+        if session.record is not None:
+            session.record.note_step(int(state.global_step))
+        if instrument.leaves(session.preempted):
+            session.leaving = True
+            # Saved now, whatever the schedule of checkpoints is; there is no time for an evaluation.
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+        instrument.step_ends()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -346,6 +396,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         try:
             if checkpoint.is_dir():
                 exported = session.instrument.ledger.export()
+                save_generated(session.instrument.trainer, checkpoint)
                 write_marker(checkpoint, session.run_id, state.global_step, exported, emergency=False)
                 session.rollback.checkpoint_saved(checkpoint, int(state.global_step))
         except Exception:

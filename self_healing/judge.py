@@ -61,7 +61,9 @@ class StepJudge:
     def judge(self, window: Window) -> None:
         """One step. It is left as it is, healed in place, or left out; or the run ends."""
         session = self.session
-        signals = window.signals(stop=session.stop_for is not None, roll_back=session.roll_back_for is not None)
+        signals = window.signals(
+            stop=session.stop_for is not None, roll_back=session.roll_back_for is not None, leave=session.preempted
+        )
         if window.stop_wanted:
             self._stop_for_red_flag(window)
         session.schedule.observe(signals.step, self._instrument.scheduled_rate)

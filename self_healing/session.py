@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from .checkpoints import newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .data import Quarantine, QuarantinedRow
 from .detectors import DetectorPanel, NonFiniteDetector
 from .detectors.rules import MetricRule, MetricRules, rules_for
-from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window
+from .failures import Action, FailureType
+from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training
+from .instrument.sections import Heartbeat
 from .journal import Incident, Journal
 from .learning_rate import LearningRateControl, ScheduleWatch
 from .microbatch import SizeMemory
 from .objectives import content_hash, row_text
 from .policy import RecoveryBudget, RollbackLadder, StepPolicy
+from .preemption import Preemption
 from .rollback import Rollback
+from .run_record import Ending, RunRecord
 from .signals import StepSignals
 from .step_clipping import StepClipping
 from .watch import LossWatch
+from .watchdog import Watchdog
+
+
+if TYPE_CHECKING:
+    from .disk import SaveHealer
+    from .reporting import Reporting
+
+logger = logging.getLogger("self_healing")
 
 
 class Session:
@@ -38,6 +52,8 @@ class Session:
             This process.
         sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
             How waiting between attempts is done, in seconds.
+        run_id (`str`, *optional*):
+            Of the run that an earlier process began; a new one otherwise.
     """
 
     def __init__(
@@ -46,11 +62,13 @@ class Session:
         directory: Path,
         rank: int = 0,
         sleep: Callable[[float], None] = time.sleep,
+        run_id: str | None = None,
     ) -> None:
         self.config = config
         self.directory = directory
-        self.sleep = sleep
-        self.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        self.heartbeat = Heartbeat(config.hang_learning_steps)
+        self.sleep = self.heartbeat.pausing(sleep)
+        self.run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self.journal = Journal(directory, config, self.run_id, rank)
         self.quarantine = Quarantine(directory)
         self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
@@ -73,12 +91,28 @@ class Session:
         self.batch_plan: BatchPlan | None = None
         # An incident that began inside of `train()` and is healed outside of it.
         self.handed_over: Incident | None = None
+        self.saves: SaveHealer | None = None
+        # What keeps trackers and Hub from training for the time of the wrapper's `train()`.
+        self.reporting: Reporting | None = None
         self.started_at = time.time()
         self.resume_point: ResumePoint | None = None
         self.instrument: Instrument | None = None
         self.healthy_inputs: Any = None
         self.broken = False
         self.entries = 0
+        # Of a run that an earlier process began.
+        self.record: RunRecord | None = None
+        self.taken_up = False
+        self.entries_before = 0
+        self.leaving = False
+        self.preemption = Preemption(
+            config.preemption_deadline,
+            self._may_be_interrupted,
+            lambda: 0.0 if self.instrument is None else self.instrument.longest_save,
+            self._still_training,
+            self._end_at_the_deadline,
+        )
+        self.watchdog: Watchdog | None = None
         self.reported_step = -2
         self.observed_step = -1
         self.rate_after_reduction: float | None = None
@@ -101,6 +135,30 @@ class Session:
         self.rules = MetricRules(rules_for(rules, objective.name), instrument.argument_limits())
         self.clipping = StepClipping(self.config, instrument.trainer.model)
 
+    def watch_for_hangs(self, instrument: Instrument) -> None:
+        """Watches the signs of life of one `train()` call, until the trainer is itself again."""
+        if self.watchdog is None:
+            self.watchdog = Watchdog(
+                self.config,
+                self.heartbeat,
+                self.journal,
+                hand_over=self._hand_over,
+                may_recover=lambda: self.may_enter_again,
+                before_exit=self.about_to_be_restarted,
+                step=lambda: 0 if self.instrument is None else self.instrument.step,
+            )
+        try:
+            self.watchdog.start()
+        except Exception:
+            logger.warning("Hangs are not watched for in this run.", exc_info=True)
+        instrument.on_detach.append(self.watchdog.stop)
+        if self.entries > 1 and instrument.streams:
+            # Skipping what a stream has given takes no longer than consuming it did.
+            self.heartbeat.be_patient("data", at_least=time.time() - self.started_at)
+
+    def _hand_over(self, incident: Incident | None) -> None:
+        self.handed_over = incident
+
     def metrics(self, training: bool) -> dict[str, float]:
         """What is added to the trainer's logs; the statistic of clipping only to those of training steps."""
         found = self.journal.metrics()
@@ -110,6 +168,61 @@ class Session:
         if self.instrument is not None and wanted:
             found["healing/lr_scale"] = self.learning_rate.scale(self.instrument.step)
         return found | self.clipping.metrics() if training and self.clipping is not None else found
+
+    def about_to_be_restarted(self, why: str) -> None:
+        """The process is about to end, and a launcher starts it again."""
+        self.end_attempt(Ending.RESTART, why)
+
+    # ---- the machine is asked for back ----
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this process was asked to leave."""
+        return self.preemption.requested is not None
+
+    def _may_be_interrupted(self) -> bool:
+        """Whether the step can be left where it is: only where `train()` is entered again is anything saved of it."""
+        return self.may_enter_again and self.instrument is not None and self.instrument.may_be_left
+
+    def _still_training(self, frame: Any) -> bool:
+        # The wrapper takes its handlers back whatever happens.
+        return self.record is not None or (self.instrument is not None and is_training(self.instrument.trainer, frame))
+
+    def leave(self, step: int, output_dir: str, checkpoint: str | None = None) -> NoReturn:
+        """
+        The machine was asked for back and what there is to save is saved: the process ends.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+            output_dir (`str`):
+                Where checkpoints lie.
+            checkpoint (`str`, *optional*):
+                What a restart goes on from. Defaults to the newest of the run.
+
+        Raises:
+            SystemExit: With 143 after SIGTERM and 75 after SIGUSR1, or whatever a handler that was there before ours
+                has raised.
+        """
+        preemption, journal = self.preemption, self.journal
+        name = "another process was asked to leave" if preemption.requested is None else preemption.requested.name
+        checkpoint = checkpoint or newest_checkpoint_of(self.run_id, output_dir)
+        incident = journal.open(step, "preempted", {"signal": name})
+        journal.diagnosed(incident, FailureType.PREEMPTED, name, {})
+        code = preemption.exit_code
+        journal.acted(incident, Action.SAVE_AND_LEAVE.value, checkpoint=checkpoint, exit_code=code)
+        incident.steps_lost = step if checkpoint is None else max(step - step_of(checkpoint, default=step), 0)
+        self.close_outcomes()
+        journal.dealt_with(incident)
+        journal.closed(incident, "unresolved" if checkpoint is None else "resolved")
+        self.end_attempt(Ending.PREEMPTED, name)
+        if preemption.raised is not None:
+            raise preemption.raised
+        raise SystemExit(code)
+
+    def _end_at_the_deadline(self, why: str) -> None:
+        self.journal.event("preemption_deadline", 0 if self.instrument is None else self.instrument.step, why=why)
+        self.end_attempt(Ending.PREEMPTED, why)
 
     # ---- states that can be gone back to ----
 
@@ -156,7 +269,9 @@ class Session:
 
     def trained_steps(self, step: int) -> int:
         """Of so many steps, those that are in the weights, at least."""
-        return step - sum(incident.steps_lost for incident in self.journal.incidents)
+        # Those that died with a process have been done again.
+        gone = (each for each in self.journal.incidents if each.failure is not FailureType.PROCESS_DIED)
+        return step - sum(incident.steps_lost for incident in gone)
 
     def nothing_lost_since(self, step: int) -> None:
         """Steps from here on that were left out have been applied after all."""
@@ -254,6 +369,83 @@ class Session:
         )
 
     # ---- state that outlives the process ----
+
+    def keep_record(self, record: RunRecord, taken_up: bool) -> None:
+        """
+        From here on what must not be forgotten with this process is in the run directory.
+
+        Args:
+            record ([`RunRecord`]):
+                Of this run.
+            taken_up (`bool`):
+                Whether earlier processes wrote it: their incidents and budgets are this one's, too.
+        """
+        self.record, self.taken_up = record, taken_up
+        if taken_up:
+            self.journal.incidents = [Incident.from_dict(entry) for entry in record.incidents]
+            self.recall_memory()
+            for incident in self.journal.incidents:
+                if incident.outcome == "open":
+                    self.await_outcome(incident)
+        self.journal.changed = self.write_record
+        self.journal.attempts = record.describe_attempts
+
+    def recall_memory(self) -> None:
+        """Budgets and learning rate as the process before this one left them, later than any checkpoint."""
+        if self.record is None or not self.taken_up:
+            return
+        memory = self.record.memory
+        for name, part in (("budget", self.budget), ("ladder", self.ladder)):
+            if name in memory:
+                part.load_state_dict(memory[name])
+        rate = memory.get("learning_rate")
+        if rate is not None and rate["reductions"] > self.learning_rate.reductions:
+            # What failed with the higher rate after the checkpoint was written would fail again.
+            self.learning_rate.load_state_dict(rate)
+            self.rate_after_reduction = memory.get("rate_after_reduction")
+
+    def write_record(self) -> None:
+        """Writes down what must not be forgotten; the first process does."""
+        record = self.record
+        if record is None or self.journal.rank != 0:
+            return
+        if self.instrument is not None:
+            record.newest.last_step = max(record.newest.last_step, self.instrument.step)
+        record.incidents = [incident.to_dict() for incident in self.journal.incidents]
+        record.memory = {
+            "budget": self.budget.state_dict(),
+            "ladder": self.ladder.state_dict(),
+            "learning_rate": self.learning_rate.state_dict(),
+            "rate_after_reduction": self.rate_after_reduction,
+        }
+        record.write()
+
+    def begin_attempt(self, checkpoint: str | None, step: int) -> None:
+        """This process begins its part in the run."""
+        if self.record is None:
+            return
+        attempt = self.record.begin_attempt(checkpoint, step, marks=self.journal.rank == 0)
+        self.entries_before = attempt.number - 1
+        self.write_record()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is written down how this process's part in the run has ended."""
+        record = self.record
+        return record is None or not record.attempts or record.newest.ending is not Ending.RUNNING
+
+    def end_attempt(self, ending: Ending, why: str = "") -> None:
+        """Writes down how this process's part in the run ends; what was written first counts."""
+        record = self.record
+        if record is None or self.ended:
+            return
+        if ending is Ending.FINISHED and self.taken_up:
+            # What an earlier process died of is not what became of the run.
+            self.journal.set_aside_postmortem()
+        record.end_attempt(ending, why, record.newest.last_step)
+        record.postmortem = self.postmortem_path
+        self.write_record()
+        record.close()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
@@ -22,19 +22,45 @@ from .checkpoints import (
     publish,
     remove_emergency_checkpoints,
     resolve_checkpoint,
+    save_emergency_checkpoint,
+    standing_of,
     step_of,
 )
 from .config import HealingConfig
 from .dry_run import DryRunReport, dry_run
-from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError, classify_exception
-from .instrument import RandomState, let_go
+from .failures import (
+    FAILURE_RECIPES,
+    Action,
+    FailureType,
+    Interruption,
+    UnrecoverableTrainingError,
+    classify_exception,
+)
+from .instrument import RandomState, ReportingGuard, let_go
 from .journal import Incident
+from .launcher import EXIT_FOR_RESTART, end_process_within, launch_of, restarts_on_exit
 from .report import HealingReport
+from .reporting import Reporting
+from .restart import (
+    Refusal,
+    Start,
+    continues,
+    crash_loop,
+    gave_up,
+    log_history_in,
+    newest_of,
+    start_of,
+    still_alive,
+)
+from .run_record import Ending, RunRecord
 from .session import Session
 from .vetting import Verdict
 
 
 logger = logging.getLogger("self_healing")
+
+# How long the interpreter may take to end beside a broken device, in seconds.
+_LAST_WORDS = 60.0
 
 
 @dataclass(slots=True)
@@ -132,63 +158,221 @@ class SelfHealingTrainer:
         """
         self._switch_off_auto_find_batch_size()
         args = self.trainer.args
-        directory = Path(self.config.healing_dir or args.output_dir)
-        self._session = session = Session(self.config, directory, args.process_index, self._sleep)
-        resume = None if resume_from_checkpoint is None else self._choose_checkpoint(session, resume_from_checkpoint)
-        adopt_session(self.trainer, session)
+        session, start = self._open_session(resume_from_checkpoint)
         theirs = args.eval_on_start, args.ignore_data_skip
         session.may_enter_again = consensus.world_size() == 1
         self._memory_ran_out_at = -1
+        session.reporting = reporting = Reporting(session)
+        guard = ReportingGuard(self.trainer, reporting)
         try:
-            output = self._enter_until_done(session, resume, kwargs)
-        except (KeyboardInterrupt, SystemExit) as error:
-            session.close_outcomes()
-            point = session.resume_point
-            path = None if point is None else publish(point.path, args.output_dir)
-            self._write_postmortem(session, FailureType.INTERRUPTED, error, "the run was interrupted", path)
+            guard.attach()
+            self._take_up(session, start)
+            adopt_session(self.trainer, session)
+            if self.config.on_preemption == "save":
+                session.preemption.listen()
+            output = self._enter_until_done(session, start.checkpoint, kwargs)
+            if session.leaving and not self._at_the_end():
+                session.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
+        except BaseException as error:
+            self._note_end(session, error)
             raise
+        else:
+            session.end_attempt(Ending.FINISHED)
         finally:
             args.eval_on_start, args.ignore_data_skip = theirs
             adopt_session(self.trainer, None)
+            session.preemption.release()
             self._let_go(session)
             session.rollback.release()
+            guard.detach()
+            reporting.sum_up(int(self.trainer.state.global_step))
         if session.resume_point is not None:
             remove_emergency_checkpoints(args.output_dir)
         return output
 
-    def _choose_checkpoint(self, session: Session, requested: str | os.PathLike[str] | bool) -> str | None:
-        """What to resume from; with several processes the first one decides for all of them."""
-        chosen: str | None = None
+    # ---- where the run begins ----
+
+    def _open_session(self, requested: str | os.PathLike[str] | bool | None) -> tuple[Session, Start]:
+        """What this call begins with: the memory of a new run, or of one that an earlier process began."""
+        args = self.trainer.args
+        directory = Path(self.config.healing_dir or args.output_dir)
+        start, passed_over = self._decide_where(directory, requested)
+        run = None if start.record is None else start.record.run
+        self._session = session = Session(self.config, directory, args.process_index, self._sleep, run)
+        record = start.record or RunRecord(directory, session.run_id, os.path.abspath(args.output_dir))
+        session.keep_record(record, taken_up=start.record is not None)
+        if args.process_index == 0:
+            self._note_where(session, start, passed_over)
+        return session, start
+
+    def _note_where(self, session: Session, start: Start, passed_over: list[Verdict]) -> None:
+        for verdict in passed_over:
+            session.journal.event(
+                "checkpoint_passed_over", verdict.step or 0, path=verdict.path, reason=verdict.reason
+            )
+        if start.checkpoint is not None:
+            standing = standing_of(start.checkpoint)
+            session.journal.event("checkpoint_chosen", start.step, path=start.checkpoint, standing=standing)
+        elif passed_over:
+            logger.warning(
+                "No checkpoint in %s can be resumed from; the run starts anew.", self.trainer.args.output_dir
+            )
+
+    def _decide_where(
+        self, directory: Path, requested: str | os.PathLike[str] | bool | None
+    ) -> tuple[Start, list[Verdict]]:
+        """Where to begin; with several processes the first one decides for all of them, and they wait to be told."""
+        start, passed_over = Start(None), list[Verdict]()
         failed: Exception | None = None
         if self.trainer.args.process_index == 0:
             try:
-                chosen = self._look_for_checkpoint(session, requested)
+                start = self._look_where(directory, requested, passed_over)
             except Exception as error:
-                # Raised once the others know: they wait to be told.
                 failed = error
-        chosen, refusal = consensus.from_first_rank((chosen, None if failed is None else str(failed)))
-        if refusal is not None and failed is None:
-            failed = CheckpointError(refusal)
-        if failed is not None:
-            raise failed
-        return chosen
-
-    def _look_for_checkpoint(self, session: Session, requested: str | os.PathLike[str] | bool) -> str | None:
-        output_dir, passed_over = self.trainer.args.output_dir, list[Verdict]()
-        try:
-            chosen = resolve_checkpoint(requested, output_dir, passed_over)
-        finally:
             for verdict in passed_over:
                 logger.warning("%s is passed over: %s.", verdict.path, verdict.reason)
-                session.journal.event(
-                    "checkpoint_passed_over", verdict.step or 0, path=verdict.path, reason=verdict.reason
-                )
-        if chosen is None:
-            if passed_over:
-                logger.warning("No checkpoint in %s can be resumed from; the run starts anew.", output_dir)
-            return None
-        session.journal.event("checkpoint_chosen", chosen.step or 0, path=chosen.path, standing=chosen.standing)
-        return chosen.path
+        start, passed_over, refusal = consensus.from_first_rank(
+            (start, passed_over, None if failed is None else str(failed))
+        )
+        if refusal is not None:
+            raise failed or CheckpointError(refusal)
+        return start, passed_over
+
+    def _look_where(
+        self, directory: Path, requested: str | os.PathLike[str] | bool | None, passed_over: list[Verdict]
+    ) -> Start:
+        output_dir, launch = self.trainer.args.output_dir, launch_of()
+        record = RunRecord.read(directory)
+        if record is not None and record.output_dir != os.path.abspath(output_dir):
+            record = None
+        if record is not None and record.attempts and still_alive(record.newest):
+            logger.warning(
+                "Process %d, which trains into %s, is still there: two of them overwrite each other's checkpoints. "
+                "Please end one, or give them an output_dir each.",
+                record.newest.pid,
+                directory,
+            )
+        taken_up = record is not None and self.config.resume_after_restart and continues(record, launch, requested)
+        chosen = newest_of(record, output_dir, passed_over) if record is not None and taken_up else None
+        if chosen is None and requested is not None:
+            # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
+            verdict = resolve_checkpoint(requested, output_dir, passed_over)
+            chosen = None if verdict is None else verdict.path
+        return start_of(chosen, record, launch, taken_up, asked_to_resume=bool(requested))
+
+    def _take_up(self, session: Session, start: Start) -> None:
+        """Goes on with what an earlier process left, if that may be tried once more."""
+        refused: Refusal | None = None
+        try:
+            refused = self._judge_earlier_attempts(session, start)
+        except Exception:
+            logger.exception("self_healing failed while it looked at earlier attempts; training goes on without them.")
+        if refused is not None:
+            self._refuse(session, start, refused)
+
+    def _judge_earlier_attempts(self, session: Session, start: Start) -> Refusal | None:
+        """Takes in how the process before this one ended; why the run is not continued, if it is not."""
+        earlier = None if start.record is None else start.record.newest
+        refused = None
+        if start.record is not None and earlier is not None:
+            if start.by_hand:
+                session.ladder.start_anew()
+            spends = start.spends
+            if start.died:
+                self._infer_death(session, start)
+            if start.record.ending is Ending.GAVE_UP and not start.by_hand:
+                refused = gave_up(start.record)
+            elif spends and not session.budget.spend(earlier.last_step):
+                refused = crash_loop(start.record, self.config.max_recovery_attempts)
+            logger.warning(
+                "Attempt %d of run %s goes on from %s (step %d); the one before ended at step %d: %s.",
+                earlier.number + 1,
+                session.run_id,
+                start.checkpoint or "the beginning",
+                start.step,
+                earlier.last_step,
+                earlier.why or earlier.ending.value,
+            )
+        session.begin_attempt(start.checkpoint, start.step)
+        return refused
+
+    def _infer_death(self, session: Session, start: Start) -> None:
+        """The process before this one was killed: nobody could write that down but the next one."""
+        assert start.record is not None
+        earlier = start.record.newest
+        evidence = {
+            "pid": earlier.pid,
+            "host": earlier.host,
+            "attempt": earlier.number,
+            "resumed_from": start.checkpoint,
+        }
+        incident = session.journal.open(earlier.last_step, "process_died", evidence)
+        session.journal.diagnosed(incident, FailureType.PROCESS_DIED, "killed, or crashed in native code", {})
+        incident.steps_lost = start.steps_to_repeat
+        session.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
+        session.journal.dealt_with(incident)
+        session.await_outcome(incident)
+        earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
+
+    def _refuse(self, session: Session, start: Start, refused: Refusal) -> None:
+        """The run is not tried once more; the postmortem speaks of all its attempts."""
+        assert start.record is not None
+        step = start.record.newest.last_step
+        for incident in session.journal.incidents:
+            if incident.outcome == "open":
+                session.close_as_fatal(incident)
+        if refused.postmortem is None:
+            refused.postmortem = session.journal.write_postmortem(
+                refused.verdict,
+                FailureType.PROCESS_DIED,
+                step,
+                None,
+                log_history_in(start.checkpoint),
+                None,
+                advice=refused.advice,
+                older_checkpoint=start.checkpoint,
+            )
+        session.postmortem_path = refused.postmortem
+        raise UnrecoverableTrainingError(
+            f"Training is not started again: {refused.verdict}. What to do: {refused.advice} "
+            f"Postmortem: {refused.postmortem or 'could not be written'}.",
+            failure=FailureType.PROCESS_DIED,
+            postmortem=refused.postmortem,
+        )
+
+    # ---- how it ends ----
+
+    def _note_end(self, session: Session, error: BaseException) -> None:
+        """Writes down how this process's part in the run ends, unless that is done."""
+        why = f"{type(error).__name__}: {error}"
+        if session.ended:
+            return
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            session.close_outcomes()
+            point = session.resume_point
+            path = None if point is None else publish(point.path, self.trainer.args.output_dir)
+            self._write_postmortem(session, FailureType.INTERRUPTED, error, "the run was interrupted", path)
+            session.end_attempt(Ending.INTERRUPTED, why)
+        else:
+            gave_up = isinstance(error, UnrecoverableTrainingError)
+            session.end_attempt(Ending.GAVE_UP if gave_up else Ending.FAILED, why)
+
+    def _at_the_end(self) -> bool:
+        state = self.trainer.state
+        return 0 < int(state.max_steps) <= int(state.global_step)
+
+    def _exit_for_restart(self, session: Session, incident: Incident, error: BaseException) -> NoReturn:
+        """Nothing more can be computed in this process; the launcher starts another one."""
+        session.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=EXIT_FOR_RESTART)
+        self._write_postmortem(
+            session, incident.failure or FailureType.DEVICE, error, f"{type(error).__name__}: {error}"
+        )
+        session.journal.dealt_with(incident)
+        session.end_attempt(Ending.RESTART, f"{type(error).__name__}: {error}")
+        end_process_within(_LAST_WORDS, EXIT_FOR_RESTART)
+        raise SystemExit(EXIT_FOR_RESTART)
+
+    # ---- entering train() ----
 
     def _enter_until_done(self, session: Session, resume: Any, kwargs: dict[str, Any]) -> TrainOutput:
         entry_rng = RandomState.capture(self.trainer.accelerator.device)
@@ -198,7 +382,7 @@ class SelfHealingTrainer:
                 return output
             except UnrecoverableTrainingError:
                 raise
-            except Exception as error:
+            except (Exception, Interruption) as error:
                 recovery = self._recover(session, error, resume)
                 if recovery is None:
                     raise
@@ -218,7 +402,7 @@ class SelfHealingTrainer:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
 
-    def _recover(self, session: Session, error: Exception, resume: Any) -> _Recovery | None:
+    def _recover(self, session: Session, error: Exception | Interruption, resume: Any) -> _Recovery | None:
         """What to do about an exception that left `train()`; `None` if it cannot be healed."""
         try:
             return self._plan_recovery(session, error, resume)
@@ -228,14 +412,18 @@ class SelfHealingTrainer:
             logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
             return None
 
-    def _plan_recovery(self, session: Session, error: Exception, resume: Any) -> _Recovery | None:
+    def _plan_recovery(self, session: Session, error: Exception | Interruption, resume: Any) -> _Recovery | None:
         began = time.perf_counter()
         failure = classify_exception(error)
         step = int(self.trainer.state.global_step)
+        if failure is FailureType.PREEMPTED:
+            self._leave_unfinished_step(session, error)
         incident, session.handed_over = session.handed_over, None
         if incident is None:
             incident = session.journal.open(step, type(error).__name__, {"message": str(error)[:500]})
             session.journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
+        if failure is FailureType.DEVICE and restarts_on_exit(self.config):
+            self._exit_for_restart(session, incident, error)
         point, unmoved = self._resume_from(session, incident, error, failure, resume)
         remedies = self._remedies(session, failure, step)
         if not remedies or consensus.world_size() > 1:
@@ -258,8 +446,21 @@ class SelfHealingTrainer:
         incident.steps_lost = 0 if unmoved else max(step - step_of(point, default=step), 0)
         if Action.REDUCE_BATCH_SIZE in remedies:
             self._reduce_batch_size(session, incident)
+        if Action.RESUME in remedies:
+            session.journal.acted(incident, Action.RESUME.value, checkpoint=point)
         incident.seconds_lost += time.perf_counter() - began
         return _Recovery(incident, point, waits=Action.WAIT_AND_RESUME in remedies)
+
+    def _leave_unfinished_step(self, session: Session, error: BaseException) -> NoReturn:
+        """The step would have taken too long: what is saved is the state before it."""
+        path: str | None = None
+        if session.instrument is not None and consensus.world_size() == 1:
+            try:
+                point = save_emergency_checkpoint(session.instrument, session.run_id)
+                path = None if point is None else publish(point.path, self.trainer.args.output_dir)
+            except Exception:
+                logger.warning("The state before the interrupted step could not be saved.", exc_info=error)
+        session.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir, path)
 
     def _remedies(self, session: Session, failure: FailureType, step: int) -> tuple[Action, ...]:
         """What is done before `train()` is entered again; nothing if it is not."""
@@ -269,7 +470,8 @@ class SelfHealingTrainer:
             # Somewhere nothing could be split (a callback, the data): once more, with the memory freed.
             again, self._memory_ran_out_at = step > self._memory_ran_out_at, step
             return (Action.FREE_MEMORY,) if again else ()
-        return (Action.WAIT_AND_RESUME,) if Action.WAIT_AND_RESUME in FAILURE_RECIPES[failure].ladder else ()
+        ladder = FAILURE_RECIPES[failure].ladder
+        return tuple(action for action in (Action.WAIT_AND_RESUME, Action.RESUME) if action in ladder)[:1]
 
     def _reduce_batch_size(self, session: Session, incident: Incident) -> None:
         callback, plan = self._find_callback(), session.batch_plan
@@ -279,7 +481,12 @@ class SelfHealingTrainer:
             callback.actions.apply((Action.REDUCE_BATCH_SIZE,), context, self.trainer.args)
 
     def _resume_from(
-        self, session: Session, incident: Incident, error: Exception, failure: FailureType, resume: Any
+        self,
+        session: Session,
+        incident: Incident,
+        error: BaseException,
+        failure: FailureType,
+        resume: Any,
     ) -> tuple[Any, bool]:
         """Where to enter again, and whether that is where this entry began."""
         instrument, callback = session.instrument, self._find_callback()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -461,6 +462,86 @@ def journal(output_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
 def quarantined(output_dir: Path) -> list[dict[str, Any]]:
     path = Path(output_dir) / "quarantine.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# ---- jobs in processes of their own ----
+
+JOB = Path(__file__).with_name("restarted_job.py")
+
+
+class Starter:
+    """A process that has imported everything, and starts jobs: each is a process of its own, and dies like one."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(JOB), "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, output_dir: Path, environment: dict[str, str], options: dict[str, Any]) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        request = {
+            "output_dir": str(output_dir),
+            "log": f"{output_dir}.log",
+            "environment": environment,
+            "options": options,
+        }
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    starter = Starter()
+    yield starter
+    assert starter.process.stdin is not None
+    starter.process.stdin.close()
+    starter.process.wait(timeout=60)
+
+
+@pytest.fixture
+def start(starter: Starter) -> Callable[..., int]:
+    """Starts the job as a launcher would that has started it so many times before; gives its exit code."""
+
+    def start(output_dir: Path, restarts: int = 0, launcher: str = "torchrun", **options: Any) -> int:
+        variables = {
+            "torchrun": {
+                "TORCHELASTIC_RUN_ID": "job",
+                "TORCHELASTIC_RESTART_COUNT": str(restarts),
+                "TORCHELASTIC_MAX_RESTARTS": "30",
+            },
+            "slurm": {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restarts)},
+            "none": {},
+        }[launcher]
+        return starter.start(output_dir, variables, options)
+
+    return start
+
+
+@pytest.fixture
+def until_it_ends(start: Callable[..., int]) -> Callable[..., list[int]]:
+    """The exit codes of a job that is started again whenever it fails."""
+
+    def until_it_ends(output_dir: Path, starts: int, **options: Any) -> list[int]:
+        codes = [start(output_dir, 0, **options)]
+        while codes[-1] != 0 and len(codes) < starts:
+            codes.append(start(output_dir, len(codes), **options))
+        return codes
+
+    return until_it_ends
+
+
+def job_result(output_dir: Path) -> dict[str, Any]:
+    return json.loads(Path(f"{output_dir}.json").read_text())
+
+
+def job_log(output_dir: Path) -> str:
+    return Path(f"{output_dir}.log").read_text()
 
 
 @pytest.fixture(autouse=True)

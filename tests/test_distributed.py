@@ -84,6 +84,11 @@ def test_weights_that_turn_nan_on_one_rank_are_rolled_back_on_both(results: list
     assert (outcome["failure"], outcome["steps_lost"]) == ("corrupted_state", 0)
 
 
+def test_one_that_is_asked_to_leave_leaves_together_with_the_other(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["preempted_1"] == {"steps": 3, "code": 143, "checkpoints": ["checkpoint-3"]}
+
+
 @pytest.mark.slow
 def test_one_that_runs_out_of_memory_makes_the_next_start_split(tmp_path: Path) -> None:
     for name in ("plain", "healed"):

@@ -99,7 +99,8 @@ def test_a_lost_connection_in_the_collator_costs_no_step(
     assert_same_run(trainer, output, clean, expected)
 
 
-def test_a_lost_connection_in_a_data_worker_costs_no_step(tmp_path: Path, tokenizer: Any) -> None:
+@pytest.mark.parametrize("again", ["in the worker", "by the wrapper"])
+def test_a_lost_connection_in_a_data_worker_costs_no_step(tmp_path: Path, tokenizer: Any, again: str) -> None:
     arguments = {**TWO_EPOCHS, "dataloader_num_workers": 2}
     clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
     expected = clean.train()
@@ -114,7 +115,10 @@ def test_a_lost_connection_in_a_data_worker_costs_no_step(tmp_path: Path, tokeni
         return collate(examples)
 
     trainer.data_collator = collate_or_raise
-    output = heal(trainer)
+    if again == "in the worker":
+        output = SelfHealingTrainer(trainer, HealingConfig(retry_initial_seconds=0)).train()
+    else:
+        output = heal(trainer, HealingConfig(retry_attempts=1))
     assert raised.exists()
     assert_same_run(trainer, output, clean, expected)
 

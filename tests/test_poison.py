@@ -91,7 +91,8 @@ def test_a_row_has_the_same_hash_in_whatever_batch_it_is_seen(tmp_path: Path, to
         texts=poisoned_texts(),
         max_steps=-1,
         num_train_epochs=3,
-        callbacks=[SelfHealingCallback()],
+        # Otherwise they would not be used again.
+        callbacks=[SelfHealingCallback(HealingConfig(on_bad_sample="raise"))],
     )
     PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
     trainer.train()

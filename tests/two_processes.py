@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,27 @@ def main(directory: Path) -> None:
             stopped = str(error)
         results[name] = {"steps": trainer.state.global_step, "stopped": stopped}
 
+    def preempted(name: str, asked_rank: int) -> None:
+        """One of the two is asked to leave in the third step."""
+
+        class Asked(TrainerCallback):
+            def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == 2 and rank == asked_rank:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        set_seed(1234)
+        trainer = sft_trainer(directory / name, tokenizer, callbacks=[Asked()], ddp_backend="gloo", max_steps=8)
+        code = 0
+        try:
+            SelfHealingTrainer(trainer).train()
+        except SystemExit as left:
+            code = left.code
+        checkpoints = sorted(path.name for path in (directory / name).glob("checkpoint-*"))
+        results[name] = {"steps": trainer.state.global_step, "code": code, "checkpoints": checkpoints}
+
     run("plain", healed=False)
     run("healthy")
+    preempted("preempted_1", asked_rank=1)
     run("struck_on_0", struck_rank=0)
     run("struck_on_1", struck_rank=1)
     run("poison", poison=True)

@@ -9,7 +9,8 @@ Read against transformers 5.4 to 5.23, TRL 1.16, accelerate 1.15.
 """
 
 from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
-from .discovery import find_resume_path, find_trainer
+from .discovery import find_resume_path, find_trainer, is_training
+from .generated import load_generated, save_generated
 from .out_of_memory import (
     OutOfMemory,
     alloc_retries,
@@ -22,6 +23,8 @@ from .preservation import preserved
 from .random_state import RandomState
 from .reentry import EMERGENCY_DIR, ResumePoint
 from .row_sources import RowSource
+from .saving import CheckpointSaving
+from .services import ReportingGuard, ServiceGuard
 from .window import Control, Recording, TrainingFault, Window
 from .wrapping import Instrument
 
@@ -30,13 +33,16 @@ __all__ = [
     "EMERGENCY_DIR",
     "BatchPlan",
     "CannotReduce",
+    "CheckpointSaving",
     "Control",
     "Instrument",
     "OutOfMemory",
     "RandomState",
     "Recording",
+    "ReportingGuard",
     "ResumePoint",
     "RowSource",
+    "ServiceGuard",
     "TrainingFault",
     "Window",
     "alloc_retries",
@@ -44,9 +50,12 @@ __all__ = [
     "find_resume_path",
     "find_trainer",
     "free_memory",
+    "is_training",
     "let_go",
+    "load_generated",
     "preserved",
     "record_memory_history",
+    "save_generated",
     "smaller_batch",
     "write_memory_snapshot",
 ]

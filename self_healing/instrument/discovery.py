@@ -24,6 +24,15 @@ def find_trainer(callback: Any) -> Trainer | None:
     return None
 
 
+def is_training(trainer: Trainer, frame: Any) -> bool:
+    """Whether a frame was called, however indirectly, by `train()` of a trainer."""
+    while frame is not None:
+        if frame.f_code.co_name == "train" and frame.f_locals.get("self") is trainer:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def find_resume_path() -> str | None:
     """The checkpoint the `train()` call we are in resumes from."""
     frame = sys._getframe(1)

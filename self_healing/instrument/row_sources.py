@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ class DataPosition:
         self._trainer = trainer
         self._objective = objective
         self._entry_step = int(trainer.state.global_step)
+        # The sample that is used for an index, where another one stands in for it.
+        self.actual: Callable[[int], int] = int
         self.micro_batches = 0
         self._rows = 0
         self._began_at = 0
@@ -156,9 +158,9 @@ class DataPosition:
         if indices is None:
             return unknown
         if layout.kind == "segments":
-            sources = [source for item in indices for source in self._segments(int(item))]
+            sources = [source for item in indices for source in self._segments(self.actual(int(item)))]
         else:
-            sources = [RowSource(dataset_index=int(item)) for item in indices]
+            sources = [RowSource(dataset_index=self.actual(int(item))) for item in indices]
         return sources if len(sources) == layout.rows else unknown
 
     def _segments(self, item: int) -> list[RowSource]:

@@ -106,7 +106,7 @@ class Window:
         self.grad_norm: Any = None
         self.judged = False
         self.skipped = False
-        self.stop_wanted = self.rollback_wanted = False
+        self.stop_wanted = self.rollback_wanted = self.leave_wanted = False
         self.prepared: dict[int, Any] = {}
         self.objective: Objective = instrument.objective
         self._calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -161,7 +161,7 @@ class Window:
 
     # ---- what the step looked like ----
 
-    def signals(self, stop: bool = False, roll_back: bool = False) -> StepSignals:
+    def signals(self, stop: bool = False, roll_back: bool = False, leave: bool = False) -> StepSignals:
         """
         Loss and gradient norm as floats. The one device sync of a healthy step, and its one collective.
 
@@ -170,15 +170,20 @@ class Window:
                 Whether this rank wants the run to end with this step; [`stop_wanted`] says whether any does.
             roll_back (`bool`, *optional*, defaults to `False`):
                 Whether this rank wants the run to go back to an earlier state; [`rollback_wanted`] likewise.
+            leave (`bool`, *optional*, defaults to `False`):
+                Whether this rank was asked to leave after the step; [`leave_wanted`] likewise.
         """
         loss = torch.stack([loss.detach().float() for loss in self.losses]).sum()
         # Without a norm the loss stands in for it, so that there is one value per place on every rank.
         norm = loss if self.grad_norm is None else _as_tensor(self.grad_norm, loss.device).float()
         ranks = consensus.world_size()
         # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
-        wishes = [torch.full_like(loss, stop), torch.full_like(loss, roll_back)] if ranks > 1 else []
+        wishes = [torch.full_like(loss, wish) for wish in (stop, roll_back, leave)] if ranks > 1 else []
         loss_sum, norm_sum, *votes = consensus.sum_over_ranks(torch.stack([loss, norm, *wishes])).tolist()
-        self.stop_wanted, self.rollback_wanted = (vote > 0 for vote in votes or (stop, roll_back))
+        wanted = [vote > 0 for vote in votes or (stop, roll_back, leave)]
+        self.stop_wanted, self.rollback_wanted = wanted[0], wanted[1]
+        # Numbers that are taken a second time carry no wish, and do not take one back.
+        self.leave_wanted = self.leave_wanted or wanted[2]
         return StepSignals(
             step=self.step,
             loss=loss_sum / ranks,

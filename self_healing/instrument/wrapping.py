@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from .. import consensus
 from ..clipping import scale_gradients
-from ..failures import UnrecoverableTrainingError, is_nonfinite_exception
+from ..failures import FailureType, UnrecoverableTrainingError, classify_exception, is_nonfinite_exception
 from ..objectives import objective_of
 from .bookkeeping import Ledger
 from .interception import Interception
@@ -29,6 +29,8 @@ from .phase import Phase
 from .random_state import RandomState
 from .reentry import Reentry
 from .row_sources import DataPosition
+from .saving import CheckpointSaving
+from .sections import Heartbeat
 from .step_mark import StepMark
 from .window import TrainingFault, Window
 
@@ -98,6 +100,8 @@ class Instrument:
             Whether an exception that only says "NaN" is treated as a non-finite loss.
         started_at (`float`):
             When the run began, in seconds since the epoch; earlier than this call if it is a re-entry.
+        heartbeat ([`Heartbeat`], *optional*):
+            Told when each part of a step begins and ends.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Instrument:
         broken: Callable[[], None],
         heals_exceptions: bool,
         started_at: float,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         # Any: half of what is used below is private, and TRL's trainers have attributes of their own.
         self.trainer: Any = trainer
@@ -125,18 +130,24 @@ class Instrument:
         self._checkpointing = ActivationCheckpointing(self.trainer.model)
         self._one_by_one = UpdateOneByOne(self.trainer.optimizer)
         self.started_at = started_at
+        self.heartbeat = heartbeat or Heartbeat()
         self._judge_step = judge
         self._extra_logs = extra_logs
         self._hold = hold
         self._rate_scale = rate_scale
         self._before_step = before_step
         self._before_save = before_save
-        self._maybe_saving = self._held_back = False
+        self._maybe_saving = self._held_back = self._saving = self._leaving = False
+        self.longest_save = 0.0
         self._memory = memory
         self._broken = broken
         self._heals_exceptions = heals_exceptions
         self._originals: list[tuple[Any, str, Any, bool]] = []
         self._hooks: list[Any] = []
+        # Where a checkpoint that cannot be written does not end the run.
+        self.saving: CheckpointSaving | None = None
+        # What others have done to the trainer, and take back with what we have.
+        self.on_detach: list[Callable[[], None]] = []
         self._in_training_step = False
 
     @property
@@ -157,19 +168,22 @@ class Instrument:
     def attach(self) -> None:
         """Called in `on_train_begin`: the optimizer, the data loader and the running loss exist by then."""
         trainer = self.trainer
-        self._replace(trainer, "get_batch_samples", self._get_batch_samples)
-        self._replace(trainer, "training_step", self._training_step)
-        self._replace(trainer, "log", self._log)
-        self._replace(trainer, "_evaluate", self._evaluate)
-        self._replace(trainer, "prediction_step", self._prediction_step)
+        self._replace(trainer, "get_batch_samples", self._in_section("data", self._get_batch_samples))
+        self._replace(trainer, "training_step", self._in_section("step", self._training_step))
+        self._replace(trainer, "log", self._in_section("log", self._log))
+        self._replace(trainer, "_evaluate", self._in_section("evaluate", self._evaluate))
+        self._replace(trainer, "prediction_step", self._in_section("prediction", self._prediction_step))
         self._replace(trainer, "_maybe_log_save_evaluate", self._maybe_log_save_evaluate)
-        self._replace(trainer, "_save_checkpoint", self._save_checkpoint)
+        self._replace(trainer, "_save_checkpoint", self._in_section("save", self._save_checkpoint))
         self._replace(trainer, "_get_learning_rate", self._get_learning_rate)
-        self._replace(trainer.callback_handler, "on_save", self._on_save)
-        self._replace(trainer.callback_handler, "on_epoch_end", self._on_epoch_end)
+        self._replace(trainer.callback_handler, "on_save", self._in_section("on_save", self._on_save))
+        self._replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))
         self._replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
         if self.can_reexecute:
-            self._replace(trainer.optimizer, "step", self._optimizer_step)
+            self._replace(trainer.optimizer, "step", self._in_section("optimizer", self._optimizer_step))
+        for name, section in (("_generate_single_turn", "generate"), ("_calculate_rewards", "rewards")):
+            if hasattr(trainer, name):
+                self._replace(trainer, name, self._in_section(section, _unchanged))
         optimizer = innermost(trainer.optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
@@ -178,6 +192,12 @@ class Instrument:
 
     def detach(self) -> None:
         """Gives the trainer back as it was."""
+        undoing, self.on_detach = self.on_detach, []
+        for undo in reversed(undoing):
+            try:
+                undo()
+            except Exception:
+                logger.warning("A part of self_healing could not be taken off the trainer.", exc_info=True)
         for entry in reversed(self._originals):
             self._give_back(*entry)
         self._originals.clear()
@@ -188,6 +208,19 @@ class Instrument:
         self._checkpointing.switch_off()
         self._one_by_one.switch_off()
         self.window = None
+
+    def _in_section(self, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """A wrapper whose calls are a part of a step of their own, for the watchdog."""
+        enter, leave = self.heartbeat.enter, self.heartbeat.leave
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            enter(name)
+            try:
+                return wrapper(*args, **kwargs)
+            finally:
+                leave()
+
+        return inside
 
     @staticmethod
     def _give_back(holder: Any, name: str, original: Any, was_set: bool) -> None:
@@ -205,6 +238,10 @@ class Instrument:
 
         self._originals.append((holder, name, original, name in vars(holder)))
         setattr(holder, name, replaced)
+
+    def replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Hands calls of a method of any object to `wrapper(original, *args, **kwargs)` until [`detach`]."""
+        self._replace(holder, name, wrapper)
 
     def intercept(self, model: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
         """Hands calls of a method of a model to `wrapper(original, *args, **kwargs)` until [`detach`]."""
@@ -243,6 +280,10 @@ class Instrument:
             self.detach()
             raise
         except Exception as error:
+            if classify_exception(error) is FailureType.PROCESS_DIED:
+                # torch raises it wherever the main thread is when a data loader worker dies.
+                self.detach()
+                raise
             self._switch_off(error)
 
     @contextlib.contextmanager
@@ -384,6 +425,9 @@ class Instrument:
         return ran_out is not None and self._relieved(ran_out, self._memory.relieve)
 
     def _relieved(self, ran_out: OutOfMemory, relieve: Callable[[OutOfMemory, Window | None], bool]) -> bool:
+        for section in ("step", "optimizer", "prediction", "generate"):
+            # Row by row, a part takes many times as long.
+            self.heartbeat.be_patient(section)
         try:
             return relieve(ran_out, self.window)
         except UnrecoverableTrainingError:
@@ -413,6 +457,10 @@ class Instrument:
         """The trainer's own `training_step`; a non-finite number that surfaces as an exception becomes a NaN loss."""
         original = self._original(self.trainer, "training_step")
         self._in_training_step = True
+        # When a step is computed again, it lies within whatever does so.
+        again = self.heartbeat.last[0].name != "step"
+        if again:
+            self.heartbeat.enter("step")
         try:
             loss: torch.Tensor = original(model, inputs, *args, **kwargs)
             return loss
@@ -423,6 +471,8 @@ class Instrument:
                 return torch.full((), math.nan, device=self.trainer.args.device)
             raise
         finally:
+            if again:
+                self.heartbeat.leave()
             self._in_training_step = False
 
     def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -442,6 +492,7 @@ class Instrument:
     def _judge(self, window: Window) -> None:
         window.judged = True
         fault: TrainingFault | None = None
+        self.heartbeat.enter("judge")
         try:
             self._judge_step(window)
         except UnrecoverableTrainingError:
@@ -452,6 +503,8 @@ class Instrument:
         except Exception as error:
             window.abandon()
             self._switch_off(error)
+        finally:
+            self.heartbeat.leave()
         if fault is not None:
             # Outside the handler, so that the exception keeps the cause and context it came with.
             raise fault.error
@@ -600,7 +653,44 @@ class Instrument:
             self._hold.owed = False
             with self.contained():
                 self._before_save(self.step)
-        return original(*args, **kwargs)
+        with self._timing_a_save(), self._whole_if_leaving():
+            if not self._maybe_saving or self.saving is None:
+                return original(*args, **kwargs)
+            if not self.saving.write(original, *args, **kwargs):
+                self._held_back = True
+        return None
+
+    @contextlib.contextmanager
+    def _timing_a_save(self) -> Iterator[None]:
+        began, self._saving = time.monotonic(), True
+        try:
+            yield
+        finally:
+            self._saving = False
+            self.longest_save = max(self.longest_save, time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def _whole_if_leaving(self) -> Iterator[None]:
+        """What a run that leaves is to go on from holds everything, whatever the user's checkpoints hold."""
+        args = self.trainer.args
+        theirs = args.save_only_model
+        args.save_only_model = theirs and not self._leaving
+        try:
+            yield
+        finally:
+            args.save_only_model = theirs
+
+    @property
+    def may_be_left(self) -> bool:
+        """Whether an exception in the main thread would leave weights and checkpoints whole."""
+        return self.attached and not self._saving and self.reentry.phase is not Phase.STEPPING
+
+    def leaves(self, asked: bool) -> bool:
+        """Whether the run ends with this step, because some process (`asked`: this one) has to leave."""
+        if consensus.world_size() > 1:
+            asked = self.window is not None and self.window.leave_wanted
+        self._leaving = asked
+        return asked
 
     def _on_save(self, original: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if self._maybe_saving and self._held_back:
@@ -762,6 +852,11 @@ class Instrument:
         """The tensors that training changes, as they are now."""
         return live_state_of(self.trainer)
 
+    @property
+    def streams(self) -> bool:
+        """Whether the training data can only be gone through, not looked up."""
+        return isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
+
     def optimizer_in_training_mode(self) -> None:
         """Schedule-free optimizers keep other weights for evaluation; for all others this does nothing."""
         switch = getattr(self.trainer.optimizer, "train", None)
@@ -822,6 +917,10 @@ class Instrument:
                 owner = names.get(id(parameter), "?")
                 named.extend((f"optimizer:{owner}.{key}", value) for key, value in state.items())
         return [name for name, value in named if isinstance(value, torch.Tensor) and _is_corrupted(name, value)]
+
+
+def _unchanged(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
 
 
 def _is_corrupted(name: str, value: torch.Tensor) -> bool:

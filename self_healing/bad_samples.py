@@ -1,0 +1,171 @@
+"""Samples that cannot be used, seen from the training process: incidents, and the end of a run that has too many."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from .actions import HealingActions, HealingContext
+from .config import HealingConfig
+from .data import BadSample, Findings, dataset_fingerprint, describe_name
+from .failures import Action, FailureType
+from .instrument.loading import LoaderGuard
+from .sample_guard import DataSourceError, Guard
+from .services import RetryPolicy, ServiceCalls
+from .session import Session
+
+
+logger = logging.getLogger("self_healing")
+
+# `max_bad_data_fraction` is of so many samples at least: the first batch of a run says little.
+_AT_LEAST = 100
+_LISTED = 20
+
+
+class SampleHealer:
+    """
+    Guards the data of a run, and answers for what the guards find.
+
+    Args:
+        config ([`HealingConfig`]):
+            `on_bad_sample`, `max_bad_data_fraction`, and the settings that begin with `retry_`.
+        session ([`Session`]):
+            The memory of the run.
+        actions ([`HealingActions`]):
+            Ends the run.
+    """
+
+    def __init__(self, config: HealingConfig, session: Session, actions: HealingActions) -> None:
+        self.config = config
+        self.session = session
+        self.actions = actions
+        self._loading: LoaderGuard | None = None
+        self._findings: Findings | None = None
+        self._drawn = 0
+
+    def attach(self) -> None:
+        """Called with the instrument attached. A loader that cannot be guarded is left as it is."""
+        loading: LoaderGuard | None = None
+        try:
+            loading = LoaderGuard(self._instrument.trainer)
+            if loading.dataset is not None:
+                self._attach(loading)
+        except Exception:
+            if loading is not None:
+                loading.detach()
+            self._loading = None
+            logger.error("The training data could not be guarded; training goes on without that.", exc_info=True)
+
+    def _attach(self, loading: LoaderGuard) -> None:
+        instrument, session = self._instrument, self.session
+        args = instrument.trainer.args
+        fingerprint = dataset_fingerprint(loading.dataset)
+        names_only = self.config.on_bad_sample == "raise"
+        if names_only:
+            findings = Findings(session.quarantine.path, session.run_id, fingerprint, {})
+        else:
+            findings = session.quarantine.watch(session.run_id, fingerprint, args.process_index)
+            findings.take()
+        seed = args.seed if args.data_seed is None else args.data_seed
+        loading.attach(Guard(findings, int(seed), None if names_only else self._retry(loading), names_only))
+        instrument.on_detach.append(loading.detach)
+        if names_only:
+            return
+        self._loading, self._findings = loading, findings
+        self._drawn = instrument.step * int(args.gradient_accumulation_steps) * loading.samples_per_batch
+        instrument.position.actual = loading.actual
+        instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
+
+    def _retry(self, loading: LoaderGuard) -> Callable[..., Any]:
+        if loading.has_workers:
+            # It goes to another process, where there is no journal.
+            return RetryPolicy.of(self.config).call
+        return partial(ServiceCalls(self.config, self.session).call, "the training data", _nothing)
+
+    @property
+    def _instrument(self) -> Any:
+        instrument = self.session.instrument
+        if instrument is None:
+            raise RuntimeError("samples are guarded while the instrument is attached")
+        return instrument
+
+    def _fetch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        instrument = self._instrument
+        broken: DataSourceError | None = None
+        try:
+            fetched = original(*args, **kwargs)
+        except DataSourceError as error:
+            broken = error
+        if broken is not None:
+            self._end_for_the_source(broken)
+        elif instrument.attached:
+            with instrument.contained():
+                self._take_stock(len(fetched[0]))
+        return fetched
+
+    def _take_stock(self, batches: int) -> None:
+        """What was found while a window was fetched."""
+        loading, findings = self._loading, self._findings
+        if loading is None or findings is None:
+            return
+        self._drawn += batches * loading.samples_per_batch
+        if loading.has_workers:
+            findings.learn()
+        if not findings.new and not findings.retried:
+            return
+        new, retried = findings.take()
+        self._report(new, retried)
+        bad, limit = findings.bad, self._limit(loading)
+        if len(bad) > limit:
+            self._end_for_too_many(bad, limit)
+
+    def _limit(self, loading: LoaderGuard) -> float:
+        whole = math.inf if loading.samples is None else loading.samples
+        return self.config.max_bad_data_fraction * min(whole, max(self._drawn, _AT_LEAST))
+
+    def _report(self, new: Sequence[BadSample], retried: Sequence[str]) -> None:
+        journal, step = self.session.journal, self._instrument.step
+        evidence: dict[str, Any] = {"samples": [asdict(sample) for sample in new]}
+        if retried:
+            evidence["retried"] = list(retried)
+        incident = journal.open(step, "bad_sample", evidence)
+        named = [str(sample) for sample in new] or list(retried)
+        cause = "; ".join(named[:5]) + (f"; and {len(named) - 5} more" if len(named) > 5 else "")
+        journal.diagnosed(incident, FailureType.BAD_DATA, cause, {})
+        journal.acted(incident, Action.RETRY_CALL.value)
+        if new:
+            path = str(self.session.quarantine.path)
+            journal.acted(incident, Action.QUARANTINE_SAMPLE.value, file=path, samples=[each.name for each in new])
+            journal.acted(incident, Action.REPLACE_SAMPLE.value, by=[each.replaced_by for each in new])
+        journal.dealt_with(incident)
+        journal.closed(incident, "resolved")
+
+    # ---- the end ----
+
+    def _end_for_too_many(self, bad: dict[Any, str], limit: float) -> None:
+        drawn = f"{self._drawn} drawn so far and their substitutes"
+        listed = "; ".join(f"{describe_name(name)} ({why[:120]})" for name, why in list(bad.items())[:_LISTED])
+        more = f"; and {len(bad) - _LISTED} more in {self.session.quarantine.path}" if len(bad) > _LISTED else ""
+        verdict = (
+            f"{len(bad)} samples among {drawn} cannot be used, which is more than max_bad_data_fraction="
+            f"{self.config.max_bad_data_fraction:g} allows ({int(limit)}): {listed}{more}"
+        )
+        self._end("too_many_bad_samples", {"bad": len(bad), "limit": limit, "drawn": self._drawn}, verdict, None)
+
+    def _end_for_the_source(self, error: DataSourceError) -> None:
+        self._end("broken_data_source", {"message": str(error)[:2000]}, str(error), error)
+
+    def _end(self, symptom: str, evidence: dict[str, Any], verdict: str, error: Exception | None) -> None:
+        instrument, journal = self._instrument, self.session.journal
+        incident = journal.open(instrument.step, symptom, evidence)
+        journal.diagnosed(incident, FailureType.BAD_DATA, symptom.replace("_", " "), {})
+        context = HealingContext(incident, instrument, verdict=verdict, error=error)
+        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, instrument.trainer.args)
+
+
+def _nothing() -> None:
+    """Nothing is left behind by a sample that could not be loaded."""

@@ -1,0 +1,53 @@
+"""Rows that a trainer has generated and not yet trained on: a checkpoint in the middle of a cycle carries them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import consensus
+
+
+logger = logging.getLogger(__name__)
+
+GENERATED_FILE = "generated.pt"
+
+
+def save_generated(trainer: Any, checkpoint: Path) -> None:
+    """
+    Puts what is left of a generation cycle (GRPO, RLOO) into a checkpoint; at the end of one there is nothing.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        checkpoint (`Path`):
+            The checkpoint directory.
+    """
+    rows = vars(trainer).get("_buffered_inputs")
+    if rows is None or consensus.world_size() > 1:
+        return
+    cycle = trainer.args.steps_per_generation * trainer.num_iterations
+    if trainer._step % cycle != 0:
+        torch.save(rows, checkpoint / GENERATED_FILE)
+
+
+def load_generated(trainer: Any, checkpoint: Path) -> None:
+    """
+    Takes up the generation cycle in whose middle a checkpoint was written.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer, which has resumed from it.
+        checkpoint (`Path`):
+            The checkpoint directory.
+    """
+    path = checkpoint / GENERATED_FILE
+    if "_buffered_inputs" not in vars(trainer) or not path.is_file():
+        return
+    try:
+        trainer._buffered_inputs = torch.load(path, map_location=trainer.accelerator.device, weights_only=True)
+    except Exception:
+        logger.warning("%s cannot be read: the rows of this cycle are generated anew.", path, exc_info=True)

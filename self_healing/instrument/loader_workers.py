@@ -1,0 +1,65 @@
+"""Worker processes of a data loader that the training thread waits for in vain."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+
+logger = logging.getLogger(__name__)
+
+# Per worker, in seconds: SIGTERM ends one that runs Python at once, SIGKILL all others but those the kernel holds.
+_PATIENCE = 2.0
+
+
+def end_awaited_workers(frame: FrameType | None) -> list[int]:
+    """
+    Ends the workers of the data loader that the code of a frame waits for; left alone, they would outlive it, or be
+    waited for when it goes.
+
+    Args:
+        frame (`FrameType`, *optional*):
+            Where the training thread is.
+
+    Returns:
+        `list[int]`: The processes that were ended.
+    """
+    ended: list[int] = []
+    waiting: _MultiProcessingDataLoaderIter | None = None
+    while frame is not None:
+        holder: Any = frame.f_locals.get("self")
+        if isinstance(holder, _MultiProcessingDataLoaderIter) and waiting is None:
+            waiting = holder
+            ended = _end_workers(holder)
+        loader = getattr(holder, "base_dataloader", holder)
+        if waiting is not None and getattr(loader, "_iterator", None) is waiting:
+            # Persistent workers would be asked for the next epoch's batches.
+            loader._iterator = None
+        frame = frame.f_back
+    return ended
+
+
+def _end_workers(iterator: Any) -> list[int]:
+    if iterator._worker_pids_set:
+        # torch raises in the training thread when a worker it knows dies.
+        signals: Any = _utils.signal_handling
+        signals._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    for worker in iterator._workers:
+        worker.terminate()
+    for worker in iterator._workers:
+        worker.join(timeout=_PATIENCE)
+        if worker.is_alive():
+            worker.kill()
+            worker.join(timeout=_PATIENCE)
+    still = [worker.pid for worker in iterator._workers if worker.is_alive()]
+    if still:
+        logger.warning("Data loader workers %s do not end: the kernel holds them (a file system that hangs).", still)
+    with contextlib.suppress(Exception):
+        iterator._shutdown_workers()
+    return [worker.pid for worker in iterator._workers]

@@ -1,0 +1,117 @@
+"""A checkpoint that the Trainer cannot write because of the disk: its state is put back, and training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from .. import consensus
+from ..failures import could_not_be_written
+from .random_state import RandomState
+
+
+class SaveRelief(Protocol):
+    """What is done about checkpoints that cannot be written."""
+
+    def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None) -> bool:
+        """There is part of a checkpoint on disk, at most; whether to write it once more. `best` must not be lost."""
+
+    def not_rotated(self, error: Exception, checkpoint: Path, step: int) -> None:
+        """The checkpoint is written; an older one could not be removed."""
+
+    def saved(self, checkpoint: Path, step: int) -> None:
+        """A checkpoint was written."""
+
+
+class CheckpointSaving:
+    """
+    Writes the checkpoints of one trainer's schedule.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        relief ([`SaveRelief`]):
+            What is done when one cannot be written.
+        contained (`Callable[[], ContextManager]`):
+            Around what may fail of ours.
+    """
+
+    def __init__(
+        self, trainer: Any, relief: SaveRelief, contained: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
+        self._trainer = trainer
+        self._relief = relief
+        self._contained = contained
+
+    def write(self, save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> bool:
+        """
+        Calls the Trainer's `_save_checkpoint`.
+
+        With several processes an error passes: the others may be waiting in a barrier, or write their part of the
+        checkpoint into a directory that is being removed.
+
+        Returns:
+            Whether there is a checkpoint now.
+        """
+        if consensus.world_size() > 1:
+            save(model, trial, *args, **kwargs)
+            return True
+        trainer = self._trainer
+        step = int(trainer.state.global_step)
+        checkpoint = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
+        rewind = self._mark()
+        while True:
+            try:
+                save(model, trial, *args, **kwargs)
+            except Exception as error:
+                if not could_not_be_written(error):
+                    raise
+                written, again = _was_rotating(error), None
+                with self._contained():
+                    if written:
+                        self._relief.not_rotated(error, checkpoint, step)
+                    else:
+                        rewind()
+                        best = trainer.state.best_model_checkpoint
+                        again = self._relief.failed(error, checkpoint, step, best)
+                if written:
+                    return True
+                if again is None:
+                    # What was to deal with it has failed as well.
+                    raise
+                if not again:
+                    return False
+            else:
+                with self._contained():
+                    self._relief.saved(checkpoint, step)
+                return True
+
+    def _mark(self) -> Callable[[], None]:
+        """What saving changes beside files; what it gives puts it back."""
+        state = self._trainer.state
+        best = state.best_model_checkpoint
+        callbacks = {
+            name: list(kept) if isinstance(kept, list) else kept for name, kept in state.stateful_callbacks.items()
+        }
+        rng = RandomState.capture(self._trainer.accelerator.device)
+
+        def rewind() -> None:
+            state.best_model_checkpoint = best
+            state.stateful_callbacks = {
+                name: list(kept) if isinstance(kept, list) else kept for name, kept in callbacks.items()
+            }
+            rng.restore()
+
+        return rewind
+
+
+def _was_rotating(error: Exception) -> bool:
+    """Whether it was raised after the checkpoint was written, while older ones were being removed."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_name.endswith("rotate_checkpoints"):
+            return True
+        traceback = traceback.tb_next
+    return False

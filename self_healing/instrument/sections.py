@@ -1,0 +1,187 @@
+"""Which part of a step is going on, since when, and how long each part has taken: what a watchdog looks at."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+BETWEEN = "between"
+# Left in the middle, they leave half-updated weights, a torn checkpoint, or a state that is neither old nor new.
+NEVER_INTERRUPTED = frozenset({"optimizer", "save", "judge"})
+# Rare and long: one time is enough to know them by. The others begin with compilation, downloads, workers.
+_KNOWN_AFTER_ONE = frozenset({"save", "evaluate", "on_save", "on_epoch_end"})
+# Times per step that nothing else is going on.
+_BETWEEN_PER_STEP = 4
+
+
+@dataclass(slots=True)
+class Section:
+    """
+    What is known of one part of a step.
+
+    Args:
+        name (`str`):
+            Of the part.
+        learning (`int`):
+            Times it has to be seen before it is watched.
+        times (`int`):
+            Times it was seen to its end.
+        longest (`float`):
+            Longest time without a sign of life in it, in seconds, since it is watched.
+        longest_at_first (`float`):
+            The same for the first times, which compile, download and start.
+        patient (`int`):
+            Times it may still take `hang_factor` times as long: after a re-entry, which skips data and starts workers.
+        at_least (`float`):
+            Seconds it may take in any case while `patient`.
+    """
+
+    name: str
+    learning: int
+    times: int = 0
+    longest: float = 0.0
+    longest_at_first: float = 0.0
+    patient: int = 0
+    at_least: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self.times >= self.learning
+
+
+class Heartbeat:
+    """
+    Signs of life of the training thread: begin and end of each part of a step.
+
+    Args:
+        learning_steps (`int`, *optional*, defaults to 3):
+            Times a part is seen before it is watched; one is enough for those that are rare.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
+            In seconds.
+    """
+
+    def __init__(self, learning_steps: int = 3, clock: Callable[[], float] = time.monotonic) -> None:
+        self._learning_steps = learning_steps
+        self.clock = clock
+        self.sections: dict[str, Section] = {}
+        self._outer: list[Section] = []
+        self._lock = threading.Lock()
+        self._pauses = 0
+        # Of a stretch between two beats, the seconds in which the whole process stood still.
+        self.stood_still: Callable[[int, float], float] = lambda beats, now: 0.0
+        # Replaced as a whole, so that another thread never sees the section of one beat with the time of another.
+        self.last: tuple[Section, float, int] = (self._section(BETWEEN), clock(), 0)
+
+    def _section(self, name: str) -> Section:
+        found = self.sections.get(name)
+        if found is None:
+            learning = 1 if name in _KNOWN_AFTER_ONE else self._learning_steps
+            found = Section(name, learning * _BETWEEN_PER_STEP if name == BETWEEN else learning)
+            self.sections[name] = found
+        return found
+
+    # ---- the training thread ----
+
+    def enter(self, name: str) -> None:
+        """A part of a step begins; it may lie within another one."""
+        # Spelt out here and in `leave`, because each call of a method would cost as much as all of the rest.
+        outer, since, beats = self.last
+        now = self.clock()
+        if now - since > outer.longest:
+            self._took_longer(outer, now - since - self.stood_still(beats, now))
+        if not self._outer:
+            outer.times += 1
+            if outer.patient:
+                outer.patient -= 1
+        self._outer.append(outer)
+        self.last = (self.sections.get(name) or self._section(name), now, beats + 1)
+
+    def leave(self) -> None:
+        """It is over, and what it lies within goes on."""
+        section, since, beats = self.last
+        now = self.clock()
+        if now - since > section.longest:
+            self._took_longer(section, now - since - self.stood_still(beats, now))
+        section.times += 1
+        if section.patient:
+            section.patient -= 1
+        self.last = (self._outer.pop() if self._outer else self._section(BETWEEN), now, beats + 1)
+
+    @contextlib.contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """[`enter`] and [`leave`] around a block."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @staticmethod
+    def _took_longer(section: Section, seconds: float) -> None:
+        if section.known or section.learning == 1:
+            section.longest = max(section.longest, seconds)
+        else:
+            section.longest_at_first = max(section.longest_at_first, seconds)
+
+    def begin(self) -> None:
+        """`train()` was entered: nothing is going on yet, and whatever was before may take longer once more."""
+        self._outer.clear()
+        for section in self.sections.values():
+            section.patient = _BETWEEN_PER_STEP if section.name == BETWEEN else 1
+            section.at_least = 0.0
+        self.start_over(self._section(BETWEEN))
+
+    def be_patient(self, name: str, at_least: float = 0.0) -> None:
+        """The next time of a part may take longer than any before it, so many seconds in any case."""
+        section = self._section(name)
+        section.patient, section.at_least = max(section.patient, 1), max(section.at_least, at_least)
+
+    def start_over(self, section: Section | None = None) -> None:
+        """Counts the time from now on; what has passed says nothing about how long the part takes."""
+        current, _, beats = self.last
+        self.last = (section or current, self.clock(), beats + 1)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around a wait on purpose, from any thread: nothing that takes long meanwhile is a hang."""
+        with self._lock:
+            self._pauses += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pauses -= 1
+            self.start_over()
+
+    def pausing(self, wait: Callable[[float], None]) -> Callable[[float], None]:
+        """A way of waiting for so many seconds that counts as [`paused`]."""
+
+        def wait_on_purpose(seconds: float) -> None:
+            with self.paused():
+                wait(seconds)
+
+        return wait_on_purpose
+
+    # ---- the thread that watches ----
+
+    @property
+    def waits_on_purpose(self) -> bool:
+        return self._pauses > 0
+
+    @property
+    def may_be_interrupted(self) -> bool:
+        """Whether nothing that is going on would be left in a state that cannot be used."""
+        names = {section.name for section in list(self._outer)} | {self.last[0].name}
+        return not names & NEVER_INTERRUPTED
+
+    def limit(self, section: Section, factor: float, floor: float) -> float | None:
+        """Seconds without a sign of life in a part that are too many; `None` while it is not known."""
+        if not section.known:
+            return None
+        # What only the first times took may come back once (a recompilation), and is not multiplied.
+        usual = max(floor, factor * section.longest, 2 * section.longest_at_first)
+        return max(factor * usual, section.at_least) if section.patient else usual

@@ -1,0 +1,361 @@
+"""Which callables of a trainer are services: found, put through somebody who can deal with failures, given back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from accelerate.utils import DistributedType
+from transformers import Trainer, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from .interception import Interception
+from .random_state import RandomState
+from .wrapping import Instrument
+
+
+logger = logging.getLogger(__name__)
+
+# Of a vLLM client: what can be asked twice. Weights are sent by collectives, which cannot be begun anew by one side.
+_VLLM_REQUESTS = (
+    "generate",
+    "chat",
+    "image_features",
+    "get_sequence_logprobs",
+    "reset_prefix_cache",
+    "get_server_info",
+    "get_world_size",
+)
+# Trackers to which TRL's online trainers log completions by themselves, beside the callbacks.
+_TABLE_LOGGERS = frozenset({"trackio", "wandb", "pandas", "pyarrow"})
+
+
+class Retrying(Protocol):
+    """Makes calls again that fail for a reason that may pass; `rewind` takes back what a failed attempt left."""
+
+    def call(
+        self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A function."""
+
+    async def call_async(
+        self,
+        service: str,
+        rewind: Callable[[], None],
+        function: Callable[..., Awaitable[Any]],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A coroutine function."""
+
+
+class Containing(Protocol):
+    """Makes calls that nothing depends on; what they raise is reported and does not reach the caller."""
+
+    def call(
+        self,
+        service: str,
+        step: int,
+        rewind: Callable[[], None],
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A function; `None` if it failed."""
+
+    def failed(self, service: str, step: int, error: BaseException) -> None:
+        """It failed already, in the background."""
+
+
+class ServiceGuard:
+    """
+    Puts the services that training needs through somebody who makes their calls again: reward functions, rewards that
+    are modules, a rollout function, the requests to a vLLM server.
+
+    Args:
+        instrument ([`Instrument`]):
+            Attached to the trainer; gives everything back when it is detached.
+        retrying ([`Retrying`]):
+            Makes the calls.
+    """
+
+    def __init__(self, instrument: Instrument, retrying: Retrying) -> None:
+        self._instrument = instrument
+        self._retrying = retrying
+        self._rewards: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+
+    def attach(self) -> None:
+        """Called with the instrument attached."""
+        trainer, instrument = self._instrument.trainer, self._instrument
+        rewards = getattr(trainer, "reward_funcs", None)
+        if isinstance(rewards, list):
+            instrument.on_detach.append(self._give_rewards_back)
+            self._guard_rewards(rewards)
+        if callable(getattr(trainer, "rollout_func", None)):
+            self._guard_method(trainer, "rollout_func", "rollout function")
+        for holder in (trainer, getattr(trainer, "vllm_generation", None)):
+            client = getattr(holder, "vllm_client", None)
+            for name in _VLLM_REQUESTS:
+                if callable(getattr(client, name, None)):
+                    self._guard_method(client, name, f"vLLM server ({name})")
+
+    def _guard_rewards(self, rewards: list[Any]) -> None:
+        alone = sum(_is_async(reward) for reward in rewards) == 1
+        for place, reward in enumerate(rewards):
+            service = f"reward {_name(reward)}"
+            if isinstance(reward, torch.nn.Module):
+                self._guard_module(reward, service)
+                continue
+            guarded = self._coroutine(reward, service, alone) if _is_async(reward) else self._function(reward, service)
+            self._rewards.append((guarded, reward))
+            # In place: the list may be the user's own.
+            rewards[place] = guarded
+
+    def _give_rewards_back(self) -> None:
+        originals = {id(guarded): original for guarded, original in self._rewards}
+        rewards = self._instrument.trainer.reward_funcs
+        for place, reward in enumerate(rewards):
+            # Not by its place: somebody may have changed the list meanwhile.
+            rewards[place] = originals.get(id(reward), reward)
+        self._rewards.clear()
+
+    def _function(self, reward: Callable[..., Any], service: str) -> Callable[..., Any]:
+        @functools.wraps(reward)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return self._retrying.call(service, self._mark(), reward, *args, **kwargs)
+
+        return _named_after(reward, guarded)
+
+    def _coroutine(self, reward: Callable[..., Any], service: str, alone: bool) -> Callable[..., Any]:
+        @functools.wraps(reward)
+        async def guarded(*args: Any, **kwargs: Any) -> Any:
+            # Of several that run at the same time, none can take back what the others have drawn or logged.
+            rewind = self._mark() if alone else _nothing
+            return await self._retrying.call_async(service, rewind, reward, *args, **kwargs)
+
+        return _named_after(reward, guarded)
+
+    def _guard_module(self, reward: torch.nn.Module, service: str) -> None:
+        trainer = self._instrument.trainer
+        sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        compiled = getattr(reward, "_compiled_call_impl", None) is not None
+        if sharded or compiled or trainer.args.n_gpu > 1:
+            # One process alone would gather weights that the others do not, a replica would call the original, and a
+            # compiled call would trace what comes in between.
+            return
+
+        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return self._retrying.call(service, self._mark(), original, *args, **kwargs)
+
+        original, was_set = reward.forward, "forward" in vars(reward)
+        guarded = Interception(reward, "forward", original, forward)
+
+        def give_back() -> None:
+            if vars(reward).get("forward") is not guarded:
+                return
+            if was_set:
+                reward.forward = original
+            else:
+                del reward.forward
+
+        # Not by `Instrument.intercept`, whose interceptions of a model are taken back together with those for memory.
+        self._instrument.on_detach.append(give_back)
+        reward.forward = guarded
+
+    def _guard_method(self, holder: Any, name: str, service: str) -> None:
+        def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return self._retrying.call(service, self._mark(), original, *args, **kwargs)
+
+        self._instrument.replace(holder, name, guarded)
+
+    def _mark(self) -> Callable[[], None]:
+        """Where random states and the metrics a reward may log stand; what it gives goes back there."""
+        rng = RandomState.capture(self._instrument.trainer.accelerator.device)
+        stores = self._instrument.ledger.mark_stores()
+
+        def rewind() -> None:
+            with self._instrument.contained():
+                rng.restore()
+                self._instrument.ledger.rewind_stores(stores)
+
+        return rewind
+
+
+class ReportingGuard:
+    """
+    Keeps what trackers and the Hub raise away from training, for as long as it is attached.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        containing ([`Containing`]):
+            Makes the calls.
+    """
+
+    def __init__(self, trainer: Trainer, containing: Containing) -> None:
+        self._trainer: Any = trainer
+        self._containing = containing
+        self._originals: list[tuple[Any, str, Any, bool]] = []
+        self._followed: list[Future[Any]] = []
+
+    def attach(self) -> None:
+        """Called before `train()`, or in `on_train_begin`."""
+        try:
+            self._attach()
+        except Exception as error:
+            logger.error(
+                "self_healing could not guard trackers and Hub; what they raise ends the run. Please report this "
+                "traceback.",
+                exc_info=error,
+            )
+            self.detach()
+
+    def _attach(self) -> None:
+        trainer = self._trainer
+        for callback in trainer.callback_handler.callbacks:
+            if _is_tracker(callback):
+                for event in _events_of(callback):
+                    self._guard(callback, event, type(callback).__name__)
+        if trainer.args.push_to_hub:
+            self._replace(trainer, "_push_from_checkpoint", self._push)
+            self._replace(trainer, "_finish_current_push", self._finish_push)
+        if getattr(trainer, "log_completions", False):
+            self._replace(trainer, "log", self._log)
+
+    def detach(self) -> None:
+        """Gives the trainer and its callbacks back as they were."""
+        for holder, name, original, was_set in reversed(self._originals):
+            if was_set:
+                setattr(holder, name, original)
+            else:
+                vars(holder).pop(name, None)
+        self._originals.clear()
+        self._report_pushes()
+        for job in self._followed:
+            # It ends when nobody looks any more: at least it is said.
+            job.add_done_callback(_say_if_it_failed)
+        self._followed.clear()
+
+    def _replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(holder, name)
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        self._originals.append((holder, name, original, name in vars(holder)))
+        setattr(holder, name, replaced)
+
+    def _guard(self, callback: TrainerCallback, event: str, service: str) -> None:
+        def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return self._call(service, original, *args, **kwargs)
+
+        self._replace(callback, event, guarded)
+
+    def _call(self, service: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A client that fails may have drawn the jitter of its own retries from the run's generators.
+        rng = RandomState.capture(self._trainer.accelerator.device)
+        return self._containing.call(service, self._step, rng.restore, function, *args, **kwargs)
+
+    @property
+    def _step(self) -> int:
+        return int(self._trainer.state.global_step)
+
+    # ---- the Hub ----
+
+    def _push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._report_pushes()
+        self._call("Hub", original, *args, **kwargs)
+        self._follow_pushes()
+
+    def _finish_push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._call("Hub", original, *args, **kwargs)
+        self._report_pushes()
+
+    def _follow_pushes(self) -> None:
+        jobs = getattr(getattr(self._trainer, "push_in_progress", None), "jobs", None)
+        known = {id(job) for job in self._followed}
+        self._followed.extend(job for job in jobs or () if isinstance(job, Future) and id(job) not in known)
+
+    def _report_pushes(self) -> None:
+        """Uploads run in the background, and the Trainer never asks what became of them."""
+        done = [job for job in self._followed if job.done()]
+        self._followed = [job for job in self._followed if not job.done()]
+        for job in done:
+            error = None if job.cancelled() else job.exception()
+            if error is not None:
+                self._containing.failed("Hub", self._step, error)
+
+    # ---- completions ----
+
+    def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        rng = RandomState.capture(self._trainer.accelerator.device)
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            if not from_the_table_of_completions(error):
+                raise
+            rng.restore()
+            self._containing.failed("table of completions", self._step, error)
+
+
+def from_the_table_of_completions(error: BaseException) -> bool:
+    """
+    Whether an exception that left `trainer.log` of a TRL trainer came from the table of completions, which it writes
+    and sends to trackers once everything else is logged.
+    """
+    in_log = False
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        module = str(frame.f_globals.get("__name__", ""))
+        if in_log and module.split(".")[0] in _TABLE_LOGGERS:
+            return True
+        in_log = frame.f_code.co_name == "log" and module.split(".")[0] == "trl"
+    return False
+
+
+def _is_tracker(callback: Any) -> bool:
+    return isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values()))
+
+
+def _events_of(callback: TrainerCallback) -> Iterator[str]:
+    for name in dir(TrainerCallback):
+        if name.startswith("on_") and getattr(type(callback), name) is not getattr(TrainerCallback, name):
+            yield name
+
+
+def _is_async(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _named_after(function: Any, guarded: Callable[..., Any]) -> Callable[..., Any]:
+    # Partials and callable objects have no name that `functools.wraps` could copy; metrics are named after it.
+    guarded.__name__ = _name(function)
+    return guarded
+
+
+def _nothing() -> None:
+    pass
+
+
+def _say_if_it_failed(job: Future[Any]) -> None:
+    with contextlib.suppress(Exception):
+        if not job.cancelled() and job.exception() is not None:
+            logger.warning("A push to the Hub failed after training had ended: %s", job.exception())

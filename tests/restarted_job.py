@@ -1,0 +1,213 @@
+"""A job as a user would start it, run by the tests in processes of its own and struck there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import build_tokenizer, grpo_trainer, sft_trainer, tiny_model
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing.chaos import Chaos
+from self_healing.demo import stdlib_docstrings, train_tokenizer
+
+
+def digest(model: Any) -> str:
+    content = hashlib.sha256()
+    for value in model.state_dict().values():
+        content.update(value.numpy().tobytes())
+    return content.hexdigest()
+
+
+class Once:
+    """Something that happens once, or so many times, however often the job is started."""
+
+    def __init__(self, file: Path, times: int = 1) -> None:
+        self.file, self.times = file, times
+
+    def __call__(self) -> bool:
+        count = len(self.file.read_text()) if self.file.exists() else 0
+        if count >= self.times:
+            return False
+        with self.file.open("a") as file:
+            file.write("x")
+            file.flush()
+            os.fsync(file.fileno())
+        return True
+
+
+class Strike(TrainerCallback):
+    """Does something to the job in the middle of a step."""
+
+    def __init__(self, fault: str, step: int, once: Once, trainer: Any = None) -> None:
+        self.fault, self.step, self.once, self.trainer = fault, step, once, trainer
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self.step or not self.once():
+            return
+        if self.fault == "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.fault == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif self.fault in ("sigterm", "sigusr1"):
+            os.kill(os.getpid(), getattr(signal, self.fault.upper()))
+        elif self.fault == "slow_sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        elif self.fault == "deaf_sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+            # Minutes in C, which no signal interrupts and where no handler of Python's can run.
+            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 500_000_000)
+        elif self.fault == "device":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        elif self.fault == "bug":
+            raise ValueError("a bug of the user's")
+        elif self.fault == "reduce":
+            session = next(
+                each.session for each in self.trainer.callback_handler.callbacks if hasattr(each, "session")
+            )
+            session.learning_rate.reduce(state.global_step)
+            session.journal.dealt_with(session.journal.open(state.global_step, "test", {}))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_while_saving(trainer: Any, step: int, once: Once) -> None:
+    """The process dies when half of a checkpoint is written."""
+    original = trainer._save_optimizer_and_scheduler
+
+    def save(output_dir: str) -> None:
+        if trainer.state.global_step == step and once():
+            Path(output_dir, "optimizer.pt").write_bytes(b"half of it")
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(output_dir)
+
+    trainer._save_optimizer_and_scheduler = save
+
+
+def spoil_newest(output_dir: Path, how: str) -> None:
+    """Before the job is started again: its newest checkpoint is damaged."""
+    newest = max(output_dir.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    weights = newest / "model.safetensors"
+    if how == "truncate":
+        weights.write_bytes(weights.read_bytes()[:-2000])
+    else:
+        content = bytearray(weights.read_bytes())
+        content[-400:] = b"\xff" * 400
+        weights.write_bytes(bytes(content))
+
+
+def main(output_dir: Path, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    once = Once(output_dir.parent / f"{output_dir.name}.struck", options.get("times", 1))
+    arguments = {
+        "max_steps": 12,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "dataloader_num_workers": 0,
+        **options.get("arguments", {}),
+    }
+    make = {"sft": sft_trainer, "grpo": grpo_trainer}[options.get("trainer", "sft")]
+    trainer = make(output_dir, build_tokenizer(), **arguments)
+    fault = options.get("fault")
+    if fault == "sigkill_while_saving":
+        kill_while_saving(trainer, options["step"], once)
+    elif fault:
+        trainer.add_callback(Strike(fault, options["step"], once, trainer))
+    spoil = options.get("spoil")
+    if spoil and once.file.exists() and Once(Path(f"{once.file}.spoiled"))():
+        spoil_newest(output_dir, spoil)
+    healer = SelfHealingTrainer(trainer, HealingConfig(**{"retry_initial_seconds": 0.0, **options.get("config", {})}))
+    healer.train(resume_from_checkpoint=options.get("resume"))
+    result = {
+        "weights": digest(trainer.model),
+        "steps": trainer.state.global_step,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "incidents": healer.get_report().incidents,
+    }
+    (output_dir.parent / f"{output_dir.name}.json").write_text(json.dumps(result))
+
+
+def long_run(output_dir: Path, options: dict[str, Any]) -> None:
+    """A small model on a real text, with every fault there is; its loss on a text that it has not seen."""
+    torch.set_num_threads(1)
+    texts = stdlib_docstrings()
+    tokenizer = train_tokenizer(texts, 512)
+    held_out = len(texts) // 10
+    seed = options["seed"]
+    trainer = sft_trainer(
+        output_dir,
+        tokenizer,
+        texts=texts[held_out:],
+        model=tiny_model(tokenizer, seed=seed),
+        trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": texts[:held_out]})},
+        max_steps=options["steps"],
+        learning_rate=3e-3,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=20,
+        seed=seed,
+        save_strategy="steps",
+        save_steps=10,
+        save_total_limit=3,
+    )
+    if options.get("faults"):
+        # Outside of the run directory, as its ledger of what it did has to be.
+        ledger = output_dir.parent / f"{output_dir.name}.chaos.jsonl"
+        trainer.add_callback(Chaos(options["faults"], seed=seed, ledger=ledger))
+    healer = SelfHealingTrainer(trainer, HealingConfig.aggressive(**options.get("config", {})))
+    healer.train()
+    result = {
+        "steps": trainer.state.global_step,
+        "held_out": trainer.evaluate()["eval_loss"],
+        "incidents": healer.get_report().incidents,
+    }
+    (output_dir.parent / f"{output_dir.name}.json").write_text(json.dumps(result))
+
+
+def begin(request: dict[str, Any]) -> None:
+    """In a process of its own: the job as the request has it."""
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(request["environment"])
+    code = 1
+    try:
+        job = long_run if request["options"].pop("long", False) else main
+        job(Path(request["output_dir"]), request["options"])
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve() -> None:
+    """Starts a process for each line of the input and answers with how it ended: imports take place only once."""
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            begin(json.loads(line))
+        _, status = os.waitpid(child, 0)
+        answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        serve()
+    else:
+        main(Path(sys.argv[1]), json.loads(sys.argv[2]))

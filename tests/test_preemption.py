@@ -1,0 +1,208 @@
+"""A machine that is asked for back: SIGTERM and SIGUSR1."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import assert_same_weights, job_result, journal, sft_trainer, weights
+from transformers import TrainerCallback
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.run_record import Ending, RunRecord
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    after = {signum: signal.getsignal(signum) for signum in before}
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+    assert after == before
+
+
+class SignalAt(TrainerCallback):
+    """Sends a signal to the process in the middle of a step."""
+
+    def __init__(self, step: int, signum: signal.Signals = signal.SIGTERM, seconds: float = 0.0) -> None:
+        self.step, self.signum, self.seconds = step, signum, seconds
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.signum)
+            time.sleep(self.seconds)
+
+
+@pytest.mark.parametrize(("signum", "code"), [("sigterm", 143), ("sigusr1", 75)])
+def test_the_step_is_finished_and_saved_and_the_restart_goes_on_bitwise(
+    tmp_path: Path,
+    start: Callable[..., int],
+    until_it_ends: Callable[..., list[int]],
+    signum: str,
+    code: int,
+) -> None:
+    plain, job = tmp_path / "plain", tmp_path / "job"
+    assert start(plain) == 0
+    began = time.monotonic()
+    assert until_it_ends(job, 3, fault=signum, step=5) == [code, 0]
+    assert time.monotonic() - began < 60
+    assert (job / "checkpoint-6").is_dir()
+    assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-6")]
+    assert job_result(job)["weights"] == job_result(plain)["weights"]
+    assert job_result(job)["losses"] == job_result(plain)["losses"]
+    (incident,) = job_result(job)["incidents"]
+    assert (incident["failure"], incident["actions"], incident["steps_lost"]) == (
+        "preempted",
+        ["save_and_leave"],
+        0,
+    )
+
+
+def test_a_step_that_takes_too_long_is_left_and_the_state_before_it_saved(
+    tmp_path: Path, start: Callable[..., int], until_it_ends: Callable[..., list[int]]
+) -> None:
+    plain, job = tmp_path / "plain", tmp_path / "job"
+    assert start(plain) == 0
+    began = time.monotonic()
+    codes = until_it_ends(job, 3, fault="slow_sigterm", step=5, config={"preemption_deadline": 6.0})
+    assert codes == [143, 0]
+    # The step sleeps for 60 s.
+    assert time.monotonic() - began < 40
+    assert (job / "checkpoint-5").is_dir()
+    assert job_result(job)["weights"] == job_result(plain)["weights"]
+
+
+def test_at_the_deadline_the_process_ends_whatever_it_does(tmp_path: Path, start: Callable[..., int]) -> None:
+    job = tmp_path / "job"
+    began = time.monotonic()
+    assert start(job, fault="deaf_sigterm", step=5, config={"preemption_deadline": 3.0}) == 143
+    assert time.monotonic() - began < 30
+    (event,) = journal(job, "preemption_deadline")
+    assert "within 3 s of SIGTERM" in event["why"]
+    assert start(job, restarts=1, config={"preemption_deadline": 3.0}) == 0
+    assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
+
+
+def test_a_preempted_run_leaves_with_system_exit(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2)])
+    with pytest.raises(SystemExit) as left:
+        SelfHealingTrainer(trainer).train()
+    assert left.value.code == 143
+    assert trainer.state.global_step == 3
+    assert not list((tmp_path / "run").glob("postmortem*"))
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None
+    assert (record.ending, record.newest.last_step) == (Ending.PREEMPTED, 3)
+
+
+def test_the_callback_alone_leaves_as_well(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2), SelfHealingCallback()])
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == 143
+    assert (tmp_path / "run" / "checkpoint-3" / "healing.json").is_file()
+
+
+def test_a_checkpoint_without_optimizer_state_would_not_do(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2)], save_only_model=True)
+    with pytest.raises(SystemExit):
+        SelfHealingTrainer(trainer).train()
+    assert (tmp_path / "run" / "checkpoint-3" / "optimizer.pt").is_file()
+    assert trainer.args.save_only_model
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(5)])
+    SelfHealingTrainer(trainer).train()
+    assert trainer.state.global_step == 6
+    assert not journal(tmp_path / "run", "outcome")
+
+
+def test_handlers_that_were_there_are_called_and_what_they_raise_is_put_off(tmp_path: Path, tokenizer: Any) -> None:
+    called = []
+
+    def earlier(signum: int, frame: Any) -> None:
+        called.append(signum)
+        raise SystemExit(7)
+
+    signal.signal(signal.SIGTERM, earlier)
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2)])
+    with pytest.raises(SystemExit) as left:
+        SelfHealingTrainer(trainer).train()
+    assert (called, left.value.code) == ([signal.SIGTERM], 7)
+    assert (tmp_path / "run" / "checkpoint-3").is_dir()
+    assert signal.getsignal(signal.SIGTERM) is earlier
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_just_in_time_checkpoints_of_transformers_are_not_written_twice(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2)], enable_jit_checkpoint=True)
+    saves = []
+    save = trainer._save_checkpoint
+    trainer._save_checkpoint = lambda *args, **kwargs: (saves.append(trainer.state.global_step), save(*args, **kwargs))
+    with pytest.raises(SystemExit):
+        SelfHealingTrainer(trainer).train()
+    assert saves == [3]
+
+
+def test_signals_can_be_left_alone(tmp_path: Path, tokenizer: Any) -> None:
+    called = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: called.append(signum))
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2)])
+    SelfHealingTrainer(trainer, HealingConfig(on_preemption="ignore")).train()
+    assert trainer.state.global_step == 6
+    assert called == [signal.SIGTERM]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_training_in_another_thread_leaves_signals_alone(tmp_path: Path, tokenizer: Any) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
+    seen = []
+    trainer.add_callback(type("See", (TrainerCallback,), {"on_step_end": lambda *_, **__: seen.append(before)})())
+    thread = threading.Thread(target=SelfHealingTrainer(trainer).train)
+    thread.start()
+    thread.join(60)
+    assert trainer.state.global_step == 2
+    assert len(seen) == 2
+
+
+def test_without_a_signal_nothing_is_changed(tmp_path: Path, tokenizer: Any) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    trainer = sft_trainer(tmp_path / "run", tokenizer)
+    SelfHealingTrainer(trainer).train()
+    assert_same_weights(weights(trainer), weights(plain))
+
+
+class Raises(TrainerCallback):
+    """A bug in somebody's callback, which leaves `train()` behind our back."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise ValueError("a bug")
+
+
+def test_an_exception_that_leaves_train_gives_the_signals_back(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback(), Raises()])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match="a bug"):
+        SelfHealingTrainer(trainer).train()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_once_train_was_left_behind_our_back_signals_are_what_they_were(tmp_path: Path, tokenizer: Any) -> None:
+    called = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: called.append(signum))
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback(), Raises()])
+    with pytest.raises(ValueError, match="a bug"):
+        trainer.train()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert called == [signal.SIGTERM]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

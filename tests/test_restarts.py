@@ -1,0 +1,352 @@
+"""A job whose process is killed, and that a launcher starts again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import (
+    JOB,
+    Starter,
+    assert_same_weights,
+    grpo_trainer,
+    job_log,
+    job_result,
+    journal,
+    losses,
+    rloo_trainer,
+    sft_trainer,
+    weights,
+)
+
+from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing.launcher import launch_of
+from self_healing.run_record import RECORD_FILE, Ending, RunRecord
+
+
+def under_torchrun(output_dir: Path, restarts: int, **options: Any) -> int:
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
+            *("--max-restarts", str(restarts), str(JOB), str(output_dir), json.dumps(options)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=300,
+    ).returncode
+
+
+def postmortems(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(output_dir.glob("postmortem*.json"))]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, starter: Starter) -> dict[str, Any]:
+    output_dir = tmp_path_factory.mktemp("plain") / "job"
+    assert starter.start(output_dir, {}, {}) == 0
+    return job_result(output_dir)
+
+
+@pytest.fixture(scope="module")
+def plain_under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    output_dir = tmp_path_factory.mktemp("plain") / "job"
+    assert under_torchrun(output_dir, 0) == 0
+    return job_result(output_dir)
+
+
+def fault_at(seed: int) -> int:
+    return (7, 2, 5, 10, 8)[seed]
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))], ids=lambda seed: f"seed {seed}"
+)
+def test_a_process_killed_in_mid_step_is_started_again_by_torchrun_and_ends_bitwise_equal(
+    tmp_path: Path, plain_under_torchrun: dict[str, Any], seed: int
+) -> None:
+    job = tmp_path / "job"
+    workers = {"dataloader_num_workers": 2 * (seed % 2)}
+    assert under_torchrun(job, 3, fault="sigkill", step=fault_at(seed), arguments=workers) == 0
+    assert job_result(job)["weights"] == plain_under_torchrun["weights"]
+    assert job_result(job)["losses"] == plain_under_torchrun["losses"]
+    (incident,) = job_result(job)["incidents"]
+    assert (incident["failure"], incident["step"]) == ("process_died", fault_at(seed))
+    assert incident["steps_lost"] == fault_at(seed) % 4
+    assert incident["outcome"] == "resolved"
+
+
+@pytest.mark.parametrize("fault", ["segfault", pytest.param("sigkill", marks=pytest.mark.slow)])
+def test_a_crash_in_native_code_is_like_a_kill(
+    tmp_path: Path, plain: dict[str, Any], fault: str, until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    codes = until_it_ends(job, 3, fault=fault, step=6)
+    assert codes == [-11 if fault == "segfault" else -9, 0]
+    assert job_result(job)["weights"] == plain["weights"]
+    assert "Attempt 2 of run" in job_log(job)
+    assert "checkpoint-4 (step 4); the one before ended at step 6" in job_log(job)
+
+
+def test_a_kill_while_a_checkpoint_is_written_costs_that_checkpoint(
+    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, fault="sigkill_while_saving", step=8) == [-9, 0]
+    assert job_result(job)["weights"] == plain["weights"]
+    assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
+
+
+@pytest.mark.parametrize("damage", ["truncate", pytest.param("nan", marks=pytest.mark.slow)])
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    tmp_path: Path, plain: dict[str, Any], damage: str, until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, fault="sigkill", step=10, spoil=damage) == [-9, 0]
+    assert [event["path"] for event in journal(job, "checkpoint_passed_over")][:1] == [str(job / "checkpoint-8")]
+    assert job_result(job)["weights"] == plain["weights"]
+
+
+def test_where_the_only_checkpoint_is_damaged_the_run_begins_anew_and_is_the_same_run(
+    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, fault="sigkill", step=6, spoil="truncate") == [-9, 0]
+    assert job_result(job)["weights"] == plain["weights"]
+    (incident,) = job_result(job)["incidents"]
+    assert (incident["failure"], incident["steps_lost"]) == ("process_died", 6)
+    assert len({event["run"] for event in journal(job)}) == 1
+
+
+def test_a_kill_before_the_first_checkpoint_begins_anew(
+    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, fault="sigkill", step=2) == [-9, 0]
+    assert job_result(job)["weights"] == plain["weights"]
+
+
+@pytest.mark.slow
+def test_a_restart_never_takes_up_the_checkpoints_of_another_run(
+    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert start(job, arguments={"learning_rate": 1e-2}) == 0
+    # Killed before it had a checkpoint of its own; those that lie there are of the run before.
+    assert until_it_ends(job, 3, fault="sigkill", step=2) == [-9, 0]
+    assert job_result(job)["weights"] == plain["weights"]
+
+
+def test_a_broken_device_ends_the_process_for_a_restart(
+    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, fault="device", step=6) == [75, 0]
+    assert job_result(job)["weights"] == plain["weights"]
+    (incident,) = job_result(job)["incidents"]
+    assert (incident["failure"], incident["actions"]) == ("device", ["exit_for_restart"])
+    # The run was brought to its end: what one of its processes died of is set aside.
+    assert not (job / "postmortem.json").exists()
+    assert len(list(job.glob("postmortem.before-*.json"))) == 1
+
+
+@pytest.mark.slow
+def test_a_broken_device_surfaces_where_nobody_starts_the_job_again(tmp_path: Path, start: Callable[..., int]) -> None:
+    job = tmp_path / "job"
+    assert start(job, launcher="none", fault="device", step=6) == 1
+    assert "illegal memory access" in job_log(job)
+
+
+def test_a_crash_loop_ends_within_the_budget_with_one_postmortem(
+    tmp_path: Path, until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    options = {"fault": "sigkill", "step": 6, "times": 100, "config": {"max_recovery_attempts": 2}}
+    codes = until_it_ends(job, 8, **options)
+    # From step 0; from step 4, which was progress; twice more without any; then it is refused.
+    assert codes[:5] == [-9, -9, -9, -9, 1]
+    assert len(codes) == 8
+    (postmortem,) = postmortems(job)
+    attempts = postmortem["attempts"]
+    assert [attempt["last_step"] for attempt in attempts[:4]] == [6, 6, 6, 6]
+    assert [attempt["first_step"] for attempt in attempts[:4]] == [0, 4, 4, 4]
+    assert [incident["failure"] for incident in postmortem["chain"]] == ["process_died"] * 4
+    assert "started 3 times from step 4 and never came beyond step 6" in postmortem["verdict"]
+    assert postmortem["metric_tail"][-1]["step"] == 4
+    # Started again all the same, it says so at once, and the postmortem stays.
+    assert job_log(job).count("Training is not started again") >= 4
+
+
+@pytest.mark.slow
+def test_a_bug_that_strikes_after_every_restart_ends_within_the_budget(
+    tmp_path: Path, until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    options = {"fault": "bug", "step": 6, "times": 100, "config": {"max_recovery_attempts": 2}}
+    codes = until_it_ends(job, 6, **options)
+    assert codes == [1] * 6
+    (postmortem,) = postmortems(job)
+    assert "ValueError: a bug of the user's" in postmortem["verdict"]
+    assert job_log(job).count("Training is not started again") == 2
+    assert len(journal(job, "run_started")) == 4
+
+
+@pytest.mark.slow
+def test_a_job_that_gave_up_gets_new_attempts_when_somebody_starts_it(
+    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    options = {"fault": "sigkill", "step": 6, "times": 4, "config": {"max_recovery_attempts": 2}}
+    assert until_it_ends(job, 5, **options) == [-9, -9, -9, -9, 1]
+    assert start(job, launcher="none", resume="auto", **options) == 0
+    assert job_result(job)["weights"] == plain["weights"]
+
+
+def test_a_reduced_learning_rate_is_still_reduced_after_a_restart(
+    tmp_path: Path, until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, fault="reduce", step=6) == [-9, 0]
+    started = journal(job, "run_started")
+    assert "learning_rate_scale" not in started[0]
+    assert json.loads((job / RECORD_FILE).read_text())["memory"]["learning_rate"]["reductions"] == 1
+
+
+@pytest.mark.slow
+def test_slurm_that_requeues_is_a_launcher_as_well(
+    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, launcher="slurm", fault="sigkill", step=6) == [-9, 0]
+    assert job_result(job)["weights"] == plain["weights"]
+
+
+@pytest.mark.slow
+def test_auto_goes_on_where_no_launcher_says_that_it_is_a_restart(
+    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, launcher="none", resume="auto", fault="sigkill", step=6) == [-9, 0]
+    assert job_result(job)["weights"] == plain["weights"]
+    (incident,) = job_result(job)["incidents"]
+    assert incident["failure"] == "process_died"
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_a_generation_cycle_is_taken_up_in_its_middle(tmp_path: Path, tokenizer: Any, trainer: str) -> None:
+    make = {"grpo": grpo_trainer, "rloo": rloo_trainer}[trainer]
+    # Rows for two optimizer steps at a time; the checkpoint falls between them.
+    arguments = {"max_steps": 6, "steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3}
+    plain = make(tmp_path / "plain", tokenizer, **arguments)
+    SelfHealingTrainer(plain).train()
+    assert (tmp_path / "plain" / "checkpoint-3" / "generated.pt").is_file()
+    assert not (tmp_path / "plain" / "checkpoint-6" / "generated.pt").exists()
+    resumed = make(tmp_path / "run", tokenizer, **arguments)
+    SelfHealingTrainer(resumed).train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-3"))
+    assert_same_weights(weights(resumed), weights(plain))
+    assert losses(resumed) == losses(plain)
+
+
+# ---- what is known of a run ----
+
+
+def test_a_finished_run_is_recorded_as_one(tmp_path: Path, tokenizer: Any) -> None:
+    SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=3)).train()
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None
+    assert (record.ending, record.newest.last_step, record.newest.first_step) == (Ending.FINISHED, 3, 0)
+
+
+def test_a_new_run_in_the_same_directory_is_a_new_one(tmp_path: Path, tokenizer: Any) -> None:
+    runs = []
+    for _ in range(2):
+        SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=2)).train()
+        record = RunRecord.read(tmp_path / "run")
+        assert record is not None
+        runs.append((record.run, len(record.attempts)))
+    assert runs[0][0] != runs[1][0]
+    assert runs[1][1] == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 1}', '{"run": "x", "attempts": [{"ending": "?"}]}'])
+def test_a_record_that_cannot_be_read_is_passed_over(tmp_path: Path, tokenizer: Any, content: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RECORD_FILE).write_text(content)
+    trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
+    SelfHealingTrainer(trainer).train(resume_from_checkpoint="auto")
+    assert trainer.state.global_step == 2
+
+
+def test_a_record_that_cannot_be_written_stops_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "run" / RECORD_FILE).mkdir(parents=True)
+    trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
+    SelfHealingTrainer(trainer).train()
+    assert trainer.state.global_step == 2
+
+
+def test_our_own_failure_to_judge_earlier_attempts_stops_nothing(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
+    healer = SelfHealingTrainer(trainer)
+    monkeypatch.setattr(healer, "_judge_earlier_attempts", lambda *_: 1 / 0)
+    healer.train()
+    assert trainer.state.global_step == 2
+    assert "failed while it looked at earlier attempts" in caplog.text
+
+
+def test_a_process_that_still_trains_there_is_named(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = RunRecord(tmp_path / "run", "other", str(tmp_path / "run"))
+    record.begin_attempt(None, 0)
+    record.write()
+    trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
+    SelfHealingTrainer(trainer).train()
+    assert f"Process {os.getpid()}, which trains into" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ("none", 0, None)),
+        (
+            {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "3"},
+            ("torchrun", 2, 1),
+        ),
+        (
+            {
+                "TORCHELASTIC_RUN_ID": "x",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+                "SLURM_JOB_ID": "1",
+                "SLURM_RESTART_COUNT": "1",
+            },
+            ("torchrun", 1, 0),
+        ),
+        ({"SLURM_JOB_ID": "1"}, ("slurm", 0, None)),
+        ({"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "many"}, ("torchrun", 0, 0)),
+    ],
+)
+def test_the_launcher_is_read_from_the_environment(environment: dict[str, str], expected: tuple[Any, ...]) -> None:
+    launch = launch_of(environment)
+    assert (launch.launcher, launch.restarts, launch.restarts_left) == expected
+
+
+def test_exit_codes_are_for_launchers_that_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from self_healing.launcher import restarts_on_exit
+
+    assert not restarts_on_exit(HealingConfig())
+    assert restarts_on_exit(HealingConfig(launcher_restarts="yes"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert restarts_on_exit(HealingConfig())
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not restarts_on_exit(HealingConfig())
+    assert not restarts_on_exit(HealingConfig(launcher_restarts="no"))

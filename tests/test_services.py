@@ -1,0 +1,746 @@
+"""Services that fail: reward functions and vLLM calls are called again; trackers and the Hub never stop a run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import http.client
+import inspect
+import json
+import pickle
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    assert_same_weights,
+    grpo_trainer,
+    journal,
+    logged,
+    plain_trainer,
+    rloo_trainer,
+    tiny_config,
+    weights,
+)
+from transformers import LlamaForSequenceClassification, TrainerCallback, set_seed
+from transformers.integrations import TensorBoardCallback
+from trl.generation.vllm_client import VLLMClient
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing.reporting import Reporting
+from self_healing.services import Retry, RetryPolicy, may_pass, retry_after
+from self_healing.session import Session
+
+
+DROP = "drop"  # the connection is closed without an answer
+
+
+class FlakyServer:
+    """
+    A real HTTP server that answers its first requests as it is told, and every other one with 200.
+
+    Args:
+        answers: `DROP`, a status, or a status with headers.
+        body: What a 200 brings, as JSON.
+    """
+
+    def __init__(self, answers: Sequence[Any] = (), body: Any = None, always: Any = 200) -> None:
+        self.answers = list(answers)
+        self.requests: list[str] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def _answer(self) -> None:
+                length = int(self.headers.get("Content-Length") or 0)
+                self.rfile.read(length)
+                outer.requests.append(self.path)
+                answer = outer.answers.pop(0) if outer.answers else always
+                if answer == DROP:
+                    self.close_connection = True
+                    self.connection.close()
+                    return
+                status, headers = answer if isinstance(answer, tuple) else (answer, {})
+                content = json.dumps(body if status == 200 else {"error": "busy"}).encode()
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST = do_HEAD = do_PUT = _answer
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def handle(self) -> None:
+                with contextlib.suppress(ConnectionError, ValueError):
+                    super().handle()
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., FlakyServer]]:
+    servers: list[FlakyServer] = []
+
+    def start(*args: Any, **kwargs: Any) -> FlakyServer:
+        servers.append(FlakyServer(*args, **kwargs))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def http_error(status: int, **headers: str) -> urllib.error.HTTPError:
+    message = Message()
+    for name, value in headers.items():
+        message[name.replace("_", "-")] = value
+    return urllib.error.HTTPError("http://reward", status, "busy", message, None)
+
+
+def failing(*errors: Exception) -> Callable[[], str]:
+    """A function that raises these, one each time, and then works."""
+    left = list(errors)
+
+    def function() -> str:
+        if left:
+            raise left.pop(0)
+        return "answer"
+
+    return function
+
+
+# ---- which errors, how often, how long ----
+
+
+def policy(**settings: Any) -> tuple[RetryPolicy, list[float]]:
+    waits: list[float] = []
+    return RetryPolicy(sleep=waits.append, **settings), waits
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError("reset"),
+        TimeoutError("late"),
+        http.client.RemoteDisconnected("gone"),
+        httpx.ConnectError("refused"),
+        *[http_error(status) for status in (408, 425, 429, 500, 502, 503, 504)],
+        Exception("Request failed: 503, Service Unavailable"),
+    ],
+    ids=lambda error: f"{type(error).__name__}{getattr(error, 'code', '')}",
+)
+def test_a_call_is_made_again_after_an_error_that_may_pass(error: Exception) -> None:
+    retry, waits = policy()
+    assert retry.call(failing(error)) == "answer"
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("takes 1 argument"),
+        ValueError("bad"),
+        FileNotFoundError("gone"),
+        *[http_error(status) for status in (400, 401, 403, 404, 422, 501)],
+        Exception("Request failed: 404, Not Found"),
+    ],
+    ids=lambda error: f"{type(error).__name__}{getattr(error, 'code', '')}",
+)
+def test_any_other_error_surfaces_at_once_and_unchanged(error: Exception) -> None:
+    retry, waits = policy()
+    with pytest.raises(type(error)) as caught:
+        retry.call(failing(error))
+    assert caught.value is error
+    assert waits == []
+
+
+def test_when_the_attempts_are_spent_the_last_error_is_raised() -> None:
+    errors = [ConnectionError(str(number)) for number in range(5)]
+    retry, waits = policy(attempts=3)
+    with pytest.raises(ConnectionError) as caught:
+        retry.call(failing(*errors))
+    assert caught.value is errors[2]
+    assert len(waits) == 2
+
+
+def test_waits_are_drawn_below_a_bound_that_doubles_up_to_the_longest() -> None:
+    drawn: list[list[float]] = []
+    for _ in range(200):
+        retry, waits = policy(attempts=6, initial_seconds=2.0, max_seconds=10.0)
+        retry.call(failing(*[ConnectionError()] * 5))
+        drawn.append(waits)
+    longest = [max(column) for column in zip(*drawn, strict=True)]
+    for bound, seen in zip([2.0, 4.0, 8.0, 10.0, 10.0], longest, strict=True):
+        assert 0.8 * bound < seen <= bound
+
+
+def test_no_attempt_follows_that_would_exceed_the_total_time() -> None:
+    retry, waits = policy(attempts=100, initial_seconds=8.0, max_seconds=8.0, total_seconds=60.0)
+    with pytest.raises(ConnectionError):
+        retry.call(failing(*[ConnectionError()] * 100))
+    assert 45.0 < sum(waits) <= 60.0
+
+
+@pytest.mark.parametrize(("asked", "at_least"), [("3", 3.0), ("100", 7.0), ("Fri, 31 Dec 1999 23:59:59 GMT", 0.0)])
+def test_retry_after_is_honoured_up_to_the_longest_wait(asked: str, at_least: float) -> None:
+    retry, waits = policy(initial_seconds=0.5, max_seconds=7.0)
+    retry.call(failing(http_error(429, Retry_After=asked)))
+    assert at_least <= waits[0] <= 7.0
+
+
+def test_retry_after_is_found_in_the_response_of_an_error_that_was_raised_from_it() -> None:
+    response = httpx.Response(429, headers={"retry-after": "12"}, request=httpx.Request("GET", "http://reward"))
+    error = RuntimeError("reward failed")
+    error.__cause__ = httpx.HTTPStatusError("busy", request=response.request, response=response)
+    assert may_pass(error)
+    assert retry_after(error) == 12.0
+
+
+def test_the_run_s_random_states_are_not_drawn_from() -> None:
+    before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    policy()[0].call(failing(ConnectionError(), ConnectionError()))
+    assert random.getstate() == before[0]
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_jobs_with_the_same_seed_do_not_come_back_at_the_same_moment() -> None:
+    first = []
+    for _ in range(5):
+        random.seed(0)
+        retry, waits = policy()
+        retry.call(failing(ConnectionError()))
+        first.append(waits[0])
+    assert len(set(first)) == 5
+
+
+def test_each_failure_is_told_before_its_wait() -> None:
+    told: list[Retry] = []
+    retry, waits = policy()
+    retry.call(failing(ConnectionError("a"), TimeoutError("b")), on_retry=told.append)
+    assert [(str(each.error), each.attempt) for each in told] == [("a", 1), ("b", 2)]
+    assert [each.seconds for each in told] == waits
+
+
+def test_a_policy_is_made_from_the_configuration_and_can_be_pickled() -> None:
+    config = HealingConfig(retry_attempts=2, retry_initial_seconds=1.0, retry_max_seconds=3.0, retry_total_seconds=9.0)
+    made = pickle.loads(pickle.dumps(RetryPolicy.of(config)))
+    assert made == RetryPolicy(attempts=2, initial_seconds=1.0, max_seconds=3.0, total_seconds=9.0, sleep=time.sleep)
+
+
+def test_other_tasks_go_on_while_a_coroutine_waits_to_be_awaited_again() -> None:
+    seen: list[str] = []
+
+    async def flaky() -> None:
+        seen.append("call")
+        if seen.count("call") == 1:
+            raise ConnectionError
+
+    async def other() -> None:
+        while seen.count("call") < 2:
+            seen.append("other")
+            await asyncio.sleep(0.01)
+
+    async def both() -> None:
+        retry = RetryPolicy(sleep=lambda _: time.sleep(0.2))
+        await asyncio.gather(retry.call_async(flaky), other())
+
+    asyncio.run(both())
+    assert seen.count("call") == 2
+    assert seen.count("other") > 3
+
+
+# ---- reward functions ----
+
+
+def score(completions: list[str]) -> list[float]:
+    return [float(len(set(text))) + 0.1 * len(text) for text in completions]
+
+
+def ask(url: str) -> None:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        response.read()
+
+
+def rewards_by(server: FlakyServer) -> dict[str, Any]:
+    """The forms a reward function comes in, all of which ask the server, and draw random numbers before they do."""
+
+    def remote_reward(completions: list[str], log_metric: Any = None, **_: Any) -> list[float]:
+        noise = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        if log_metric is not None:
+            log_metric("asked", 1.0)
+        ask(server.url)
+        return [value + noise for value in score(completions)]
+
+    async def async_reward(completions: list[str], **kwargs: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return remote_reward(completions, **kwargs)
+
+    class CallableReward:
+        def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+            return remote_reward(completions, **kwargs)
+
+    class AsyncCallableReward:
+        async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+            return remote_reward(completions, **kwargs)
+
+    return {
+        "function": remote_reward,
+        "coroutine": async_reward,
+        "object": CallableReward(),
+        "async object": AsyncCallableReward(),
+        "partial": functools.partial(remote_reward),
+        "async partial": functools.partial(async_reward),
+    }
+
+
+FORMS = ("function", "coroutine", "object", "async object", "partial", "async partial")
+TROUBLE = [DROP, DROP, (503, {"Retry-After": "1"})]
+
+
+def trained(trainer: Any, config: HealingConfig | None = None) -> list[float]:
+    waits: list[float] = []
+    SelfHealingTrainer(trainer, config, sleep=waits.append).train()
+    return waits
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_reward_that_fails_three_times_and_then_works_leaves_no_trace_in_the_weights(
+    form: str, tmp_path: Path, tokenizer: Any, serve: Any
+) -> None:
+    clean = grpo_trainer(tmp_path / "clean", tokenizer, reward_funcs=rewards_by(serve())[form], max_steps=2)
+    clean.train()
+    server = serve([200, *TROUBLE])
+    trainer = grpo_trainer(tmp_path / "run", tokenizer, reward_funcs=rewards_by(server)[form], max_steps=2)
+    waits = trained(trainer)
+    assert len(waits) == 3
+    assert waits[2] >= 1.0
+    assert_same_weights(weights(trainer), weights(clean))
+    assert logged(trainer) == logged(clean)
+    [diagnosed] = journal(tmp_path / "run", "diagnosed")
+    assert diagnosed["failure"] == "network"
+    [action] = journal(tmp_path / "run", "action")
+    assert (action["action"], action["attempts"]) == ("retry_call", 4)
+    assert action["waited_seconds"] == pytest.approx(sum(waits), abs=1e-3)
+    [outcome] = journal(tmp_path / "run", "outcome")
+    assert outcome["outcome"] == "resolved"
+
+
+def test_with_the_callback_alone_a_reward_is_called_again_as_well(
+    tmp_path: Path, tokenizer: Any, serve: Any, monkeypatch: Any
+) -> None:
+    clean = rloo_trainer(tmp_path / "clean", tokenizer, max_steps=2)
+    clean.train()
+    server = serve(TROUBLE)
+    config = HealingConfig(retry_initial_seconds=0.01, retry_max_seconds=0.02)
+    callback = SelfHealingCallback(config)
+    trainer = rloo_trainer(tmp_path / "run", tokenizer, callbacks=[callback], max_steps=2)
+    plain = trainer.reward_funcs[0]
+
+    def remote(*args: Any, **kwargs: Any) -> Any:
+        ask(server.url)
+        return plain(*args, **kwargs)
+
+    trainer.reward_funcs[0] = remote
+    trainer.train()
+    assert len(server.requests) > 3
+    assert_same_weights(weights(trainer), weights(clean))
+    assert [event["outcome"] for event in journal(tmp_path / "run", "outcome")] == ["resolved"]
+
+
+def test_a_type_error_in_a_reward_surfaces_at_once(tmp_path: Path, tokenizer: Any) -> None:
+    calls: list[int] = []
+
+    def broken(completions: list[str], **_: Any) -> list[float]:
+        calls.append(1)
+        raise TypeError("a reward function with a mistake")
+
+    waits: list[float] = []
+    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=broken, max_steps=2)
+    with pytest.raises(TypeError, match="with a mistake"):
+        SelfHealingTrainer(trainer, sleep=waits.append).train()
+    assert calls == [1]
+    assert waits == []
+
+
+def test_a_reward_that_never_works_again_ends_the_run_with_its_own_error(
+    tmp_path: Path, tokenizer: Any, serve: Any
+) -> None:
+    server = serve(always=503)
+    reward = rewards_by(server)["function"]
+    config = HealingConfig(retry_attempts=2, max_recovery_attempts=1)
+    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, max_steps=2)
+    before = weights(trainer)
+    with pytest.raises(UnrecoverableTrainingError) as caught:
+        trained(trainer, config)
+    assert isinstance(caught.value.__cause__, urllib.error.HTTPError)
+    # Two attempts in place, the run entered once more, two attempts again: and never a reward of 0.
+    assert len(server.requests) == 4
+    assert_same_weights(weights(trainer), before)
+    symptoms = [event["symptom"] for event in journal(tmp_path, "detected")]
+    assert symptoms == ["HTTPError", "HTTPError"], "the wrapper opened incidents of its own"
+    assert [event["outcome"] for event in journal(tmp_path, "outcome")][-1] == "fatal"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_guarded_rewards_look_like_the_user_s_own(form: str, tmp_path: Path, tokenizer: Any, serve: Any) -> None:
+    reward = rewards_by(serve())[form]
+    seen: list[Any] = []
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            seen.append(trainer.reward_funcs[0])
+
+    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=[reward], max_steps=1, callbacks=[Look()])
+    names = list(trainer.reward_func_names)
+    trained(trainer)
+    assert seen[0] is not reward
+    assert inspect.iscoroutinefunction(seen[0]) == ("async" in form or form == "coroutine")
+    assert seen[0].__name__ == names[0]
+    assert trainer.reward_funcs == [reward]
+
+
+def test_a_reward_that_is_a_module_stays_one_and_is_called_again(tmp_path: Path, tokenizer: Any, serve: Any) -> None:
+    class RemoteReward(LlamaForSequenceClassification):
+        server: FlakyServer
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            ask(self.server.url)
+            return super().forward(*args, **kwargs)
+
+    def trainer_with(server: FlakyServer, name: str) -> Any:
+        set_seed(3)
+        reward = RemoteReward(tiny_config(tokenizer, 0.0, num_labels=1))
+        tokenizer.save_pretrained(tmp_path / "reward")
+        reward.config._name_or_path = str(tmp_path / "reward")
+        reward.server = server
+        return grpo_trainer(tmp_path / name, tokenizer, reward_funcs=reward, max_steps=2)
+
+    clean = trainer_with(serve(), "clean")
+    clean.train()
+    trainer = trainer_with(serve(TROUBLE), "run")
+    waits = trained(trainer)
+    assert len(waits) == 3
+    assert [event["action"] for event in journal(tmp_path / "run", "action")] == ["retry_call"]
+    assert_same_weights(weights(trainer), weights(clean))
+    assert "forward" not in vars(trainer.reward_funcs[0])
+
+
+def test_where_a_reward_is_guarded_a_run_without_faults_stays_bitwise_the_same(
+    tmp_path: Path, tokenizer: Any, serve: Any
+) -> None:
+    server = serve()
+    forms = rewards_by(server)
+    clean = grpo_trainer(tmp_path / "clean", tokenizer, reward_funcs=[forms["function"], forms["coroutine"]])
+    clean.train()
+    trainer = grpo_trainer(tmp_path / "run", tokenizer, reward_funcs=[forms["function"], forms["coroutine"]])
+    trained(trainer)
+    assert_same_weights(weights(trainer), weights(clean))
+    assert not (tmp_path / "run" / "healing_events.jsonl").exists() or not journal(tmp_path / "run", "detected")
+
+
+# ---- a vLLM server ----
+
+
+def client_of(server: FlakyServer) -> VLLMClient:
+    """TRL's client without vLLM: only its constructor asks for that, and httpx answers like requests."""
+    client = VLLMClient.__new__(VLLMClient)
+    client.session, client.base_url, client.model = httpx.Client(), server.url, "tiny"
+    return client
+
+
+COMPLETION = {
+    "choices": [{"prompt_token_ids": [1, 2], "token_ids": [3], "logprobs": None}],
+}
+
+
+def test_requests_to_a_vllm_server_are_made_again(tmp_path: Path, tokenizer: Any, serve: Any) -> None:
+    server = serve([503, DROP], body=COMPLETION)
+    answers: list[Any] = []
+
+    class Ask(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                answers.append(client.generate(["a prompt"]))
+
+    trainer = plain_trainer(tmp_path, tokenizer, callbacks=[Ask()], max_steps=2)
+    client = client_of(server)
+    trainer.vllm_generation = SimpleNamespace(vllm_client=client)
+    waits = trained(trainer)
+    assert len(waits) == 2
+    assert answers[0]["completion_ids"] == [[3]]
+    assert journal(tmp_path, "diagnosed")[0]["cause"] == "vLLM server (generate)"
+    assert "generate" not in vars(client)
+
+
+def test_a_request_the_vllm_server_refuses_surfaces_at_once(serve: Any) -> None:
+    server = serve(always=404)
+    retry, waits = policy()
+    with pytest.raises(Exception, match="Request failed: 404"):
+        retry.call(client_of(server).generate, ["a prompt"])
+    assert waits == []
+
+
+# ---- trackers ----
+
+
+class Unreachable(TensorBoardCallback):
+    """A tracker whose server cannot be reached, and whose client draws the jitter of its own retries."""
+
+    def __init__(self, url: str = "http://127.0.0.1:9", events: Sequence[str] = ("on_log",)) -> None:
+        super().__init__(tb_writer=SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None))
+        self.calls: list[str] = []
+        for event in events:
+            setattr(self, event, self._send(event, url))
+
+    def _send(self, event: str, url: str) -> Callable[..., None]:
+        def send(*args: Any, **kwargs: Any) -> None:
+            self.calls.append(event)
+            random.random(), np.random.rand(), torch.rand(())
+            ask(url)
+
+        return send
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
+def test_a_tracker_that_always_fails_changes_nothing(wrapped: bool, tmp_path: Path, tokenizer: Any) -> None:
+    clean = plain_trainer(tmp_path / "clean", tokenizer)
+    clean.train()
+    tracker = Unreachable(events=("on_log", "on_train_end"))
+    callbacks: list[Any] = [tracker] if wrapped else [tracker, SelfHealingCallback()]
+    trainer = plain_trainer(tmp_path / "run", tokenizer, callbacks=callbacks)
+    if wrapped:
+        trained(trainer)
+    else:
+        trainer.train()
+    assert trainer.state.global_step == 6
+    assert_same_weights(weights(trainer), weights(clean))
+    assert logged(trainer) == logged(clean)
+    # 6 steps and the end of the run, the first of them twice: every later log is tried again, without a retry.
+    assert tracker.calls == ["on_log"] * 8 + ["on_train_end"]
+    [incident] = journal(tmp_path / "run", "detected")
+    assert incident["evidence"]["service"] == "Unreachable"
+    assert journal(tmp_path / "run", "diagnosed")[0]["failure"] == "reporting"
+    assert [event["action"] for event in journal(tmp_path / "run", "action")] == ["retry_call", "go_on_without"]
+    assert [event["outcome"] for event in journal(tmp_path / "run", "outcome")] == ["reported"]
+    assert journal(tmp_path / "run", "noticed")[-1]["missed"] == 8
+
+
+def test_the_wrapper_survives_a_tracker_that_cannot_even_begin(tmp_path: Path, tokenizer: Any) -> None:
+    class CannotBegin(TensorBoardCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            raise PermissionError("log in first")
+
+    tracker = CannotBegin(tb_writer=SimpleNamespace(add_scalar=lambda *_: None, flush=lambda: None))
+    trainer = plain_trainer(tmp_path, tokenizer, callbacks=[tracker], max_steps=2)
+    trained(trainer)
+    assert trainer.state.global_step == 2
+    assert journal(tmp_path, "detected")[0]["symptom"] == "PermissionError"
+
+
+def test_callbacks_that_are_no_trackers_are_left_alone(tmp_path: Path, tokenizer: Any) -> None:
+    class Own(TrainerCallback):
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            raise ValueError("meant to stop the run")
+
+    trainer = plain_trainer(tmp_path, tokenizer, callbacks=[Own()], max_steps=2)
+    with pytest.raises(ValueError, match="meant to stop"):
+        trained(trainer)
+
+
+def test_trackers_and_trainer_are_given_back_as_they_were(tmp_path: Path, tokenizer: Any) -> None:
+    quiet = SimpleNamespace(**dict.fromkeys(("add_text", "add_scalar", "flush", "close"), lambda *_: None))
+    for with_callback in (False, True):
+        tracker = TensorBoardCallback(tb_writer=quiet)
+        callbacks = [tracker, SelfHealingCallback()] if with_callback else [tracker]
+        trainer = plain_trainer(tmp_path, tokenizer, callbacks=callbacks, max_steps=1)
+        before = dict(vars(tracker))
+        trainer.train() if with_callback else trained(trainer)
+        assert [name for name in vars(tracker) if name.startswith("on_")] == []
+        assert vars(tracker).keys() == before.keys()
+        assert "_push_from_checkpoint" not in vars(trainer)
+
+
+class Tracked:
+    """`Reporting` with a clock that is set by hand."""
+
+    def __init__(self, directory: Path) -> None:
+        self.now, self.waits, self.calls = 0.0, list[float](), 0
+        self.fails, self.takes = True, 0.0
+        session = Session(HealingConfig(), directory, sleep=self.waits.append)
+        self.reporting = Reporting(session, clock=lambda: self.now)
+        self.incidents = session.journal.incidents
+
+    def _send(self) -> str:
+        self.calls += 1
+        self.now += self.takes
+        if self.fails:
+            raise ConnectionError("down")
+        return "sent"
+
+    def log(self) -> Any:
+        return self.reporting.call("tracker", 1, lambda: None, self._send)
+
+
+def test_a_tracker_that_comes_back_works_again_and_is_waited_for_again(tmp_path: Path) -> None:
+    tracked = Tracked(tmp_path)
+    assert [tracked.log() for _ in range(3)] == [None] * 3
+    assert (tracked.calls, len(tracked.waits)) == (4, 1)
+    tracked.fails = False
+    assert tracked.log() == "sent"
+    tracked.fails = True
+    tracked.log()
+    assert (tracked.calls, len(tracked.waits)) == (7, 2)
+    assert len(tracked.incidents) == 1
+    assert tracked.incidents[0].evidence["missed"] == 4
+
+
+def test_a_tracker_that_is_slow_to_fail_is_not_asked_at_every_log(tmp_path: Path) -> None:
+    tracked = Tracked(tmp_path)
+    tracked.takes = 30.0
+    tracked.log()
+    made = tracked.calls
+    for _ in range(10):
+        tracked.log()
+    assert tracked.calls == made
+    tracked.now += 301
+    tracked.fails, tracked.takes = False, 0.0
+    assert tracked.log() == "sent"
+
+
+def test_only_a_short_wait_stands_between_a_tracker_and_training(tmp_path: Path) -> None:
+    for _ in range(20):
+        tracked = Tracked(tmp_path)
+        tracked.log()
+        assert max(tracked.waits) <= 1.0
+
+
+def test_a_table_of_completions_that_cannot_be_sent_does_not_stop_the_run(
+    tmp_path: Path, tokenizer: Any, monkeypatch: Any
+) -> None:
+    import pandas
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("the tracker is down")
+
+    trainer = grpo_trainer(tmp_path, tokenizer, max_steps=2, log_completions=True)
+    monkeypatch.setattr(pandas.DataFrame, "to_parquet", _in_module("pandas.io", fail))
+    trained(trainer)
+    assert trainer.state.global_step == 2
+    assert journal(tmp_path, "diagnosed")[0]["cause"] == "table of completions"
+
+
+def _in_module(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as if it were part of another module."""
+    scope = {"__name__": name, "function": function}
+    exec("def inside(*args, **kwargs):\n    return function(*args, **kwargs)\n", scope)
+    return scope["inside"]  # type: ignore[return-value]
+
+
+def test_an_error_of_a_callback_is_not_taken_for_the_table_of_completions(tmp_path: Path, tokenizer: Any) -> None:
+    class Own(TrainerCallback):
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            raise ConnectionError("in a callback")
+
+    trainer = grpo_trainer(tmp_path, tokenizer, max_steps=1, log_completions=True, callbacks=[Own()])
+    with pytest.raises(ConnectionError, match="in a callback"):
+        trainer.train()
+    trainer = grpo_trainer(tmp_path, tokenizer, max_steps=1, log_completions=True, callbacks=[Own()])
+    with pytest.raises(UnrecoverableTrainingError):
+        trained(trainer, HealingConfig(max_recovery_attempts=1))
+
+
+# ---- the Hub ----
+
+
+def test_a_push_that_fails_before_it_is_sent_does_not_stop_the_run(tmp_path: Path, tokenizer: Any) -> None:
+    clean = plain_trainer(tmp_path / "clean", tokenizer, save_strategy="steps", save_steps=2)
+    clean.train()
+    trainer = plain_trainer(tmp_path / "run", tokenizer, save_strategy="steps", save_steps=2)
+    # As `init_hf_repo` leaves it.
+    trainer.args.push_to_hub, trainer.hub_model_id, trainer.push_in_progress = True, "me/model", None
+    # Where the arguments are to be written.
+    (tmp_path / "run" / "training_args.bin").mkdir(parents=True)
+    trained(trainer)
+    assert_same_weights(weights(trainer), weights(clean))
+    assert [event["failure"] for event in journal(tmp_path / "run", "diagnosed")] == ["reporting"]
+    assert all((tmp_path / "run" / f"checkpoint-{step}" / "healing.json").exists() for step in (2, 4, 6))
+
+
+PUSHING = """
+    import logging, sys
+    sys.path.insert(0, {tests!r})
+    from pathlib import Path
+    import torch
+    from conftest import build_tokenizer, plain_trainer, weights
+    from self_healing import SelfHealingCallback, SelfHealingTrainer
+
+    root, wrapped = Path({root!r}), {wrapped}
+    callbacks = None if wrapped else [SelfHealingCallback()]
+    trainer = plain_trainer(
+        root / "run", build_tokenizer(), callbacks=callbacks, push_to_hub=True, hub_model_id="me/model",
+        hub_token="hf_" + "x" * 34, save_strategy="steps", save_steps=2, hub_always_push=True,
+    )
+    SelfHealingTrainer(trainer).train() if wrapped else trainer.train()
+    assert trainer.state.global_step == 6
+    torch.save(weights(trainer), root / "weights.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
+def test_a_hub_that_always_fails_changes_nothing(wrapped: bool, tmp_path: Path, tokenizer: Any, serve: Any) -> None:
+    clean = plain_trainer(tmp_path / "clean", tokenizer, save_strategy="steps", save_steps=2)
+    clean.train()
+    # The repository is created, which the Trainer's constructor does; from then on there is nothing but errors.
+    server = serve([200], body={"url": "https://huggingface.co/me/model"}, always=403)
+    script = textwrap.dedent(PUSHING).format(tests=str(Path(__file__).parent), root=str(tmp_path), wrapped=wrapped)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**_environment(), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(server.requests) > 1
+    assert_same_weights(torch.load(tmp_path / "weights.pt"), weights(clean))
+    assert [event["failure"] for event in journal(tmp_path / "run", "diagnosed")] == ["reporting"]
+    assert [event["outcome"] for event in journal(tmp_path / "run", "outcome")] == ["reported"]
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return dict(os.environ)
