@@ -1,5 +1,5 @@
 """
-The command line: `self-healing demo`, `report`, `check`, `config` and `rules`.
+The command line: `self-healing demo`, `report`, `check`, `chaos`, `config` and `rules`.
 
 What a command needs is imported when it runs, so that one that needs little does not wait for TRL and the model code.
 """
@@ -92,6 +92,8 @@ def report(
         )
     if picture.rate:
         console.print(picture.rate)
+    if picture.ending:
+        console.print(picture.ending, markup=False)
     console.print(f"Journal: {picture.journal}", soft_wrap=True)
 
 
@@ -139,6 +141,65 @@ def check(
         raise typer.Exit(1)
     how = repr(chosen.path) if single else "True"
     console.print(f"resume_from_checkpoint={how} takes {chosen.path} (step {chosen.step}).", soft_wrap=True)
+
+
+@app.command()
+def chaos(
+    script: Annotated[Path, typer.Argument(help="The training script; it is not changed.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Its arguments, after a `--`.", show_default=False)
+    ] = None,
+    faults: Annotated[
+        str,
+        typer.Option(help="What to inject: KIND[*TIMES][@STEP][:NAME=VALUE], separated by commas; or all."),
+    ] = "all",
+    seed: Annotated[int, typer.Option(help="Of the steps and the order of faults at random.", min=0)] = 0,
+    restarts: Annotated[int, typer.Option(help="How often torchrun starts the script again.", min=0)] = 0,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(help="Where to write what has struck. Left out, a new chaos-....jsonl here.", show_default=False),
+    ] = None,
+    min_gap: Annotated[
+        int | None, typer.Option(help="Fewest steps between two faults at random.", min=1, show_default=False)
+    ] = None,
+) -> None:
+    """Run a training script while faults strike, and show what it survived."""
+    import time
+
+    from rich.console import Console
+
+    from .chaos import FaultError
+    from .chaos.rehearsal import rehearse
+    from .chaos.survival import survival_table
+
+    if not script.is_file():
+        typer.echo(f"There is no script {script}. Please name a Python file that trains.", err=True)
+        raise typer.Exit(2)
+    book = Path(time.strftime("chaos-%Y%m%d-%H%M%S.jsonl")) if ledger is None else ledger
+    if book.exists() and book.stat().st_size > 0:
+        typer.echo(
+            f"{book} holds an earlier rehearsal, and what has struck there would not strike again. "
+            "Please name another file with --ledger, or remove it.",
+            err=True,
+        )
+        raise typer.Exit(2)
+    try:
+        code, rows = rehearse(script, faults, arguments or (), seed, restarts, book, min_gap)
+    except FaultError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    console = Console(highlight=False)
+    if rows:
+        console.print(survival_table(rows))
+    else:
+        console.print("No fault struck: the script made no Trainer, or did not get as far as train().")
+    all_survived = bool(rows) and all(row.survived for row in rows)
+    ending = "to its end" if code == 0 else f"out with exit code {code}"
+    verdict = "All of it was survived." if all_survived and code == 0 else "Not all of it was survived."
+    console.print(f"The script came {ending}. {verdict}")
+    console.print(f"Ledger: {book}", soft_wrap=True)
+    if code != 0 or not all_survived:
+        raise typer.Exit(1)
 
 
 @app.command()

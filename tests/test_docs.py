@@ -19,6 +19,7 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from self_healing import Action, FailureType, HealingConfig, SelfHealingTrainer
+from self_healing.chaos import KINDS
 from self_healing.cli import app
 
 
@@ -128,6 +129,7 @@ def test_settings_that_are_named_exist() -> None:
     known |= {str(failure) for failure in FailureType} | {str(action) for action in Action}
     known |= {"on_instability", "save_model", "loss_before", "loss_after", "lr_reductions", "snapshot_refused"}
     known |= {"learning_rate_scale", "snapshots_off", "resume_with", "resume_from_checkpoint"}
+    known |= set(KINDS)
     for page in PAGES:
         for word in re.findall(r"`(?:--no_)?([a-z]+(?:_[a-z]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8")):
             if word.split("_")[0] in parts:

@@ -1,0 +1,122 @@
+"""What has struck, on disk before it strikes: the memory of a rehearsal across the deaths of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(slots=True)
+class Strike:
+    """
+    One strike of one fault.
+
+    Args:
+        fault (`str`):
+            As it was written down, numbered where there are several alike.
+        kind (`str`):
+            Which fault it is.
+        step (`int`):
+            Optimizer steps finished when it struck.
+        count (`int`):
+            The how many-th strike of this fault, from 1.
+        pid (`int`):
+            The process.
+        time (`float`):
+            Seconds since the epoch.
+        effect (`bool`):
+            Whether it took place. One that the process did not survive did.
+        detail (`dict`):
+            What it was done to.
+        ended (`float`):
+            When it was over, for one that takes time.
+    """
+
+    fault: str
+    kind: str
+    step: int
+    count: int
+    pid: int
+    time: float
+    effect: bool = True
+    detail: dict[str, Any] = field(default_factory=dict)
+    ended: float = 0.0
+
+
+class Ledger:
+    """
+    Appends to a file of JSON lines, each on the disk before the call returns.
+
+    Args:
+        path (`str` or `PathLike`):
+            The file, outside of the run's directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Appends one line."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"event": event, "time": time.time(), "pid": os.getpid(), **fields}) + "\n"
+        # One write, so that several processes do not mix their lines, and synced: what comes next may be SIGKILL.
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def strike(self, fault: str, kind: str, step: int, count: int, detail: Mapping[str, Any]) -> None:
+        """Writes down that a fault is about to strike."""
+        self.write("strike", fault=fault, kind=kind, step=step, count=count, detail=dict(detail))
+
+    def effect(self, fault: str, count: int, effect: bool, detail: Mapping[str, Any]) -> None:
+        """Writes down what came of it."""
+        self.write("effect", fault=fault, count=count, effect=effect, detail=dict(detail))
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All that is there; a line torn by a killed process is passed over."""
+        found = []
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        for line in text.splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and "event" in entry:
+                found.append(entry)
+        return found
+
+    def strikes(self) -> list[Strike]:
+        """All strikes in the order they came."""
+        found: list[Strike] = []
+        latest: dict[tuple[str, int], Strike] = {}
+        for line in self.lines():
+            if line["event"] == "strike":
+                strike = Strike(line["fault"], line["kind"], line["step"], line["count"], line["pid"], line["time"])
+                strike.detail.update(line.get("detail", {}))
+                found.append(strike)
+                latest[strike.fault, strike.count] = strike
+            elif line["event"] == "effect":
+                known = latest.get((line["fault"], line["count"]))
+                if known is not None:
+                    known.effect, known.ended = bool(line["effect"]), line["time"]
+                    known.detail.update(line.get("detail", {}))
+        return found
+
+    def run_dirs(self) -> list[str]:
+        """Where the runs of the rehearsal keep their journals, each once."""
+        return list(dict.fromkeys(line["run_dir"] for line in self.lines() if line["event"] == "run"))
+
+    def asked_for(self) -> list[str]:
+        """The faults of the rehearsal."""
+        return list(dict.fromkeys(name for line in self.lines() if line["event"] == "run" for name in line["faults"]))

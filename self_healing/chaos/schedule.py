@@ -1,0 +1,50 @@
+"""When faults strike: at their step, or spread over the run at random with room to recover between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from .faults import RANDOM, Fault, FaultError
+
+
+def strike_steps(faults: Sequence[Fault], max_steps: int, seed: int, min_gap: int | None = None) -> tuple[int, ...]:
+    """
+    The step of each fault: its own, or one drawn at random. The same for the same arguments.
+
+    Those at random are put into a random order and each gets an equal share of the run; it strikes somewhere in its
+    share, `min_gap` steps before the next one may. The first `min_gap` steps of the run are left alone.
+
+    Args:
+        faults (`Sequence[Fault]`):
+            All of them.
+        max_steps (`int`):
+            Of the run.
+        seed (`int`):
+            Of the order and the steps.
+        min_gap (`int`, *optional*):
+            Fewest steps between two of those at random. Defaults to half of what each has.
+
+    Raises:
+        `FaultError`: if the run is too short for them.
+    """
+    drawn = [number for number, fault in enumerate(faults) if fault.drawn]
+    steps = [0 if fault.at == RANDOM else int(fault.at) for fault in faults]
+    if not drawn:
+        return tuple(steps)
+    share = max_steps / (len(drawn) + 0.5)
+    gap = max(int(share / 2), 1) if min_gap is None else min_gap
+    room = (max_steps - gap) / len(drawn)
+    if room < gap or gap < 1:
+        raise FaultError(
+            f"{len(drawn)} faults at random do not fit into {max_steps} steps with min_gap={gap} between them. "
+            f"Please train longer, ask for fewer, give them steps, or set min_gap to at most "
+            f"{max_steps // (len(drawn) + 1)}."
+        )
+    # Of its own: the run's random states are none of our business.
+    rng = random.Random(seed)
+    rng.shuffle(drawn)
+    for place, number in enumerate(drawn):
+        begin, slack = gap + place * room, room - gap
+        steps[number] = min(int(begin + rng.random() * slack), max_steps - 1)
+    return tuple(steps)

@@ -1,0 +1,229 @@
+"""What became of each fault: the ledger of a rehearsal held against the journal of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..failures import FailureType
+from ..journal import EVENTS_FILE
+from .ledger import Ledger, Strike
+
+
+_NONFINITE = frozenset(
+    {
+        FailureType.NONFINITE_TRANSIENT,
+        FailureType.NONFINITE_NUMERICAL,
+        FailureType.NONFINITE_UNDIAGNOSED,
+        FailureType.NONFINITE_POISON_ROWS,
+    }
+)
+# What a fault may rightly be taken for.
+EXPECTED: dict[str, frozenset[FailureType]] = {
+    "nan_loss": _NONFINITE,
+    "nan_gradient": _NONFINITE,
+    "inf_gradient": _NONFINITE | {FailureType.SPIKE_TRANSIENT, FailureType.GRADIENT_SPIKE},
+    "corrupted_weights": frozenset({FailureType.CORRUPTED_STATE}),
+    "scrambled_layer": frozenset(
+        {
+            FailureType.DIVERGENCE,
+            FailureType.LOSS_SPIKE,
+            FailureType.GRADIENT_SPIKE,
+            FailureType.SPIKE_TRANSIENT,
+            FailureType.CORRUPTED_STATE,
+            FailureType.NONFINITE_NUMERICAL,
+            FailureType.LEARNING_RATE,
+        }
+    ),
+    "poison_samples": _NONFINITE,
+    "oom": frozenset({FailureType.OUT_OF_MEMORY}),
+    "network_error": frozenset({FailureType.NETWORK}),
+    "bad_sample": frozenset({FailureType.BAD_DATA}),
+    "slow_step": frozenset({FailureType.HANG}),
+    "hang": frozenset({FailureType.HANG}),
+    "sigterm": frozenset({FailureType.PREEMPTED}),
+    "sigkill": frozenset({FailureType.PROCESS_DIED}),
+    "disk_full": frozenset({FailureType.DISK}),
+    "torn_checkpoint": frozenset({FailureType.PROCESS_DIED}),
+}
+# These may rightly leave no trace: a slow step within its timeout, a torn checkpoint nobody had to read.
+_MAY_PASS = {"slow_step": "within its timeout", "torn_checkpoint": "was not needed"}
+# Clocks of files and processes; an incident is never seen before its fault strikes.
+_EARLY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """
+    What became of one strike.
+
+    Args:
+        fault (`str`):
+            As it was asked for.
+        step (`int`, *optional*):
+            Optimizer steps finished when it struck; `None` if it never did.
+        effect (`bool`):
+            Whether it took place.
+        incident (`str`, *optional*):
+            The incident of the run's journal that speaks of it.
+        outcome (`str`):
+            That of the incident, or why there is none.
+        survived (`bool`):
+            Whether the run has noticed and outlived it: it has its incident, and that was not the end. (`"unresolved"`
+            is no end: the loss was not back on its trend yet.) `True` for one without an effect, and for what may
+            rightly pass unnoticed.
+        detail (`dict`):
+            What it was done to.
+    """
+
+    fault: str
+    step: int | None
+    effect: bool
+    incident: str | None
+    outcome: str
+    survived: bool
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """An incident as the journal tells it."""
+
+    id: str
+    time: float
+    step: int
+    failure: str | None = None
+    outcome: str = "open"
+    taken: bool = False
+    # Of the process that died, where the next one knows it.
+    pid: int | None = None
+
+
+def survived(
+    ledger: str | os.PathLike[str] | Ledger, run_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+) -> list[Survival]:
+    """
+    Finds the incident of every strike.
+
+    Args:
+        ledger (`str`, `PathLike` or [`Ledger`]):
+            Of the rehearsal.
+        run_dir (`str` or `PathLike`, or several):
+            The directory with the run's `healing_events.jsonl`.
+
+    Returns:
+        `list[Survival]`: One row per strike in the order they came, and one per fault that never struck.
+    """
+    book = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
+    directories = [run_dir] if isinstance(run_dir, (str, os.PathLike)) else run_dir
+    events = sorted(
+        (event for directory in directories for event in _events(Path(directory))), key=lambda event: event["time"]
+    )
+    incidents, passed_over = _incidents(events), _passed_over(events)
+    strikes = book.strikes()
+    found = [_survival(strike, incidents, passed_over) for strike in strikes]
+    struck = {strike.fault for strike in strikes}
+    missing = [name for name in book.asked_for() if name not in struck]
+    return found + [Survival(name, None, False, None, "did not strike", True) for name in missing]
+
+
+def _events(directory: Path) -> list[dict[str, Any]]:
+    path = directory if directory.is_file() else directory / EVENTS_FILE
+    found = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return []
+    for line in text.splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            # Torn by a killed process.
+            continue
+    return found
+
+
+def _incidents(events: Sequence[dict[str, Any]]) -> list[_Seen]:
+    found: dict[str, _Seen] = {}
+    for event in events:
+        name = event.get("incident")
+        if name is None:
+            continue
+        incident = found.setdefault(name, _Seen(name, event["time"], event["step"]))
+        incident.failure = event.get("failure") or incident.failure
+        incident.outcome = event.get("outcome") or incident.outcome
+        if incident.pid is None and isinstance(event.get("evidence"), dict):
+            incident.pid = event["evidence"].get("pid")
+    return list(found.values())
+
+
+def _passed_over(events: Sequence[dict[str, Any]]) -> set[str]:
+    """Checkpoints that were looked at and not taken."""
+    return {str(event["path"]) for event in events if event.get("kind") == "checkpoint_passed_over"}
+
+
+def _survival(strike: Strike, incidents: Sequence[_Seen], passed_over: set[str]) -> Survival:
+    if not strike.effect:
+        return Survival(strike.fault, strike.step, False, None, "had no effect", True, strike.detail)
+    incident = _matching(strike, incidents)
+    if strike.kind == "torn_checkpoint":
+        name = str(strike.detail.get("checkpoint"))
+        if any(Path(path).absolute() == Path(name).absolute() for path in passed_over):
+            found = None if incident is None else incident.id
+            return Survival(strike.fault, strike.step, True, found, "passed over", True, strike.detail)
+        if strike.detail.get("then") != "sigkill":
+            incident = None
+    if incident is None:
+        may = _MAY_PASS.get(strike.kind)
+        return Survival(strike.fault, strike.step, True, None, may or "no incident", may is not None, strike.detail)
+    incident.taken = True
+    outlived = incident.outcome != "fatal"
+    return Survival(strike.fault, strike.step, True, incident.id, incident.outcome, outlived, strike.detail)
+
+
+def _speaks_of(incident: _Seen, strike: Strike) -> bool:
+    if incident.failure == FailureType.PROCESS_DIED and incident.pid not in (None, strike.pid):
+        return False
+    return incident.failure in EXPECTED[strike.kind]
+
+
+def _matching(strike: Strike, incidents: Sequence[_Seen]) -> _Seen | None:
+    """The first incident after the strike that speaks of such a fault; one that tells of several where it has to."""
+    fitting = [
+        incident
+        for incident in incidents
+        if _speaks_of(incident, strike) and incident.time >= strike.time - _EARLY_SECONDS
+    ]
+    free = [incident for incident in fitting if not incident.taken]
+    if free:
+        return free[0]
+    # Several steps in a row, or several calls, are one incident.
+    shared = [
+        incident
+        for incident in incidents
+        if _speaks_of(incident, strike) and abs(incident.step - strike.step) <= strike.count
+    ]
+    return shared[-1] if shared else None
+
+
+def survival_table(rows: Sequence[Survival]) -> Table:
+    """The rows for the terminal."""
+    table = Table(title="What was survived", header_style="bold")
+    for column in ("fault", "step", "struck", "incident", "outcome", "survived"):
+        table.add_column(column, justify="right" if column == "step" else "left", overflow="fold")
+    for row in rows:
+        table.add_row(
+            row.fault,
+            "-" if row.step is None else str(row.step),
+            "yes" if row.effect else "no",
+            row.incident or "-",
+            row.outcome,
+            "[green]yes[/green]" if row.survived else "[bold red]no[/bold red]",
+        )
+    return table

@@ -1,0 +1,623 @@
+"""The faults of `self_healing.chaos`: when they strike, how often, what they leave behind, and what is survived."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    TEXTS,
+    TRAINERS,
+    assert_same_weights,
+    common_arguments,
+    grpo_trainer,
+    journal,
+    logged,
+    plain_trainer,
+    sft_trainer,
+    tiny_model,
+    weights,
+)
+from datasets import Dataset
+from torch import nn
+from transformers import AutoModelForSequenceClassification, BertConfig, Trainer, TrainingArguments
+from typer.testing import CliRunner
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.chaos import KINDS, Chaos, Fault, FaultError, Ledger, Survival, parse_fault, parse_faults, survived
+from self_healing.chaos.places import output_module, pieces_of
+from self_healing.chaos.schedule import strike_steps
+from self_healing.chaos.waiting import wait_in_c, wait_in_python
+from self_healing.cli import app
+from self_healing.failures import FailureType
+from self_healing.journal import Journal
+
+
+def chaos(directory: Path, faults: str, **kwargs: Any) -> Chaos:
+    return Chaos(faults, ledger=directory / "chaos.jsonl", **kwargs)
+
+
+def strikes(directory: Path) -> list[tuple[str, int]]:
+    return [(strike.kind, strike.step) for strike in Ledger(directory / "chaos.jsonl").strikes()]
+
+
+def rehearsed(
+    directory: Path,
+    tokenizer: Any,
+    faults: str,
+    maker: Callable[..., Trainer] = sft_trainer,
+    config: HealingConfig | None = None,
+    **kwargs: Any,
+) -> tuple[Trainer, list[Survival]]:
+    """A run under faults, with the wrapper, and what became of each."""
+    callbacks = [SelfHealingCallback(config), chaos(directory, faults)]
+    trainer = maker(directory / "run", tokenizer, callbacks=callbacks, **kwargs)
+    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    return trainer, survived(directory / "chaos.jsonl", directory / "run")
+
+
+def unprotected(directory: Path, tokenizer: Any, faults: str, maker: Any = sft_trainer, **kwargs: Any) -> Trainer:
+    """A run under faults without anything that heals them."""
+    trainer = maker(directory / "run", tokenizer, callbacks=[chaos(directory, faults)], **kwargs)
+    trainer.train()
+    return trainer
+
+
+# ---- how faults are written down ----
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nan_loss@12",
+        "sigkill@30",
+        "nan_loss*3@random",
+        "oom*always@4",
+        "hang@20:seconds=5",
+        "hang@20:seconds=0.5:where=forward:wait=native",
+        "bad_sample@random:index=17",
+        "torn_checkpoint@9:then=sigkill",
+    ],
+)
+def test_a_fault_is_read_as_it_is_written(text: str) -> None:
+    assert str(parse_fault(text)) == text
+
+
+def test_what_is_left_out_has_defaults() -> None:
+    fault = parse_fault("hang")
+    assert (fault.at, fault.limit, fault.get("where"), fault.get("wait")) == ("random", 1, "data", "python")
+    assert parse_fault("bad_sample").limit is None
+
+
+def test_all_is_every_fault_there_is() -> None:
+    assert [fault.kind for fault in parse_faults("all")] == list(KINDS)
+    assert [fault.kind for fault in parse_faults("nan_loss@1, oom")] == ["nan_loss", "oom"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nan_losss@2", "There is no fault 'nan_losss'. Did you mean 'nan_loss'?"),
+        ("oom@soon", "at='soon' is no step; please give a number from 0, or 'random'"),
+        ("oom@-1", "at=-1 is no step"),
+        ("oom*none", "times='none' is no number of times; please give one from 1, or 'always'"),
+        ("oom*0", "times=0"),
+        ("nan_loss:seconds=3", "nan_loss has no parameter 'seconds'; it takes none"),
+        ("hang:where=moon", "where='moon' must be one of data, forward"),
+        ("hang:seconds=-1", "seconds=-1.0 is no time"),
+        ("bad_sample:index=-3", "index=-3 must be a whole number from 0"),
+        ("hang:5", "'5' is no parameter of hang, which takes: seconds, where, wait"),
+        ("@3", "is no fault. Please write KIND"),
+        ("", "There are no faults in ''"),
+    ],
+)
+def test_a_fault_that_makes_no_sense_is_refused(text: str, said: str) -> None:
+    with pytest.raises(FaultError) as caught:
+        parse_faults(text)
+    assert said in str(caught.value)
+
+
+# ---- when they strike ----
+
+
+def test_random_steps_are_the_same_for_the_same_seed() -> None:
+    faults = parse_faults("all")
+    assert strike_steps(faults, 400, seed=1) == strike_steps(faults, 400, seed=1)
+    assert strike_steps(faults, 400, seed=1) != strike_steps(faults, 400, seed=2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_between_random_steps_there_is_room_to_recover(seed: int) -> None:
+    faults = parse_faults("all")
+    steps = sorted(strike_steps(faults, 400, seed, min_gap=20))
+    assert steps[0] >= 20
+    assert steps[-1] < 400
+    assert min(later - earlier for earlier, later in pairwise(steps)) >= 19
+
+
+def test_the_order_is_drawn_as_well() -> None:
+    faults = parse_faults("all")
+    orders = {tuple(sorted(range(len(faults)), key=strike_steps(faults, 400, seed).__getitem__)) for seed in range(5)}
+    assert len(orders) == 5
+
+
+def test_a_run_that_is_too_short_for_them_is_refused() -> None:
+    with pytest.raises(FaultError, match="15 faults at random do not fit into 60 steps with min_gap=10"):
+        strike_steps(parse_faults("all"), 60, seed=0, min_gap=10)
+
+
+def test_drawing_does_not_touch_the_random_state_of_the_run() -> None:
+    random.seed(3)
+    before = random.getstate()
+    strike_steps(parse_faults("all"), 400, seed=0)
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_fault_strikes_once_at_its_step(name: str, tmp_path: Path, tokenizer: Any) -> None:
+    trainer, rows = rehearsed(tmp_path, tokenizer, "nan_loss@1,inf_gradient@2", TRAINERS[name], max_steps=4)
+    assert trainer.state.global_step == 4
+    assert strikes(tmp_path) == [("nan_loss", 1), ("inf_gradient", 2)]
+    assert all(row.effect and row.incident for row in rows), "the loss has seen it"
+
+
+def test_a_fault_that_is_asked_for_several_times_strikes_in_as_many_steps(tmp_path: Path, tokenizer: Any) -> None:
+    rehearsed(tmp_path, tokenizer, "nan_loss*3@1")
+    assert strikes(tmp_path) == [("nan_loss", 1), ("nan_loss", 2), ("nan_loss", 3)]
+
+
+def test_calls_fail_one_after_the_other(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(retry_initial_seconds=0.01)
+    trainer, rows = rehearsed(tmp_path, tokenizer, "network_error*2@1", grpo_trainer, config=config)
+    assert trainer.state.global_step == 4
+    assert strikes(tmp_path) == [("network_error", 1), ("network_error", 1)]
+    assert {row.detail["where"] for row in rows} == {"reward"}
+
+
+def test_a_transient_fault_is_gone_when_the_step_is_computed_again(tmp_path: Path, tokenizer: Any) -> None:
+    untouched = sft_trainer(tmp_path / "plain", tokenizer)
+    untouched.train()
+    trainer, rows = rehearsed(tmp_path, tokenizer, "nan_loss@2")
+    assert [row.outcome for row in rows] == ["resolved"]
+    assert_same_weights(weights(trainer), weights(untouched))
+
+
+def test_one_that_always_strikes_is_not(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(nan_patience=10, max_skipped_fraction=1.0)
+    rehearsed(tmp_path, tokenizer, "nan_loss*always@3", config=config)
+    # Written down the first time, and every step from there on is lost.
+    assert strikes(tmp_path) == [("nan_loss", 3)]
+    lost = [event["step"] for event in journal(tmp_path / "run", "detected")]
+    assert lost == [3, 4, 5]
+
+
+def test_what_has_struck_does_not_strike_again_in_a_restarted_process(tmp_path: Path, tokenizer: Any) -> None:
+    faults = "nan_loss@1,nan_gradient*2@2"
+    rehearsed(tmp_path, tokenizer, faults, max_steps=3)
+    assert strikes(tmp_path) == [("nan_loss", 1), ("nan_gradient", 2)]
+    again = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback(), chaos(tmp_path, faults)])
+    SelfHealingTrainer(again).train()
+    # The second of two has not been yet: it comes in the first step after that of the first.
+    assert strikes(tmp_path) == [("nan_loss", 1), ("nan_gradient", 2), ("nan_gradient", 3)]
+
+
+def test_a_strike_is_on_record_before_it_kills(tmp_path: Path, tokenizer: Any) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            unprotected(tmp_path, tokenizer, "sigkill@2")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (strike,) = Ledger(tmp_path / "chaos.jsonl").strikes()
+    assert (strike.kind, strike.step, strike.effect, strike.pid) == ("sigkill", 2, True, child)
+
+
+def test_a_line_torn_by_a_killed_process_is_passed_over(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "chaos.jsonl")
+    ledger.strike("oom@1", "oom", 1, 1, {})
+    with ledger.path.open("a") as file:
+        file.write('{"event": "stri')
+    assert [strike.kind for strike in ledger.strikes()] == ["oom"]
+
+
+# ---- what they leave behind ----
+
+
+def test_afterwards_model_data_and_trainer_are_as_they_were(tmp_path: Path, tokenizer: Any) -> None:
+    faults = "nan_loss@1,network_error@2:where=data,bad_sample@50,poison_samples@50,disk_full@50"
+    reward = "network_error@60"
+    trainer = grpo_trainer(
+        tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback(), chaos(tmp_path, f"{faults},{reward}")]
+    )
+    hooks = [
+        (module._forward_hooks, module._forward_pre_hooks, module._forward_hooks_with_kwargs)
+        for module in trainer.model.modules()
+    ]
+    attributes, callbacks = set(vars(trainer)), list(trainer.callback_handler.callbacks)
+    rewards, kind = list(trainer.reward_funcs), type(trainer.train_dataset)
+    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+
+    assert strikes(tmp_path)[0] == ("nan_loss", 1)
+    assert all(not each for entry in hooks for each in entry)
+    assert all(not (parameter._backward_hooks or {}) for parameter in trainer.model.parameters())
+    assert "save_model" not in vars(trainer)
+    assert attributes <= set(vars(trainer))
+    assert trainer.callback_handler.callbacks == callbacks
+    assert trainer.reward_funcs == rewards
+    assert type(trainer.train_dataset) is kind
+
+
+def test_faults_that_never_strike_change_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    untouched = sft_trainer(tmp_path / "plain", tokenizer)
+    untouched.train()
+    everything = ",".join(f"{kind}@900" for kind in KINDS)
+    trainer = unprotected(tmp_path, tokenizer, everything)
+    assert strikes(tmp_path) == []
+    assert_same_weights(weights(trainer), weights(untouched))
+    assert logged(trainer) == logged(untouched)
+
+
+def test_they_come_before_whatever_guards_against_them(tmp_path: Path, tokenizer: Any) -> None:
+    late = SelfHealingCallback()
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[late, chaos(tmp_path, "nan_loss@1")])
+    assert isinstance(trainer.callback_handler.callbacks[0], Chaos)
+    other = sft_trainer(tmp_path / "run", tokenizer, callbacks=[late])
+    attached = chaos(tmp_path, "nan_loss@1").attach(other)
+    assert other.callback_handler.callbacks[0] is attached
+
+
+def test_a_mistake_in_a_fault_does_not_end_the_run(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mistaken(*args: Any) -> Any:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr("self_healing.chaos.callback.changed", mistaken)
+    trainer = unprotected(tmp_path, tokenizer, "nan_loss@1")
+    assert trainer.state.global_step == 6
+    assert "a fault failed to strike at step 1" in caplog.text
+
+
+# ---- what they do ----
+
+
+def test_a_nan_reaches_the_loss_of_any_network(tmp_path: Path, tokenizer: Any) -> None:
+    """No norm, no blocks, no `model.model`."""
+
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            out = self.second(torch.tanh(self.first(x)))
+            return {"loss": (out.squeeze(-1) - labels).square().mean(), "logits": out}
+
+    data = Dataset.from_list([{"x": [float(i), 1.0, -float(i)], "labels": i / 10} for i in range(64)])
+    trainer = Trainer(
+        Regression(),
+        TrainingArguments(**common_arguments(tmp_path / "run")),
+        train_dataset=data,
+        callbacks=[SelfHealingCallback(), chaos(tmp_path, "nan_loss@1,poison_samples@3")],
+    )
+    trainer.train()
+    assert all(row.effect and row.incident for row in survived(tmp_path / "chaos.jsonl", tmp_path / "run"))
+
+
+def test_the_place_of_a_nan_is_found_in_other_networks(tokenizer: Any) -> None:
+    llama = tiny_model(tokenizer)
+    assert output_module(llama) is llama.model.norm
+    small = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = AutoModelForSequenceClassification.from_config(BertConfig(num_hidden_layers=2, **small))
+    assert output_module(bert) is bert.bert.encoder.layer[-1], "its norms are inside of the blocks, or before them"
+
+
+def test_a_poison_sample_is_known_again_however_it_is_padded() -> None:
+    row = torch.tensor([[5, 6, 7]])
+    left, right = torch.tensor([[0, 0, 5, 6, 7]]), torch.tensor([[5, 6, 7, 0]])
+    contents = {
+        piece.content
+        for ids in (row, left, right)
+        for piece in pieces_of({"input_ids": ids, "attention_mask": (ids != 0).long()}, None)
+    }
+    assert len(contents) == 1
+    packed = {"input_ids": torch.tensor([[8, 9, 5, 6, 7]]), "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
+    assert [(piece.begin, piece.end) for piece in pieces_of(packed, None)] == [(0, 2), (2, 5)]
+    assert contents < {piece.content for piece in pieces_of(packed, None)}
+
+
+def test_a_poison_sample_stays_one(tmp_path: Path, tokenizer: Any) -> None:
+    # Skipped, not quarantined: it comes again.
+    config = HealingConfig(on_nonfinite="skip", nan_patience=10, max_skipped_fraction=1.0)
+    faults = "poison_samples@1:rows=2"
+    trainer, rows = rehearsed(tmp_path, tokenizer, faults, config=config, texts=TEXTS[:16], max_steps=8)
+    assert trainer.state.global_step == 8
+    assert len(rows[0].detail["rows"]) == 2
+    # Of 16 rows in steps of 8, they come in every epoch of two steps.
+    assert {event["step"] // 2 for event in journal(tmp_path / "run", "detected")} == {0, 1, 2, 3}
+
+
+def test_a_bad_sample_raises_whenever_it_is_loaded(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="sample 9 cannot be decoded"):
+        unprotected(tmp_path, tokenizer, "bad_sample:index=9", plain_trainer, max_steps=40)
+    with pytest.raises(ValueError, match="sample 9 cannot be decoded"):
+        unprotected(tmp_path, tokenizer, "bad_sample:index=9", plain_trainer, max_steps=40)
+    assert len(strikes(tmp_path)) == 1
+
+
+def test_a_bad_sample_raises_in_a_worker(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        unprotected(tmp_path, tokenizer, "bad_sample@1", max_steps=8, dataloader_num_workers=2)
+    (strike,) = Ledger(tmp_path / "chaos.jsonl").strikes()
+    assert strike.pid != os.getpid()
+
+
+def test_a_bad_sample_of_a_stream_is_named_by_its_place(tmp_path: Path, tokenizer: Any) -> None:
+    stream = Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
+    with pytest.raises(ValueError, match="sample 20 cannot be decoded"):
+        unprotected(tmp_path, tokenizer, "bad_sample:index=20", dataset=stream)
+
+
+def test_a_full_disk_leaves_half_a_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(OSError, match="No space left on device"):
+        unprotected(tmp_path, tokenizer, "disk_full@1", save_strategy="steps", save_steps=2)
+    torn = tmp_path / "run" / "checkpoint-2"
+    assert torn.is_dir()
+    assert not (torn / "trainer_state.json").exists()
+
+
+def test_a_torn_checkpoint_is_cut_off_after_it_was_written(tmp_path: Path, tokenizer: Any) -> None:
+    copies = {}
+
+    class LinksIt(SelfHealingCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_save(args, state, control, **kwargs)
+            file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / "model.safetensors"
+            os.link(file, tmp_path / f"{state.global_step}.safetensors")
+            copies[state.global_step] = file
+
+    trainer = sft_trainer(
+        tmp_path / "run",
+        tokenizer,
+        callbacks=[LinksIt(), chaos(tmp_path, "torn_checkpoint@3")],
+        save_strategy="steps",
+        save_steps=2,
+    )
+    trainer.train()
+    whole = (tmp_path / "2.safetensors").stat().st_size
+    assert copies[2].stat().st_size == whole // 2, "and the link elsewhere is whole"
+    assert copies[4].stat().st_size == whole
+
+
+def test_a_python_wait_is_ended_by_a_signal_handler_and_a_c_call_is_not() -> None:
+    class Woken(Exception):
+        pass
+
+    def wake(*_: Any) -> None:
+        raise Woken
+
+    before = signal.signal(signal.SIGALRM, wake)
+    try:
+        for wait, least, most in ((wait_in_python, 0.0, 0.5), (wait_in_c, 0.9, 2.0)):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            began = time.monotonic()
+            with pytest.raises(Woken):
+                wait(1.0)
+            assert least <= time.monotonic() - began <= most
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("place", ["data", "forward"])
+def test_a_slow_step_takes_longer_and_does_nothing_else(place: str, tmp_path: Path, tokenizer: Any) -> None:
+    began = time.monotonic()
+    _, rows = rehearsed(tmp_path, tokenizer, f"slow_step@2:seconds=0.5:where={place}")
+    assert time.monotonic() - began > 0.5
+    assert [(row.incident, row.outcome, row.survived) for row in rows] == [(None, "within its timeout", True)]
+
+
+# ---- what is survived ----
+
+
+@pytest.mark.parametrize("maker", [sft_trainer, grpo_trainer], ids=["sft", "grpo"])
+def test_faults_inside_of_a_step_are_survived(maker: Any, tmp_path: Path, tokenizer: Any) -> None:
+    faults = "nan_loss@2,nan_gradient@4,inf_gradient@6,network_error@7,oom@8,poison_samples@9"
+    config = HealingConfig(retry_initial_seconds=0.01)
+    trainer, rows = rehearsed(tmp_path, tokenizer, faults, maker, config=config, max_steps=12)
+    assert trainer.state.global_step == 12
+    assert len(rows) == 6
+    assert all(row.effect and row.incident and row.survived for row in rows), rows
+    assert len({row.incident for row in rows}) == 6
+
+
+@pytest.mark.slow
+def test_corrupted_and_scrambled_weights_are_survived(tmp_path: Path, tokenizer: Any) -> None:
+    run = {"max_steps": 120, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    trainer, rows = rehearsed(tmp_path, tokenizer, "corrupted_weights@60,scrambled_layer@90", plain_trainer, **run)
+    assert trainer.state.global_step == 120
+    assert all(row.effect and row.incident and row.survived for row in rows), rows
+
+
+def events_of(directory: Path, failure: FailureType, outcome: str | None = "resolved", step: int = 4) -> None:
+    record = Journal(directory, HealingConfig(), f"run-{failure}")
+    incident = record.open(step, "seen", {})
+    record.diagnosed(incident, failure, "found", {})
+    if outcome is not None:
+        record.closed(incident, outcome)
+
+
+@pytest.mark.parametrize(
+    ("kind", "failure"),
+    [
+        ("sigkill", FailureType.PROCESS_DIED),
+        ("sigterm", FailureType.PREEMPTED),
+        ("hang", FailureType.HANG),
+        ("bad_sample", FailureType.BAD_DATA),
+        ("disk_full", FailureType.DISK),
+    ],
+)
+def test_each_fault_is_matched_with_its_incident(kind: str, failure: FailureType, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "chaos.jsonl")
+    ledger.strike(f"{kind}@4", kind, 4, 1, {})
+    (row,) = survived(ledger, tmp_path / "run")
+    assert (row.incident, row.outcome, row.survived) == (None, "no incident", False)
+    events_of(tmp_path / "run", FailureType.USER_CODE)
+    events_of(tmp_path / "run", failure)
+    (row,) = survived(ledger, tmp_path / "run")
+    assert row.incident == f"run-{failure}-001"
+    assert (row.outcome, row.survived) == ("resolved", True)
+
+
+def test_an_incident_from_before_the_strike_is_not_its_own(tmp_path: Path) -> None:
+    events_of(tmp_path / "run", FailureType.PROCESS_DIED)
+    ledger = Ledger(tmp_path / "chaos.jsonl")
+    time.sleep(1.1)
+    ledger.strike("sigkill@40", "sigkill", 40, 1, {})
+    (row,) = survived(ledger, tmp_path / "run")
+    assert row.incident is None
+
+
+def test_two_strikes_do_not_share_one_incident(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "chaos.jsonl")
+    ledger.strike("sigkill@4", "sigkill", 4, 1, {})
+    ledger.strike("sigkill@40", "sigkill", 40, 1, {})
+    events_of(tmp_path / "run", FailureType.PROCESS_DIED)
+    first, second = survived(ledger, tmp_path / "run")
+    assert (first.survived, second.survived) == (True, False)
+
+
+def test_a_death_is_that_of_the_process_the_next_one_names(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "chaos.jsonl")
+    ledger.strike("sigkill@4", "sigkill", 4, 1, {})
+    record = Journal(tmp_path / "run", HealingConfig(), "run")
+    for pid in (os.getpid() + 1, os.getpid()):
+        record.diagnosed(record.open(4, "process_died", {"pid": pid}), FailureType.PROCESS_DIED, "killed", {})
+    (row,) = survived(ledger, tmp_path / "run")
+    assert row.incident == "run-002"
+
+
+def test_an_incident_that_ended_the_run_was_not_survived(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "chaos.jsonl")
+    ledger.strike("oom@4", "oom", 4, 1, {})
+    events_of(tmp_path / "run", FailureType.OUT_OF_MEMORY, "fatal")
+    (row,) = survived(ledger, tmp_path / "run")
+    assert (row.outcome, row.survived) == ("fatal", False)
+
+
+def test_a_torn_checkpoint_counts_only_if_it_had_to_be_read(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "chaos.jsonl")
+    torn = str(tmp_path / "run" / "checkpoint-4")
+    ledger.strike("torn_checkpoint@4", "torn_checkpoint", 4, 1, {"checkpoint": torn})
+    (row,) = survived(ledger, tmp_path / "run")
+    assert (row.outcome, row.survived) == ("was not needed", True)
+    Journal(tmp_path / "run", HealingConfig(), "run").event("checkpoint_passed_over", 4, path=torn, reason="torn")
+    (row,) = survived(ledger, tmp_path / "run")
+    assert (row.outcome, row.survived) == ("passed over", True)
+
+
+def test_one_that_never_struck_is_told_of(tmp_path: Path, tokenizer: Any) -> None:
+    _, rows = rehearsed(tmp_path, tokenizer, "oom@1,disk_full@2")
+    assert [(row.fault, row.outcome) for row in rows] == [("oom@1", "resolved"), ("disk_full@2", "did not strike")]
+
+
+# ---- the command line ----
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from conftest import build_tokenizer, sft_trainer
+from self_healing import SelfHealingTrainer
+
+trainer = sft_trainer(Path(sys.argv[1]), build_tokenizer(), max_steps=int(sys.argv[2]), **{saving!r})
+SelfHealingTrainer(trainer, sleep=lambda _: None).train(resume_from_checkpoint="auto")
+"""
+
+
+def script(directory: Path, **saving: Any) -> Path:
+    path = directory / "train.py"
+    path.write_text(SCRIPT.format(tests=str(Path(__file__).parent), saving=saving))
+    return path
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "self_healing.cli", "chaos", *arguments],
+        cwd=cwd,
+        env=os.environ | {"COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_script_that_is_not_there_and_faults_that_are_none_are_refused(tmp_path: Path) -> None:
+    runner = CliRunner()
+    missing = runner.invoke(app, ["chaos", str(tmp_path / "nothing.py")])
+    assert missing.exit_code == 2
+    assert "There is no script" in missing.stderr
+    wrong = runner.invoke(app, ["chaos", str(script(tmp_path)), "--faults", "earthquake"])
+    assert wrong.exit_code == 2
+    assert "There is no fault 'earthquake'" in wrong.stderr
+    (tmp_path / "old.jsonl").write_text("{}\n")
+    old = runner.invoke(app, ["chaos", str(script(tmp_path)), "--ledger", str(tmp_path / "old.jsonl")])
+    assert old.exit_code == 2
+    assert "holds an earlier rehearsal" in old.stderr
+
+
+@pytest.mark.slow
+def test_a_script_is_rehearsed_without_being_touched(tmp_path: Path) -> None:
+    done = command(str(script(tmp_path)), "--faults", "nan_loss@2,oom@4", "--", "run", "6", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "All of it was survived." in done.stdout
+    (ledger,) = tmp_path.glob("chaos-*.jsonl")
+    assert [strike.kind for strike in Ledger(ledger).strikes()] == ["nan_loss", "oom"]
+
+
+@pytest.mark.slow
+def test_a_script_that_is_not_protected_does_not_survive(tmp_path: Path) -> None:
+    path = script(tmp_path)
+    path.write_text(path.read_text().replace("SelfHealingTrainer(trainer, sleep=lambda _: None)", "trainer"))
+    path.write_text(path.read_text().replace('resume_from_checkpoint="auto"', ""))
+    done = command(str(path), "--faults", "oom@2", "--", "run", "6", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Not all of it was survived." in done.stdout
+
+
+@pytest.mark.slow
+def test_a_script_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    path = script(tmp_path, save_strategy="steps", save_steps=3)
+    faults = ("--faults", "nan_loss@2,sigkill@5,oom@7", "--restarts", "2")
+    done = command(str(path), *faults, "--ledger", "book.jsonl", "--", "run", "9", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = survived(tmp_path / "book.jsonl", tmp_path / "run")
+    assert [row.fault for row in rows] == ["nan_loss@2", "sigkill@5", "oom@7"]
+    assert all(row.incident for row in rows)
+
+
+def test_the_table_of_faults_in_the_docs_is_up_to_date() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "chaos.md").read_text(encoding="utf-8")
+    for name, kind in KINDS.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert kind.what in row
+        assert all(f"`{parameter}" in row for parameter in kind.parameters)
+        assert row.endswith("| calls |" if kind.counts_calls else "| steps |")
+
+
+def test_python_code_may_name_faults_either_way(tmp_path: Path) -> None:
+    by_object = chaos(tmp_path, [Fault("nan_loss", at=12), "oom@3"])  # type: ignore[arg-type]
+    assert by_object.faults == (Fault("nan_loss", at=12), Fault("oom", at=3))
+    with pytest.raises(FaultError, match="at least one fault"):
+        chaos(tmp_path, [])  # type: ignore[arg-type]

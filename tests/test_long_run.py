@@ -1,0 +1,64 @@
+"""Every fault there is, once, in one long run that nobody looks after."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Starter, job_log, job_result
+
+from self_healing.chaos import KINDS, survived
+
+
+pytestmark = pytest.mark.slow
+
+STEPS = 480
+SEEDS = (0, 1, 2)
+FAULTS = ", ".join(
+    {
+        "hang": "hang:seconds=600",
+        "slow_step": "slow_step:seconds=1",
+        "torn_checkpoint": "torn_checkpoint:then=sigkill",
+    }.get(kind, kind)
+    for kind in KINDS
+)
+CONFIG = {
+    "retry_initial_seconds": 0.1,
+    "retry_max_seconds": 0.5,
+    "hang_floor_seconds": 3.0,
+    "hang_grace_seconds": 3.0,
+    # Sixteen faults in one run, thirty steps from one to the next.
+    "budget_refund_steps": 20,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, starter: Starter) -> list[float]:
+    """The held-out losses of runs in which nothing goes wrong."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    found = []
+    for seed in SEEDS:
+        job = directory / f"seed-{seed}"
+        assert starter.start(job, {}, {"long": True, "steps": STEPS, "seed": seed}) == 0
+        assert job_result(job)["incidents"] == []
+        found.append(job_result(job)["held_out"])
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_it_is_survived(
+    tmp_path: Path, until_it_ends: Callable[..., list[int]], undisturbed: list[float], seed: int
+) -> None:
+    job = tmp_path / "job"
+    codes = until_it_ends(job, 12, long=True, steps=STEPS, seed=seed, faults=FAULTS, config=CONFIG)
+    assert codes[-1] == 0, job_log(job)[-3000:]
+    result: dict[str, Any] = job_result(job)
+    assert result["steps"] == STEPS
+    told = survived(tmp_path / "job.chaos.jsonl", job)
+    assert {strike.fault.partition(":")[0] for strike in told if strike.effect} == set(KINDS)
+    assert [strike for strike in told if not strike.survived] == []
+    bound = max(0.05 * statistics.mean(undisturbed), 2 * statistics.stdev(undisturbed))
+    assert result["held_out"] <= statistics.mean(undisturbed) + bound
