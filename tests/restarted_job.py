@@ -29,6 +29,11 @@ def digest(model: Any) -> str:
     return content.hexdigest()
 
 
+def minutes_in_native_code() -> None:
+    """No signal interrupts it, and no handler of Python's can run."""
+    hashlib.pbkdf2_hmac("sha256", b"x", b"y", 500_000_000)
+
+
 class Once:
     """Something that happens once, or so many times, however often the job is started."""
 
@@ -66,8 +71,9 @@ class Strike(TrainerCallback):
             time.sleep(60)
         elif self.fault == "deaf_sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
-            # Minutes in C, which no signal interrupts and where no handler of Python's can run.
-            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 500_000_000)
+            minutes_in_native_code()
+        elif self.fault == "native_hang":
+            minutes_in_native_code()
         elif self.fault == "device":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         elif self.fault == "bug":
@@ -92,6 +98,23 @@ def kill_while_saving(trainer: Any, step: int, once: Once) -> None:
         original(output_dir)
 
     trainer._save_optimizer_and_scheduler = save
+
+
+class BadSample(torch.utils.data.Dataset):
+    """A dataset one of whose samples cannot be loaded; each attempt is noted in a file."""
+
+    def __init__(self, dataset: Any, bad: int, note: Path) -> None:
+        self.dataset, self.bad, self.note = dataset, bad, note
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.bad:
+            with self.note.open("a") as file:
+                file.write("x")
+            raise ValueError(f"sample {index} is broken")
+        return self.dataset[index]
 
 
 def spoil_newest(output_dir: Path, how: str) -> None:
@@ -123,6 +146,9 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
         kill_while_saving(trainer, options["step"], once)
     elif fault:
         trainer.add_callback(Strike(fault, options["step"], once, trainer))
+    if "bad_sample" in options:
+        note = output_dir.parent / f"{output_dir.name}.loaded"
+        trainer.train_dataset = BadSample(trainer.train_dataset, options["bad_sample"], note)
     spoil = options.get("spoil")
     if spoil and once.file.exists() and Once(Path(f"{once.file}.spoiled"))():
         spoil_newest(output_dir, spoil)

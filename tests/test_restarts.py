@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,35 @@ def test_a_broken_device_ends_the_process_for_a_restart(
     # The run was brought to its end: what one of its processes died of is set aside.
     assert not (job / "postmortem.json").exists()
     assert len(list(job.glob("postmortem.before-*.json"))) == 1
+
+
+def test_a_hang_in_native_code_is_healed_by_a_restart(
+    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    config = {"hang_floor_seconds": 2.0, "hang_grace_seconds": 1.0, "hang_learning_steps": 1}
+    began = time.monotonic()
+    assert until_it_ends(job, 3, fault="native_hang", step=6, config=config) == [75, 0]
+    assert time.monotonic() - began < 60
+    assert job_result(job)["weights"] == plain["weights"]
+    (incident,) = job_result(job)["incidents"]
+    assert (incident["failure"], incident["outcome"]) == ("hang", "resolved")
+    assert incident["actions"] == ["write_stacks", "interrupt", "exit_for_restart"]
+    (stacks,) = (job / "hangs").glob("*stacks.txt")
+    assert "minutes_in_native_code" in stacks.read_text()
+
+
+def test_a_quarantined_sample_is_not_touched_by_the_process_that_is_started_next(
+    tmp_path: Path, start: Callable[..., int], until_it_ends: Callable[..., list[int]]
+) -> None:
+    undisturbed, job = tmp_path / "undisturbed", tmp_path / "job"
+    order = {"bad_sample": 30, "arguments": {"max_steps": 20}}
+    assert start(undisturbed, **order) == 0
+    # Found in the first epoch of 8 steps and after the last checkpoint, which knows nothing of it.
+    assert until_it_ends(job, 3, fault="sigkill", step=7, **order) == [-9, 0]
+    # Tried in the batch, alone, and once more; and never again.
+    assert (tmp_path / "job.loaded").read_text() == (tmp_path / "undisturbed.loaded").read_text() == "xxx"
+    assert job_result(job)["weights"] == job_result(undisturbed)["weights"]
 
 
 @pytest.mark.slow
