@@ -20,7 +20,10 @@ logger = logging.getLogger("self_healing")
 
 # SIGTERM ends a process by convention with 128 + its number; SIGUSR1 is how schedulers announce that they will stop a
 # job, which is then to be queued again.
-EXIT_CODES = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR1: EXIT_FOR_RESTART}
+EXIT_CODES = {signal.SIGTERM: 128 + signal.SIGTERM}
+if hasattr(signal, "SIGUSR1"):
+    # Not on Windows.
+    EXIT_CODES[signal.SIGUSR1] = EXIT_FOR_RESTART
 # What a checkpoint may take longer than the longest one so far, and what leaving takes besides, in seconds.
 _SLOWER_SAVE, _LEAVING = 2.0, 2.0
 

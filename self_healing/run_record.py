@@ -181,7 +181,8 @@ class RunRecord:
         if self._progress is None or now < self._next_mark:
             return
         try:
-            os.pwrite(self._progress, _MARK.pack(self.newest.number, step), 0)
+            os.lseek(self._progress, 0, os.SEEK_SET)
+            os.write(self._progress, _MARK.pack(self.newest.number, step))
         except OSError:
             self.close()
         self._next_mark = now + (time.perf_counter() - now) / _SHARE
@@ -234,8 +235,7 @@ class RunRecord:
     def _open_progress(self) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # Closed on exec, and written to by this process alone: a forked data loader worker never trains a step.
-            self._progress = os.open(self.directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._progress = os.open(self.directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT, 0o644)
             self._next_mark = 0.0
         except OSError as error:
             logger.warning(

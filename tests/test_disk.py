@@ -86,6 +86,7 @@ def test_a_refused_permission_is_the_disk_only_while_a_checkpoint_is_written(num
     assert not could_not_be_written(FileNotFoundError(errno.ENOENT, "gone"))
 
 
+@pytest.mark.slow
 def test_what_safetensors_and_torch_raise_on_a_disk_that_takes_no_more_is_known(tmp_path: Path) -> None:
     script = """
         import resource, signal, sys, torch
@@ -259,6 +260,7 @@ def test_a_checkpoint_that_is_written_stays_when_an_older_one_cannot_be_removed(
     assert all(vet(tmp_path / name).usable for name in names(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_full_file_system_costs_its_checkpoints_and_not_the_run(tmp_path: Path, tokenizer: Any) -> None:
     """A file system that is really full, in a mount namespace of its own, until something is deleted from it."""
     enter = ("unshare", "--user", "--map-root-user", "--mount")

@@ -329,7 +329,10 @@ def trained(trainer: Any, config: HealingConfig | None = None) -> list[float]:
     return waits
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [form if form in ("function", "async object") else pytest.param(form, marks=pytest.mark.slow) for form in FORMS],
+)
 def test_a_reward_that_fails_three_times_and_then_works_leaves_no_trace_in_the_weights(
     form: str, tmp_path: Path, tokenizer: Any, serve: Any
 ) -> None:

@@ -370,6 +370,7 @@ def blocked_in_c(seconds: float) -> None:
     libc.pthread_mutex_timedlock(mutex, until)  # blocked here
 
 
+@pytest.mark.slow
 def test_without_a_launcher_a_thread_blocked_in_c_is_left_alone_and_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -533,7 +534,7 @@ class Event(TrainerCallback):
     "event",
     [
         pytest.param("on_step_begin", marks=pytest.mark.slow),
-        "on_step_end",
+        pytest.param("on_step_end", marks=pytest.mark.slow),
         pytest.param("on_log", marks=pytest.mark.slow),
     ],
 )
@@ -615,8 +616,9 @@ def test_a_hang_in_saving_is_not_interrupted(tmp_path: Path, tokenizer: Any) -> 
 
 @pytest.mark.parametrize(
     "wrapped",
-    [pytest.param(True, id="notify", marks=pytest.mark.slow), pytest.param(False, id="callback alone")],
+    [pytest.param(True, id="notify"), pytest.param(False, id="callback alone")],
 )
+@pytest.mark.slow
 def test_where_nothing_is_interrupted_the_hang_is_told_of(tmp_path: Path, tokenizer: Any, wrapped: bool) -> None:
     told: list[Incident] = []
 
@@ -751,7 +753,7 @@ TORCHRUN = {
 @pytest.mark.parametrize(
     ("run", "environment", "line"),
     [
-        (train_and_block_in_c, {}, "in blocked_in_c"),
+        pytest.param(train_and_block_in_c, {}, "in blocked_in_c", marks=pytest.mark.slow),
         pytest.param(train_and_hang_in_the_optimizer, TORCHRUN, "time.sleep(FOREVER)", marks=pytest.mark.slow),
     ],
     ids=["blocked in native code", "in the optimizer, under torchrun"],
