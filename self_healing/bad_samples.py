@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from .actions import HealingActions, HealingContext
 from .config import HealingConfig
-from .data import BadSample, Findings, dataset_fingerprint, describe_name
+from .data import QUARANTINE_FILE, BadSample, Findings, dataset_fingerprint, describe_name, why_not_appendable
 from .failures import Action, FailureType
 from .instrument.loading import LoaderGuard
 from .sample_guard import DataSourceError, Guard
@@ -54,6 +57,8 @@ class SampleHealer:
             loading = LoaderGuard(self._instrument.trainer)
             if loading.dataset is not None:
                 self._attach(loading)
+            else:
+                logger.info("The training data are not guarded: their loader is of a kind that cannot be.")
         except Exception:
             if loading is not None:
                 loading.detach()
@@ -70,8 +75,13 @@ class SampleHealer:
         else:
             findings = session.quarantine.watch(session.run_id, fingerprint, args.process_index)
             findings.take()
+            if loading.has_workers:
+                self._let_workers_tell(findings)
         seed = args.seed if args.data_seed is None else args.data_seed
-        loading.attach(Guard(findings, int(seed), None if names_only else self._retry(loading), names_only))
+        guard = Guard(findings, int(seed), self._retry(loading), names_only)
+        if not loading.has_workers:
+            guard.alive = session.heartbeat.start_over
+        loading.attach(guard)
         instrument.on_detach.append(loading.detach)
         if names_only:
             return
@@ -79,6 +89,21 @@ class SampleHealer:
         self._drawn = instrument.step * int(args.gradient_accumulation_steps) * loading.samples_per_batch
         instrument.position.actual = loading.actual
         instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
+
+    def _let_workers_tell(self, findings: Findings) -> None:
+        path = self.session.quarantine.path
+        error = why_not_appendable(path)
+        if error is None:
+            return
+        directory = Path(tempfile.mkdtemp(prefix="self_healing-"))
+        self._instrument.on_detach.append(partial(shutil.rmtree, directory, ignore_errors=True))
+        findings.use_another_file(directory / QUARANTINE_FILE)
+        logger.warning(
+            "%s cannot be written (%s). Samples that cannot be used are replaced and counted all the same, but a run "
+            "that is resumed tries those again that no checkpoint knows of. Please make the file writable.",
+            path,
+            error,
+        )
 
     def _retry(self, loading: LoaderGuard) -> Callable[..., Any]:
         if loading.has_workers:
@@ -118,6 +143,12 @@ class SampleHealer:
         if not findings.new and not findings.retried:
             return
         new, retried = findings.take()
+        handed_over = self.session.handed_over
+        if new and handed_over is not None:
+            # The call that was given up was that of a sample which has been replaced: nobody enters again for it.
+            self.session.handed_over = None
+            self.session.journal.dealt_with(handed_over)
+            self.session.journal.closed(handed_over, "resolved")
         self._report(new, retried)
         bad, limit = findings.bad, self._limit(loading)
         if len(bad) > limit:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Mapping
@@ -203,6 +204,10 @@ class Findings:
         """Those of the blocked that could not be loaded or collated; the others made a step non-finite."""
         return {name: why for name, why in self.blocked.items() if why != POISON}
 
+    def use_another_file(self, path: Path) -> None:
+        """Where the processes tell each other of what they find, if it cannot be `quarantine.jsonl`."""
+        self.path, self._read = str(path), 0
+
     def add(self, sample: BadSample) -> None:
         """Takes in a sample, and writes it down for the other processes. A file that cannot be written is reported."""
         if sample.name in self.blocked:
@@ -281,6 +286,20 @@ def append_line(path: str, line: Mapping[str, Any]) -> None:
         os.write(descriptor, (json.dumps(jsonable(line)) + "\n").encode())
     finally:
         os.close(descriptor)
+
+
+def why_not_appendable(path: Path) -> OSError | None:
+    """What stands in the way of appending to a file; nothing is left behind."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+        else:
+            # Not the file itself: another process may be the one that creates it.
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        return error
+    return None
 
 
 class Quarantine:

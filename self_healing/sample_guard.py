@@ -7,18 +7,23 @@ generator of the loader. They know no trainer, can be pickled, and only pass cal
 
 from __future__ import annotations
 
+import copy
+import errno
 import hashlib
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
 from .data import BadSample, Findings, SampleName, describe_name, preview_of, what_was_raised
 from .failures import FailureType, classify_exception
+from .instrument.random_state import RandomState
 
 
 logger = logging.getLogger("self_healing")
@@ -43,6 +48,9 @@ _LABEL_SUBSTITUTES = 3
 # which is 0, tells.
 _GIVE_UP_AFTER = 3
 _NOTHING_COUNTS = -100
+_CAUSES = 10
+# Whose generators a collator may draw from.
+_HOST = torch.device("cpu")
 
 
 class DataSourceError(RuntimeError):
@@ -83,6 +91,8 @@ class Guard:
         self.seed = seed
         self.retry = retry
         self.names_only = names_only
+        # A sign of life where many samples are read to get back to one; in the training process somebody listens.
+        self.alive: Callable[[], None] = _nobody_listens
         self.off = False
         # Of the samples that are about to be collated.
         self.names: Sequence[SampleName] | None = None
@@ -135,6 +145,26 @@ class Guard:
         if isinstance(error, DataSourceError) or classify_exception(error) in _PASSED_ON:
             raise LetPass(error) from None
 
+    def attempt_one(self, function: Callable[..., T], *arguments: Any, patient: bool = True) -> Attempt:
+        """
+        The same for what may be the sample's fault or not: a dead link, a bad sector, a header that asks for too much.
+
+        Args:
+            function (`Callable`):
+                What to call, with the further arguments.
+            patient (`bool`, *optional*, defaults to `True`):
+                Whether it is called again when the network fails.
+
+        Raises:
+            LetPass: For an exception that says nothing about a sample.
+        """
+        try:
+            return Attempt(self.call(function, *arguments) if patient else function(*arguments))
+        except Exception as error:
+            if not may_be_the_sample(error):
+                self.passes(error)
+            return Attempt(None, error)
+
     def contained(self, guarded: Callable[[], T], plain: Callable[[], T]) -> T:
         """A failure of the guard itself is logged, and the data are loaded without it from then on."""
         passed: BaseException | None = None
@@ -163,6 +193,10 @@ class Guard:
         return self.findings.blocked
 
 
+def _nobody_listens() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class Attempt:
     """What a call gave, or what it raised."""
@@ -188,6 +222,51 @@ def worker_id() -> int | None:
     """The data loader worker this is; `None` in the training process."""
     info = get_worker_info()
     return None if info is None else int(info.id)
+
+
+def may_be_the_sample(error: BaseException) -> bool:
+    """Whether an exception is that of a service, a disk or a host which may be well but for this one sample."""
+    failure = classify_exception(error)
+    if failure is FailureType.NETWORK:
+        return True
+    cause: BaseException | None = error
+    # A chain of causes may be closed to a ring.
+    for _ in range(_CAUSES):
+        if cause is None:
+            break
+        if failure is FailureType.OUT_OF_MEMORY and isinstance(cause, MemoryError):
+            return True
+        if failure is FailureType.DISK and isinstance(cause, OSError) and cause.errno == errno.EIO:
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def shallow_copy(sample: Any) -> Any:
+    """A copy of what may be changed in place by whoever is given it: keys taken out, entries put in."""
+    if type(sample) is dict:
+        return sample.copy()
+    if not isinstance(sample, Mapping | list):
+        return sample
+    try:
+        return copy.copy(sample)
+    except Exception:
+        return sample
+
+
+def _copies(samples: Any) -> Any:
+    return [shallow_copy(sample) for sample in samples] if isinstance(samples, list) else shallow_copy(samples)
+
+
+def _own_labels_count_nothing(sample: Any) -> bool:
+    """Whether a sample comes with labels, and all of them are masked."""
+    labels = sample.get("labels") if isinstance(sample, Mapping) else None
+    if labels is None:
+        return False
+    try:
+        return bool((torch.as_tensor(labels) == _NOTHING_COUNTS).all())
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def is_empty(sample: Any) -> bool:
@@ -293,21 +372,27 @@ class GuardedDataset(PassesThrough):
     def _load(self, indices: Sequence[Any]) -> Any:
         # As torch's fetcher does it.
         together = getattr(self.wrapped, "__getitems__", None)
-        return together(indices) if together else [self.wrapped[index] for index in indices]
+        if together is None:
+            return [self.wrapped[index] for index in indices]
+        loaded = together(indices)
+        return list(loaded) if isinstance(loaded, Iterator) else loaded
 
     def _fetch(self, indices: Sequence[int]) -> Any:
         guard = self.guard
         blocked = guard.known()
         used = [self.actual(index) for index in indices] if blocked else indices
-        loaded = guard.attempt(self._load, used)
         if guard.names_only:
+            loaded = guard.attempt(self._load, used)
             if loaded.error is not None:
                 self._name(loaded.error, used)
                 raise LetPass(loaded.error)
             return loaded.value
+        loaded = guard.attempt_one(self._load, used)
         if loaded.error is not None or any(is_empty(sample) for sample in loaded.value):
+            # What has been waited for already is not waited for again, sample by sample.
+            patient = loaded.error is None or not may_be_the_sample(loaded.error)
             # A group holds the same one several times: only the first of them is tried.
-            pairs = [self._usable(self.actual(index)) for index in used]
+            pairs = [self._usable(self.actual(index), patient) for index in used]
             if loaded.error is not None and all(name == index for (name, _), index in zip(pairs, used, strict=True)):
                 guard.findings.loaded_after_all(f"One of the samples {list(used)}", loaded.error)
             used, samples = [name for name, _ in pairs], [sample for _, sample in pairs]
@@ -322,13 +407,13 @@ class GuardedDataset(PassesThrough):
         named = ", ".join(str(index) for index in alone or indices)
         error.add_note(f"self_healing: raised while the training data were loaded, by the sample with index {named}.")
 
-    def _usable(self, index: int) -> tuple[int, Any]:
+    def _usable(self, index: int, patient: bool) -> tuple[int, Any]:
         """A sample, or the first of its substitutes that can be used."""
         bad: list[BadSample] = []
-        sample = self._twice(index, bad)
+        sample, raised = self._twice(index, bad, patient)
         if not bad:
             return index, sample
-        for name, sample in self._substitutes(index, bad):
+        for name, sample in self._substitutes(index, bad, raised):
             self._tell(bad, name)
             return name, sample
         raise LetPass(_no_substitute(bad))
@@ -337,7 +422,11 @@ class GuardedDataset(PassesThrough):
         for sample in bad:
             self.guard.findings.add(_with(sample, replaced_by=replaced_by))
 
-    def _substitutes(self, index: int, bad: list[BadSample]) -> Iterator[tuple[int, Any]]:
+    def _substitutes(
+        self, index: int, bad: list[BadSample], raised: Exception | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        """What stands in for a sample, which may have raised something that is perhaps not its fault."""
+        suspect = raised is not None and may_be_the_sample(raised)
         try:
             length = len(self.wrapped)
         except TypeError:
@@ -347,32 +436,35 @@ class GuardedDataset(PassesThrough):
             if candidate in self.guard.findings.blocked:
                 continue
             before = len(bad)
-            sample = self._twice(candidate, bad)
+            # One attempt is enough to know whether it is the sample or what it comes through.
+            sample, failure = self._twice(candidate, bad, patient=not suspect)
+            if failure is not None and may_be_the_sample(failure):
+                raise LetPass(raised if raised is not None and suspect else failure)
             if len(bad) == before:
                 yield candidate, sample
             failed += 1
             if failed >= SUBSTITUTES:
                 return
 
-    def _twice(self, index: int, bad: list[BadSample]) -> Any:
-        """A sample, tried once more if it raises; added to the bad ones if it cannot be used."""
-        attempts = 1
-        loaded = self.guard.attempt(self._load, [index])
-        if loaded.error is not None:
+    def _twice(self, index: int, bad: list[BadSample], patient: bool) -> tuple[Any, Exception | None]:
+        """A sample, tried once more if it raises; added to the bad ones, with what it raised, if it cannot be used."""
+        attempts, guard = 1, self.guard
+        loaded = guard.attempt_one(self._load, [index], patient=patient)
+        if loaded.error is not None and not (patient and may_be_the_sample(loaded.error)):
             first, attempts = loaded.error, 2
-            loaded = self.guard.attempt(self._load, [index])
+            loaded = guard.attempt_one(self._load, [index], patient=patient)
             if loaded.error is None:
-                self.guard.findings.loaded_after_all(describe_name(index), first)
+                guard.findings.loaded_after_all(describe_name(index), first)
         where = self.describe(index) | {"attempts": attempts}
         if loaded.error is not None:
             preview = self._preview(index)
             bad.append(BadSample("loading", preview=preview, **what_was_raised(loaded.error), **where))
-            return None
+            return None, loaded.error
         sample = loaded.value[0]
         if is_empty(sample):
             text = "a sequence of length 0"
             bad.append(BadSample("empty", "", text, preview=preview_of(sample), **where))
-        return sample
+        return sample, None
 
     def _preview(self, index: int) -> str | None:
         """What there is to see of a sample that raises: of Hugging Face datasets, what it was before the transform."""
@@ -423,23 +515,33 @@ class GuardedCollator(PassesThrough):
             The guarded dataset.
     """
 
-    _own = frozenset({"wrapped", "guard", "supply", "in_vain"})
+    _own = frozenset({"wrapped", "guard", "supply", "in_vain", "draws"})
 
     def __init__(self, wrapped: Callable[[Any], Any], guard: Guard, supply: Supply) -> None:
         self.wrapped = wrapped
         self.guard = guard
         self.supply = supply
         self.in_vain = 0
+        # Known to choose at random what counts.
+        self.draws = False
 
     def __call__(self, samples: Any) -> Any:
         if self.guard.off:
             return self.wrapped(samples)
-        return self.guard.contained(lambda: self._collate(samples), lambda: self.wrapped(samples))
+        # Many collators change the samples they are given, which no second attempt could stand.
+        kept = _copies(samples)
+        return self.guard.contained(lambda: self._collate(samples, kept), lambda: self.wrapped(kept))
 
-    def _collate(self, samples: Any) -> Any:
+    def _on_copies(self, samples: Any) -> Any:
+        return self.wrapped(_copies(samples))
+
+    def _collate(self, given: Any, samples: Any) -> Any:
+        """Of the samples as they were given, and as they are kept for another attempt."""
         guard = self.guard
         names, guard.names = guard.names, None
-        collated = guard.attempt(self.wrapped, samples)
+        first = [given]
+        # What it is given is what it would be given without the guard; if the network fails, copies after that.
+        collated = guard.attempt(lambda: self.wrapped(first.pop()) if first else self._on_copies(samples))
         if collated.error is None and (guard.names_only or not counts_nothing(collated.value)):
             self.in_vain = 0
             return collated.value
@@ -448,23 +550,25 @@ class GuardedCollator(PassesThrough):
                 raise LetPass(collated.error)
             return collated.value
         if collated.error is None:
-            return self._with_labels(list(samples), list(names), collated.value)
+            return self._undisturbed(lambda: self._with_labels(list(samples), list(names), collated.value))
         if guard.names_only:
             bad = self._culprits(samples) or range(len(samples))
             named = ", ".join(str(names[row]) for row in bad)
             collated.error.add_note(f"self_healing: raised by the collator, for the sample with index {named}.")
             raise LetPass(collated.error)
-        again = guard.attempt(self.wrapped, samples)
+        again = guard.attempt(self._on_copies, samples)
         if again.error is None:
             guard.findings.loaded_after_all(f"The batch of the samples {list(names)}", collated.error)
             return again.value
-        return self._without_culprits(list(samples), list(names), again.error)
+        return self._without_culprits(list(samples), list(names), collated.error)
 
     def _without_culprits(self, samples: list[Any], names: list[SampleName], error: Exception) -> Any:
         dropped: list[int] = []
-        for row in self._culprits(samples):
-            alone = self.guard.attempt(self.wrapped, [samples[row]]).error or error
-            bad = [self._bad(names[row], samples[row], alone)]
+        culprits = self._culprits(samples, names)
+        for row in culprits:
+            # What was raised first is what happened; only of several each has its own.
+            alone = self.guard.attempt(self._on_copies, [samples[row]]).error if len(culprits) > 1 else None
+            bad = [self._bad(names[row], samples[row], alone or error)]
             found = self._substitute(names[row], bad)
             if found is None and (len(bad) > SUBSTITUTES or len(dropped) + 1 == len(samples)):
                 raise LetPass(_no_substitute(bad))
@@ -476,25 +580,43 @@ class GuardedCollator(PassesThrough):
             else:
                 names[row], samples[row] = found
         samples = [sample for row, sample in enumerate(samples) if row not in dropped]
-        collated = self.guard.attempt(self.wrapped, samples)
+        collated = self.guard.attempt(self._on_copies, samples)
         if collated.error is not None:
-            raise LetPass(collated.error)
+            raise LetPass(collated.error if culprits else error)
         return collated.value
 
-    def _culprits(self, samples: list[Any]) -> list[int]:
-        """The rows that raise by themselves or, if none does, the one without which the others do not."""
+    def _culprits(self, samples: list[Any], names: list[SampleName] | None = None) -> list[int]:
+        """
+        The rows that raise by themselves or, if none does, the one in whose place another one does not or, if there is
+        none to be had, the one without which the others do not.
+        """
         rows = range(len(samples))
-        alone = [row for row in rows if self.guard.attempt(self.wrapped, [samples[row]]).error is not None]
+        alone = [row for row in rows if self._raises([samples[row]])]
         if alone or len(samples) < 2:
             return alone
-        for row in rows:
-            if self.guard.attempt(self.wrapped, [*samples[:row], *samples[row + 1 :]]).error is None:
+        for row in rows if names is not None else ():
+            if self._fits_with_another(samples, names[row], row):  # type: ignore[index]
+                return [row]
+        # Of two, each would fit as well without the other.
+        for row in rows if len(samples) > 2 else ():
+            if not self._raises([*samples[:row], *samples[row + 1 :]]):
                 return [row]
         return []
 
+    def _raises(self, samples: list[Any]) -> bool:
+        return self.guard.attempt(self._on_copies, samples).error is not None
+
+    def _fits_with_another(self, samples: list[Any], name: SampleName, row: int) -> bool:
+        found = next(self.supply.substitutes(name), None)
+        if found is None:
+            return False
+        fits = not self._raises([*samples[:row], found[1], *samples[row + 1 :]])
+        self.supply.refuse(*found)
+        return fits
+
     def _substitute(self, name: SampleName, bad: list[BadSample]) -> tuple[SampleName, Any] | None:
         for tried, (found, sample) in enumerate(self.supply.substitutes(name)):
-            error = self.guard.attempt(self.wrapped, [sample]).error
+            error = self.guard.attempt(self._on_copies, [sample]).error
             if error is None:
                 return found, sample
             bad.append(self._bad(found, sample, error))
@@ -502,9 +624,30 @@ class GuardedCollator(PassesThrough):
                 break
         return None
 
+    @staticmethod
+    def _undisturbed(function: Callable[[], T]) -> T:
+        """Without a trace in the generators the run draws from."""
+        state = RandomState.capture(_HOST)
+        try:
+            return function()
+        finally:
+            state.restore()
+
+    def _by_chance(self, samples: list[Any]) -> bool:
+        """Whether it was drawn that nothing counts, as in masked language modelling, and is nothing wrong."""
+        if all(_own_labels_count_nothing(sample) for sample in samples):
+            return False
+        if not self.draws:
+            before = RandomState.capture(_HOST)
+            # One of its own would be drawn from for good.
+            self.draws = _has_generator(self.wrapped) or (
+                not counts_nothing(self.guard.attempt(self._on_copies, samples).value) or _has_moved(before)
+            )
+        return self.draws
+
     def _with_labels(self, samples: list[Any], names: list[SampleName], batch: Any) -> Any:
         """None of the tokens counts: other samples, if there are some in which some do; else the batch as it is."""
-        if self.in_vain >= _GIVE_UP_AFTER:
+        if self.in_vain >= _GIVE_UP_AFTER or self._by_chance(samples):
             return batch
         replaced: list[tuple[BadSample, SampleName]] = []
         for row, name in enumerate(names):
@@ -514,7 +657,7 @@ class GuardedCollator(PassesThrough):
             if found is not None:
                 replaced.append((bad, found[0]))
                 samples[row] = found[1]
-        collated = self.guard.attempt(self.wrapped, samples) if replaced else Attempt(None)
+        collated = self.guard.attempt(self._on_copies, samples) if replaced else Attempt(None)
         if not replaced or collated.error is not None or counts_nothing(collated.value):
             self.in_vain += 1
             return batch
@@ -526,7 +669,7 @@ class GuardedCollator(PassesThrough):
     def _substitute_with_labels(self, name: SampleName) -> tuple[SampleName, Any] | None:
         refused, found = [], None
         for tried, (other, sample) in enumerate(self.supply.substitutes(name)):
-            collated = self.guard.attempt(self.wrapped, [sample])
+            collated = self.guard.attempt(self._on_copies, [sample])
             if collated.error is None and not counts_nothing(collated.value):
                 found = other, sample
                 break
@@ -545,6 +688,21 @@ class GuardedCollator(PassesThrough):
 
     def _tell(self, bad: BadSample, instead: SampleName) -> None:
         self.guard.findings.add(_with(bad, replaced_by=instead) if isinstance(instead, int) else bad)
+
+
+def _has_generator(collator: Any) -> bool:
+    held = getattr(collator, "__dict__", {}).values()
+    return any(isinstance(each, torch.Generator | np.random.Generator | random.Random) for each in held)
+
+
+def _has_moved(before: RandomState) -> bool:
+    """Whether a generator of the run has been drawn from."""
+    now = RandomState.capture(_HOST)
+    return (
+        now.python != before.python
+        or not torch.equal(now.cpu, before.cpu)
+        or any(not np.array_equal(one, other) for one, other in zip(now.numpy, before.numpy, strict=True))
+    )
 
 
 def _is_index(index: Any) -> bool:

@@ -99,7 +99,7 @@ class LiveStream:
         self._dataset = dataset
         self._guard = guard
         self._tracked = hugging_face.guarded(dataset, guard) if hugging_face is not None else None
-        self._reading = Reading(self._open, guard, self._where, self._advance_by)
+        self._reading = Reading(self._open, guard, self._where, self._advance_by, apart=self._is_apart)
         self._back: deque[tuple[SampleName, Any]] = deque()
         self._begun = False
 
@@ -151,17 +151,15 @@ class LiveStream:
             guard.findings.add(BadSample("empty", "", "a sequence of length 0", attempts=1, **self._at(name)))
 
     def _named_only(self) -> tuple[SampleName, Any]:
-        if self._reading.source is None:
-            self._reading.source = self._open()
         try:
-            sample = next(self._reading.source)
+            sample = next(self._reading)
         except StopIteration:
             raise
-        except Exception as error:
+        except Exception as raised:
+            error = raised.error if isinstance(raised, LetPass) else raised
             name = describe_name(self._name(self._reading.ordinal))
             error.add_note(f"self_healing: raised while the training data were streamed, at {name}.")
             raise LetPass(error) from None
-        self._reading.ordinal += 1
         return self._name(self._reading.ordinal - 1), sample
 
     def put_back(self, name: SampleName, sample: Any) -> None:
@@ -170,6 +168,10 @@ class LiveStream:
 
     def _open(self) -> Iterator[Any]:
         return iter(self._dataset if self._tracked is None else self._tracked.dataset)
+
+    def _is_apart(self) -> bool:
+        """Whether it can be opened a second time while it is read: it keeps to itself where it stands."""
+        return self._reading.source is not self._dataset and not hasattr(self._dataset, "state_dict")
 
     def _advance_by(self) -> Iterator[Any] | None:
         """The stream from where it says it stands."""

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from .data import BadSample, describe_name, what_was_raised
 from .failures import FailureType, classify_exception
-from .sample_guard import SUBSTITUTES, DataSourceError, Guard, LetPass
+from .instrument.random_state import RandomState
+from .sample_guard import SUBSTITUTES, DataSourceError, Guard, LetPass, shallow_copy
+
+
+# What a source that shuffles by itself may draw from.
+_HOST = torch.device("cpu")
+# Failures of one iterator after which its source is read again up to there, to see what became of the sample. Later it
+# is known to be past what it raised for.
+_CHECKED = 3
 
 
 class Reading:
@@ -28,6 +39,8 @@ class Reading:
             raises. Without it, the source is opened at its beginning, and what it has given already is skipped.
         size (`Callable[[Any], int]`, *optional*):
             How many samples something it gives holds. Defaults to one.
+        apart (`Callable[[], bool]`, *optional*):
+            Whether the source can be opened a second time while it is read. Defaults to that it can.
     """
 
     def __init__(
@@ -37,17 +50,26 @@ class Reading:
         where: Callable[[int], dict[str, Any]],
         advance: Callable[[], Iterator[Any] | None] | None = None,
         size: Callable[[Any], int] | None = None,
+        apart: Callable[[], bool] | None = None,
     ) -> None:
         self._open = open_source
         self._guard = guard
         self._where = where
         self._advance = advance
         self._size = size
+        self._apart = apart
         self.source: Iterator[Any] | None = None
         # Samples so far, those left out among them, and what was given or raised so far.
         self.ordinal = 0
         self._position = 0
         self._left_out: set[int] = set()
+        # What was given last, and the generators as they were at its opening: opened anew, it has to give the same.
+        self._last: Any = None
+        self._random: RandomState | None = None
+        # What comes before anything the source gives: samples, and those that are left out between them.
+        self._next: deque[Any] = deque()
+        self._checked = 0
+        self._stays = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -55,24 +77,34 @@ class Reading:
     def __next__(self) -> Any:
         failure: Exception | None = None
         if self.source is None:
+            self._random = RandomState.capture(_HOST)
             self.source = self._guard.call(self._open)
+        while self._next:
+            given = self._next.popleft()
+            if not isinstance(given, BadSample):
+                return self._give(given)
+            self._leave_out([given])
         try:
             given = next(self.source)
         except StopIteration:
             raise
         except Exception as error:
             failure = error
-        if failure is not None:
-            given = self._recover(failure)
+        return self._give(given if failure is None else self._recover(failure))
+
+    def _give(self, given: Any) -> Any:
         self._position += 1
         self.ordinal += 1 if self._size is None else self._size(given)
+        # Whoever is given it may change it.
+        self._last = _kept(given)
         return given
 
     def _recover(self, error: Exception) -> Any:
         """What comes after a failure: the sample itself, at the second attempt, or the one behind it."""
         if self._guard.retry is not None and classify_exception(error) is FailureType.NETWORK:
-            # Not asked again but opened anew: it is most often a generator, which is dead.
-            return self._guard.call_again(error, self._again)
+            return self._reconnected(error)
+        if self._guard.names_only:
+            raise error
         self._guard.passes(error)
         failed: list[BadSample] = []
         while True:
@@ -93,8 +125,7 @@ class Reading:
                     error = again
                     continue
                 else:
-                    self._leave_out(failed)
-                    return given
+                    return self._after(failed, given, error)
             behind = None if self._advance is None else self._advance()
             if behind is None:
                 given = self._tried_again(failed, error)
@@ -113,6 +144,25 @@ class Reading:
                 self._leave_out(failed)
                 return given
 
+    def _reconnected(self, error: Exception) -> Any:
+        """What the source gives once the network is back."""
+        source = self.source
+        assert source is not None
+        # Most often it is a generator, which is dead, and opened anew; where that is impossible it is asked again.
+        alive = not inspect.isgenerator(source) and self._apart is not None and not self._apart()
+        failure: Exception | None = None
+        try:
+            return self._guard.call_again(error, (lambda: next(source)) if alive else self._again)
+        except StopIteration:
+            raise
+        except _CannotBeReopened:
+            failed = BadSample("loading", **what_was_raised(error), **self._where(self.ordinal))
+            failure = _cannot_be_passed([failed], error)
+        except Exception as again:
+            failure = again
+        # Of the source, not of the guard.
+        raise LetPass(failure)
+
     def _leave_out(self, failed: list[BadSample]) -> None:
         for bad in failed:
             self._left_out.add(self._position)
@@ -120,31 +170,130 @@ class Reading:
             self.ordinal += 1
             self._guard.findings.add(bad)
 
+    def _after(self, failed: list[BadSample], given: Any, error: Exception) -> Any:
+        """
+        What comes after failures of an iterator that lives on: it may be past the samples it raised for, and give the
+        one behind them, or not, and give the first of them.
+        """
+        if self._stays:
+            came = []
+        elif self._checked < _CHECKED:
+            self._checked += 1
+            came = self._outcomes(failed, given)
+            self._stays = not came
+        else:
+            came = failed
+        if any(each is not bad for each, bad in zip(came, failed, strict=False)) or len(came) < len(failed):
+            self._guard.findings.loaded_after_all(describe_name(failed[0].name), error)
+        self._next.extend([*came, given])
+        while isinstance(self._next[0], BadSample):
+            self._leave_out([self._next.popleft()])
+        return self._next.popleft()
+
+    def _outcomes(self, failed: list[BadSample], given: Any) -> list[Any]:
+        """What the source, opened anew, gives before that one: samples, and the failed that raise there as well."""
+        if self._apart is not None and not self._apart():
+            return [*failed]
+        before = RandomState.capture(_HOST)
+        came: list[Any] = []
+        try:
+            source = self._brought_back()
+            for bad in failed:
+                try:
+                    sample = next(source)
+                except StopIteration:
+                    break
+                except Exception:
+                    came.append(bad)
+                else:
+                    if _is_same(sample, given):
+                        return came
+                    came.append(sample)
+            # Where it does not come to that one, it is not the same stream again, and tells nothing.
+            return came if _is_same(next(source, None), given) else [*failed]
+        except Exception:
+            return [*failed]
+        finally:
+            before.restore()
+
     def _again(self) -> Any:
         """The sample that raised, from the source opened anew and brought to where it was."""
+        before = RandomState.capture(_HOST)
+        try:
+            source = self._brought_back()
+            given = next(source)
+        finally:
+            before.restore()
+        self.source = source
+        return given
+
+    def _brought_back(self) -> Iterator[Any]:
+        """The source opened anew, with the generators it had, and brought to where it was."""
+        if self._random is not None:
+            self._random.restore()
         source = self._open()
         if source is self.source:
-            raise StopIteration
+            raise _CannotBeReopened
+        last = None
         for position in range(self._position):
+            self._guard.alive()
             try:
-                next(source)
+                given = next(source)
             except StopIteration:
-                raise
+                raise _CannotBeReopened from None
             except Exception:
                 if position not in self._left_out or inspect.isgenerator(source):
                     raise
-        given = next(source)
-        self.source = source
-        return given
+            else:
+                last = last if position in self._left_out else given
+        if self._position > len(self._left_out) and not _is_same(_kept(last), self._last):
+            raise DataSourceError(
+                f"The stream raised at {describe_name(BadSample('', '', '', **self._where(self.ordinal)).name)}, and "
+                "gives other samples than before when it is opened anew: some would be trained on twice and others "
+                "never. Please let it draw its order from a generator of its own, seeded in `__iter__`, or move the "
+                "code that raises into a function given to `map`, where a sample can be left out."
+            )
+        return source
 
     def _tried_again(self, failed: list[BadSample], error: Exception) -> Any:
         try:
             return self._again()
-        except StopIteration:
+        except (StopIteration, _CannotBeReopened):
             pass
         except Exception as again:
             self._guard.passes(again)
         raise LetPass(_cannot_be_passed(failed, error))
+
+
+class _CannotBeReopened(Exception):
+    """A source that is its own iterator, or is shorter than before."""
+
+
+def _kept(given: Any) -> Any:
+    """What is kept of something that is given away."""
+    return tuple(shallow_copy(each) for each in given) if type(given) is tuple else shallow_copy(given)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two samples are, as far as they can be compared, the same."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if getattr(type(one), "__eq__", None) is getattr(object, "__eq__", None):
+        return True
+    try:
+        if hasattr(one, "shape") and one.shape != other.shape:
+            return False
+        equal = one == other
+        # Not a number is not equal to itself.
+        return equal or bool(one != one) if isinstance(equal, bool) else bool((equal | (one != one)).all())
+    except Exception:
+        return True
 
 
 def _in_a_generator(error: BaseException) -> bool:

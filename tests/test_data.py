@@ -8,6 +8,7 @@ import pickle
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +31,11 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, default_data_collator, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.data import BadSample, Findings, Quarantine
+from self_healing.data import BadSample, Findings, Quarantine, why_not_appendable
 from self_healing.failures import FailureType, classify_exception
+from self_healing.instrument.loading import LoaderGuard
 from self_healing.sample_guard import DataSourceError, Guard, GuardedCollator, GuardedDataset, candidates
+from self_healing.services import RetryPolicy
 from self_healing.stream_guard import GuardedStream
 
 
@@ -331,6 +334,41 @@ def test_what_says_nothing_about_the_sample_passes(tmp_path: Path, error: Except
     assert not quarantined(tmp_path)
 
 
+@pytest.mark.parametrize("error", [OSError(5, "bad sector"), MemoryError("8 TiB"), ConnectionError("dead link")])
+def test_what_fails_for_one_sample_alone_is_that_of_the_sample(tmp_path: Path, error: Exception) -> None:
+    class DeadLink(Rows):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                self.asked.append(index)
+                raise error
+            return super().__getitem__(index)
+
+    retry = RetryPolicy(attempts=3, initial_seconds=0.0).call
+    data = guarded(DeadLink([{"number": number} for number in range(32)]), tmp_path, retry=retry)
+    instead = next(candidates(5, 32, seed=7))
+    assert [sample["number"] for sample in data.__getitems__([4, 5, 6])] == [4, instead, 6]
+    (row,) = quarantined(tmp_path)
+    assert (row["dataset_index"], row["error_type"]) == (5, type(error).__name__)
+    # Waited for in the batch, and not once more.
+    assert data.wrapped.asked.count(5) == (5 if isinstance(error, ConnectionError) else 3)
+    assert data.wrapped.asked.count(instead) == 1
+
+
+def test_a_lost_connection_is_tried_again_where_nothing_is_replaced(tmp_path: Path, tokenizer: Any) -> None:
+    rows = Rows(rows_of(tokenizer, tmp_path), {5}, error=ConnectionError, times=2)
+    config = HealingConfig.conservative(retry_initial_seconds=0.0)
+    trainer = trainer_on(rows, tmp_path, tokenizer, config, max_steps=EPOCH)
+    trainer.train()
+    assert trainer.state.global_step == EPOCH
+
+
+def test_a_stream_that_only_names_is_opened_anew_for_a_lost_connection(tmp_path: Path) -> None:
+    retry = RetryPolicy(attempts=3, initial_seconds=0.0).call
+    guard = Guard(findings(tmp_path), seed=7, retry=retry, names_only=True)
+    stream = SelfShuffled(ConnectionError("reset"))
+    assert sorted(GuardedStream(stream, guard)) == list(range(32))
+
+
 def test_a_lost_connection_is_tried_again_in_place(tmp_path: Path, tokenizer: Any) -> None:
     rows = Rows(rows_of(tokenizer, tmp_path), {5}, error=ConnectionError, times=2)
     config = HealingConfig(retry_initial_seconds=0.0)
@@ -375,7 +413,60 @@ def test_where_nothing_counts_anywhere_the_batch_passes_as_it_is(tmp_path: Path)
     assert len(data.wrapped.asked) < 64, "it gives up looking"
 
 
+def test_a_batch_in_which_by_chance_nothing_counts_is_left_alone(tmp_path: Path) -> None:
+    def masked(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        ids = torch.tensor([sample["input_ids"] for sample in samples])
+        return {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape) < 0.3, ids, -100)}
+
+    data = guarded(Rows([{"input_ids": [1, 2]} for _ in range(32)]), tmp_path)
+    collate = GuardedCollator(masked, data.guard, data)
+    torch.manual_seed(3)
+    plain = [masked(data.wrapped[index] for index in [number])["labels"] for number in range(32)]
+    torch.manual_seed(3)
+    assert all(torch.equal(collate(data.__getitems__([number]))["labels"], plain[number]) for number in range(32))
+    assert any(bool((labels == -100).all()) for labels in plain)
+    assert not quarantined(tmp_path)
+
+
 # ---- the collator ----
+
+
+class Popping:
+    """A collator that takes its samples apart, and raises for some of them."""
+
+    def __init__(self, bad: Any, times: int = 10**9) -> None:
+        self.bad, self.times = bad, times
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Any:
+        numbers = []
+        for sample in samples:
+            numbers.append(sample.pop("number"))
+            if numbers[-1] in self.bad and self.times > 0:
+                self.times -= 1
+                raise ValueError(f"ragged: {numbers[-1]}")
+        return torch.tensor(numbers)
+
+
+@pytest.mark.parametrize("times", [1, 10**9])
+def test_a_collator_may_take_its_samples_apart(tmp_path: Path, times: int) -> None:
+    data = guarded(Rows([{"number": number} for number in range(32)]), tmp_path)
+    collate = GuardedCollator(Popping({5}, times), data.guard, data)
+    batch = collate(data.__getitems__([4, 5, 6, 7]))
+    rows = quarantined(tmp_path)
+    if times == 1:
+        assert not rows
+        assert batch.tolist() == [4, 5, 6, 7]
+    else:
+        assert [(row["dataset_index"], row["error"]) for row in rows] == [(5, "ragged: 5")]
+        assert batch.tolist() == [4, rows[0]["replaced_by"], 6, 7]
+
+
+@pytest.mark.parametrize("batch", [[4, 5], [5, 4]])
+def test_of_two_samples_that_do_not_fit_the_odd_one_is_meant(tmp_path: Path, batch: list[int]) -> None:
+    data = guarded(Rows([{"input_ids": [1] * (3 if number == 5 else 2)} for number in range(32)]), tmp_path)
+    collate = GuardedCollator(default_data_collator, data.guard, data)
+    assert collate(data.__getitems__(batch))["input_ids"].shape == (2, 2)
+    assert names(tmp_path) == [5]
 
 
 class Picky:
@@ -445,6 +536,77 @@ def test_a_source_that_died_once_is_opened_anew(tmp_path: Path) -> None:
     assert [sample["number"] for sample in GuardedStream(stream, guard)] == list(range(32))
     assert fired
     assert not guard.findings.blocked
+
+
+class SelfShuffled(torch.utils.data.IterableDataset):
+    """A stream that draws its order each time it is opened, and fails once."""
+
+    def __init__(self, error: Exception, draw: Callable[[int], Any] = torch.randperm) -> None:
+        self.error, self.draw, self.failed = error, draw, False
+
+    def __iter__(self) -> Iterator[int]:
+        for position, number in enumerate(self.draw(32).tolist()):
+            if position == 17 and not self.failed:
+                self.failed = True
+                raise self.error
+            yield number
+
+
+@pytest.mark.parametrize("error", [ValueError("a glitch"), ConnectionError("reset")])
+def test_a_source_that_shuffles_by_itself_is_opened_anew_in_the_same_order(tmp_path: Path, error: Exception) -> None:
+    guard = Guard(findings(tmp_path), seed=7, retry=RetryPolicy(attempts=3, initial_seconds=0.0).call)
+    torch.manual_seed(1)
+    plain = torch.randperm(32).tolist()
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert list(GuardedStream(SelfShuffled(error), guard)) == plain
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_source_that_is_not_the_same_again_is_not_read_on(tmp_path: Path) -> None:
+    orders = itertools.count()
+    stream = SelfShuffled(ValueError("a glitch"), lambda length: torch.arange(length).roll(next(orders)))
+    with pytest.raises(DataSourceError, match="other samples than before"):
+        list(GuardedStream(stream, Guard(findings(tmp_path), seed=7)))
+
+
+class Stumbling(torch.utils.data.IterableDataset):
+    """A stream whose iterator lives on; it fails once, past the sample it raises for or not."""
+
+    def __init__(self, past: bool) -> None:
+        self.past, self.failed = past, False
+
+    def load(self, number: int) -> dict[str, int]:
+        if number == 17 and not self.failed:
+            self.failed = True
+            raise ValueError("a glitch")
+        return {"number": number}
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return map(self.load, range(32)) if self.past else Staying(self)
+
+
+class Staying:
+    def __init__(self, stream: Stumbling) -> None:
+        self.stream, self.number = stream, 0
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return self
+
+    def __next__(self) -> dict[str, int]:
+        if self.number == 32:
+            raise StopIteration
+        given = self.stream.load(self.number)
+        self.number += 1
+        return given
+
+
+@pytest.mark.parametrize("past", [True, False])
+def test_an_iterator_that_lives_on_loses_no_sample_to_a_glitch(tmp_path: Path, past: bool) -> None:
+    guard = Guard(findings(tmp_path), seed=7)
+    assert [sample["number"] for sample in GuardedStream(Stumbling(past), guard)] == list(range(32))
+    assert not quarantined(tmp_path)
+    assert len(guard.findings.retried) == 1
 
 
 class Positioned(torch.utils.data.IterableDataset):
@@ -687,6 +849,38 @@ def test_findings_that_cannot_be_written_do_not_end_the_run(tmp_path: Path) -> N
     data = guarded(Rows([{"number": number} for number in range(32)], BAD), tmp_path)
     assert len(data.__getitems__([4, 5])) == 2
     assert set(data.guard.findings.blocked) == {5}
+
+
+def test_whether_findings_can_be_written_is_known_before(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    assert why_not_appendable(path) is None
+    assert not [*tmp_path.iterdir()]
+    path.mkdir()
+    assert isinstance(why_not_appendable(path), IsADirectoryError)
+
+
+def test_workers_tell_of_their_findings_where_the_file_cannot_be_written(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "quarantine.jsonl").mkdir()
+    rows = Rows(rows_of(tokenizer, tmp_path), range(0, 64, 3))
+    trainer = trainer_on(rows, tmp_path, tokenizer, max_steps=EPOCH, dataloader_num_workers=1)
+    with pytest.raises(UnrecoverableTrainingError, match="max_bad_data_fraction"):
+        trainer.train()
+
+
+def test_a_dataset_may_give_several_samples_as_a_generator(tmp_path: Path) -> None:
+    class Together(Rows):
+        def __getitems__(self, indices: list[int]) -> Iterator[Any]:
+            return (self[index] for index in indices)
+
+    data = guarded(Together([{"number": number} for number in range(32)], {5}), tmp_path)
+    assert data[4] == {"number": 4}
+    assert len(data.__getitems__([4, 5, 6])) == 3
+    assert names(tmp_path) == [5]
+
+
+def test_a_loader_of_a_kind_of_its_own_is_left_alone() -> None:
+    trainer = SimpleNamespace(callback_handler=SimpleNamespace(train_dataloader=[{"input_ids": torch.ones(1, 2)}]))
+    assert LoaderGuard(trainer).dataset is None
 
 
 class Loader(TrainerCallback):

@@ -27,9 +27,10 @@ class LoaderGuard:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         loader = trainer.callback_handler.train_dataloader
-        self._loader = vars(loader).get("base_dataloader", loader)
+        # One of a kind of its own, a list say, holds no dataset to be guarded.
+        self._loader = getattr(loader, "__dict__", {}).get("base_dataloader", loader)
         self._dataset_of = self._loader
-        self.dataset: Any = vars(self._loader).get("dataset")
+        self.dataset: Any = getattr(self._loader, "__dict__", {}).get("dataset")
         if isinstance(self.dataset, IterableDatasetShard):
             # Its loop over the stream would end with the first exception.
             self._dataset_of, self.dataset = self.dataset, self.dataset.dataset
