@@ -14,7 +14,14 @@ from transformers.trainer_callback import ExportableState
 from . import consensus
 from .actions import HealingActions
 from .bad_samples import SampleHealer
-from .checkpoints import find_trusted_checkpoint, read_marker, write_marker
+from .checkpoints import (
+    OWES_EVALUATION,
+    find_trusted_checkpoint,
+    loosen,
+    owe_evaluation,
+    read_marker,
+    write_marker,
+)
 from .config import ConfigurationError, HealingConfig
 from .detectors.rules import load_rules
 from .disk import SaveHealer
@@ -199,6 +206,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             if marker is not None and marker.get("step") == state.global_step:
                 instrument.ledger.take_over(marker["bookkeeping"])
                 load_generated(trainer, Path(resumed_from))
+                if marker["bookkeeping"].get(OWES_EVALUATION):
+                    self._evaluate_first(instrument, Path(resumed_from), session)
         session.journal.event(
             "run_started",
             int(state.global_step),
@@ -220,6 +229,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error; "
                 "SelfHealingTrainer switches it off."
             )
+
+    def _evaluate_first(self, instrument: Instrument, checkpoint: Path, session: Session) -> None:
+        """A process that had to leave had no time for the evaluation of its last step."""
+        loosen(checkpoint)
+        instrument.reentry.evaluate_first(str(checkpoint), session.started_at)
+        bookkeeping = instrument.ledger.export()
+        write_marker(checkpoint, session.run_id, instrument.step, bookkeeping, emergency=False)
 
     def _guard_reporting(self, trainer: Any, session: Session, instrument: Instrument) -> None:
         """Without the wrapper, which guards trackers and Hub from before `train()` to its very end."""
@@ -301,6 +317,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             "run_ended", int(state.global_step), incidents=len(session.journal.incidents), **session.rate_in_force()
         )
         self._sum_up(session, int(state.global_step))
+        if session.leaving and session.instrument.owes_evaluation and args.should_save:
+            owe_evaluation(Path(args.output_dir or ".") / f"checkpoint-{state.global_step}")
         session.instrument.detach()
         session.rollback.release()
         session.healthy_inputs = None
@@ -369,7 +387,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.leaving = True
             # Saved now, whatever the schedule of checkpoints is; there is no time for an evaluation.
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
+            if control.should_evaluate:
+                control.should_evaluate = False
+                instrument.owe_evaluation()
         instrument.step_ends()
 
     def on_epoch_end(
@@ -396,6 +416,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         try:
             if checkpoint.is_dir():
                 exported = session.instrument.ledger.export()
+                exported[OWES_EVALUATION] = session.instrument.owes_evaluation
                 save_generated(session.instrument.trainer, checkpoint)
                 write_marker(checkpoint, session.run_id, state.global_step, exported, emergency=False)
                 session.rollback.checkpoint_saved(checkpoint, int(state.global_step))

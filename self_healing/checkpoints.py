@@ -25,6 +25,8 @@ from .vetting import MARKER_FILE, MARKER_SCHEMA, STATE_FILE, Verdict, load_marke
 logger = logging.getLogger(__name__)
 
 PINNED_DIR = "last-known-good"
+# In the bookkeeping of a marker: the evaluation of the step has not been done.
+OWES_EVALUATION = "owes_evaluation"
 
 Standing = Literal["unverified", "verified", "suspect"]
 
@@ -123,6 +125,23 @@ def _replace_marker(checkpoint: Path, content: dict[str, Any]) -> None:
 
 def _files(checkpoint: Path) -> list[Path]:
     return sorted(file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(MARKER_FILE))
+
+
+def owe_evaluation(checkpoint: Path) -> None:
+    """Notes that the evaluation of its step is still to be done; a checkpoint without a marker is left as it is."""
+    content = load_marker(checkpoint)
+    if content is not None:
+        content["bookkeeping"][OWES_EVALUATION] = True
+        _replace_marker(checkpoint, content)
+
+
+def loosen(checkpoint: Path) -> None:
+    """Files that are about to be written anew are no longer those that `last-known-good/` has links to."""
+    for file in _files(checkpoint):
+        if file.suffix in (".pt", ".pth", ".json") and file.stat().st_nlink > 1:
+            temporary = file.with_name(f"{file.name}.tmp")
+            shutil.copy2(file, temporary)
+            os.replace(temporary, file)
 
 
 # ---- which one to resume from ----
@@ -279,7 +298,7 @@ def save_emergency_checkpoint(instrument: Instrument, run: str) -> ResumePoint |
     try:
         instrument.reentry.save_checkpoint()
         save_generated(instrument.trainer, Path(path))
-        write_marker(Path(path), run, step, exported, emergency=True)
+        write_marker(Path(path), run, step, exported | {OWES_EVALUATION: pending.evaluate}, emergency=True)
     except Exception:
         # Half a checkpoint is worse than none: somebody may resume from it.
         shutil.rmtree(path, ignore_errors=True)

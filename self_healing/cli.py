@@ -171,6 +171,7 @@ def chaos(
     from .chaos import FaultError
     from .chaos.rehearsal import rehearse
     from .chaos.survival import survival_table
+    from .launcher import EXIT_FOR_RESTART
 
     if not script.is_file():
         typer.echo(f"There is no script {script}. Please name a Python file that trains.", err=True)
@@ -196,6 +197,8 @@ def chaos(
     all_survived = bool(rows) and all(row.survived for row in rows)
     ending = "to its end" if code == 0 else f"out with exit code {code}"
     verdict = "All of it was survived." if all_survived and code == 0 else "Not all of it was survived."
+    if all_survived and code in (EXIT_FOR_RESTART, 143) and restarts == 0:
+        verdict = "It left as it should, to be started again: --restarts 3 does that."
     console.print(f"The script came {ending}. {verdict}")
     console.print(f"Ledger: {book}", soft_wrap=True)
     if code != 0 or not all_survived:

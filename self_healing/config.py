@@ -259,7 +259,7 @@ class HealingConfig:
 
         resume_after_restart (`bool`, *optional*, defaults to `True`):
             Whether `train()` of a [`SelfHealingTrainer`] that a launcher has started again (torchrun, SLURM) resumes
-            from the newest checkpoint that can be trusted, as with `resume_from_checkpoint="auto"`.
+            from the newest checkpoint of its own run that can be trusted.
         launcher_restarts (`str`, *optional*, defaults to `"auto"`):
             Whether a process that ends with exit code 75 is started again: `"auto"` takes it from the environment
             (torchrun with restarts left), `"yes"` or `"no"`.
@@ -273,7 +273,7 @@ class HealingConfig:
 
         healing_dir (`str`, *optional*):
             Directory for `healing_events.jsonl`, `quarantine.jsonl` and `postmortem.json`. If `None`, the `output_dir`
-            of the training arguments.
+            of the training arguments, where checkpoints and the record of the run always are.
         save_offending_batch (`bool`, *optional*, defaults to `True`):
             Whether to keep the batch of a step that computing it again did not heal, so that it can be replayed.
         trackio_alerts (`bool`, *optional*, defaults to `True`):
@@ -661,7 +661,7 @@ class HealingConfig:
         default=True,
         metadata={
             "help": "Whether `train()` of a `SelfHealingTrainer` that a launcher has started again (torchrun, SLURM) "
-            'resumes from the newest checkpoint that can be trusted, as with `resume_from_checkpoint="auto"`.'
+            "resumes from the newest checkpoint of its own run that can be trusted."
         },
     )
     launcher_restarts: Annotated[Literal["auto", "yes", "no"], Setting("restarts")] = field(

@@ -40,7 +40,7 @@ class SaveHealer:
         self._missing: list[int] = []
         self._made_room_at: int | None = None
 
-    def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None) -> bool:
+    def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool = False) -> bool:
         """
         Deals with a checkpoint that could not be written.
 
@@ -51,12 +51,15 @@ class SaveHealer:
                 Where it was to be, and when.
             best (`str`, *optional*):
                 The best checkpoint so far.
+            untouched (`bool`, *optional*, defaults to `False`):
+                Whether there was one already, of an earlier run or an earlier save, and nothing was written to it.
 
         Returns:
             Whether to write it once more, because there is more room now.
         """
         journal, incident = self._session.journal, self._opened(error, checkpoint, step)
-        why = remove_torn(checkpoint)
+        kept = "nothing was written to the checkpoint that was there already" if untouched else None
+        why = kept or remove_torn(checkpoint)
         journal.acted(
             incident,
             Action.REMOVE_PARTIAL_CHECKPOINT.value,
@@ -65,7 +68,7 @@ class SaveHealer:
             error=f"{type(error).__name__}: {str(error)[:300]}",
             why=why,
         )
-        if why is not None:
+        if why is not None and not untouched:
             logger.error(
                 "What was written of %s could not be removed (%s). Please remove it: it is not complete, and must not "
                 "be resumed from.",

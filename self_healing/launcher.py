@@ -27,11 +27,17 @@ class Launch:
             How often the launcher has started the job again.
         restarts_left (`int` or `None`):
             How often it will; `None` where that cannot be known.
+        by_agent (`bool`):
+            Whether an agent that itself has lived on (torchrun) has started it again: the machine was not taken away.
+        in_a_pod (`bool`):
+            Whether Kubernetes may have started it again, which does not say so.
     """
 
     launcher: str
     restarts: int
     restarts_left: int | None
+    by_agent: bool = False
+    in_a_pod: bool = False
 
     @property
     def started_again(self) -> bool:
@@ -49,14 +55,15 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
     """
     environment = os.environ if environment is None else environment
     requeued = _number(environment, "SLURM_RESTART_COUNT")
+    in_a_pod = "KUBERNETES_SERVICE_HOST" in environment
     if "TORCHELASTIC_RUN_ID" in environment:
         restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT")
         left = _number(environment, "TORCHELASTIC_MAX_RESTARTS") - restarts
         # A requeued job starts torchrun anew, whose own count begins at 0 again.
-        return Launch("torchrun", restarts + requeued, max(left, 0))
+        return Launch("torchrun", restarts + requeued, max(left, 0), by_agent=restarts > 0, in_a_pod=in_a_pod)
     if "SLURM_JOB_ID" in environment:
         return Launch("slurm", requeued, None)
-    return Launch("none", 0, None)
+    return Launch("none", 0, None, in_a_pod=in_a_pod)
 
 
 def restarts_on_exit(config: HealingConfig) -> bool:

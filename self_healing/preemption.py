@@ -70,6 +70,7 @@ class Preemption:
         self._note = note
         self._earlier: dict[signal.Signals, Any] = {}
         self._main: int | None = None
+        self._pid = self._wake = -1
         self._over = threading.Event()
         self._interrupting = False
 
@@ -80,18 +81,38 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             logger.info("train() does not run in the main thread: SIGTERM and SIGUSR1 are left as they are.")
             return
-        self._main = threading.get_ident()
+        self._main, self._pid = threading.get_ident(), os.getpid()
+        reading, self._wake = os.pipe()
+        threading.Thread(
+            target=self._keep_the_deadline, args=(reading,), name="self_healing preemption", daemon=True
+        ).start()
         for signum in EXIT_CODES:
             self._earlier[signum] = signal.signal(signum, self._on_signal)
 
     def release(self) -> None:
         """Gives the signals back, where nobody else has taken them since."""
         self._over.set()
+        if self._wake >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._wake, b".")
+                os.close(self._wake)
+            self._wake = -1
         for signum, earlier in self._earlier.items():
             if signal.getsignal(signum) == self._on_signal:
                 # A handler that was not set from Python cannot be set again.
                 signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
         self._earlier.clear()
+
+    def forget(self) -> None:
+        """
+        Holds on to nothing of a run that has ended without a word. Callable from any thread: signals are given back
+        when the next one comes.
+        """
+        self._over.set()
+        self._may_interrupt, self._longest_save = (lambda: False), (lambda: 0.0)
+        self._still_training, self._note = (lambda frame: False), (lambda why: None)
+        with contextlib.suppress(OSError):
+            os.write(self._wake, b".")
 
     @property
     def exit_code(self) -> int:
@@ -101,6 +122,12 @@ class Preemption:
     # ---- a signal comes ----
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A child process that was forked with our handler, and is to end as it would without.
+            earlier = self._earlier.get(signal.Signals(signum))
+            signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
+            os.kill(os.getpid(), signum)
+            return
         if self._interrupting:
             # Sent by the thread below, which has waited long enough.
             self._interrupting = False
@@ -113,9 +140,11 @@ class Preemption:
             return
         first = self.requested is None
         if first:
-            # Nothing is logged here: the handler may have interrupted the logging itself.
+            # Nothing is logged here, no thread is started and no lock is taken: the handler may have interrupted the
+            # very code that holds it.
             self.requested = signal.Signals(signum)
-            threading.Thread(target=self._keep_the_deadline, name="self_healing preemption", daemon=True).start()
+            with contextlib.suppress(OSError):
+                os.write(self._wake, b"!")
         self._call_earlier(signal.Signals(signum), frame)
 
     def _call_earlier(self, signum: signal.Signals, frame: FrameType | None) -> None:
@@ -127,7 +156,13 @@ class Preemption:
         except BaseException as error:
             self.raised = self.raised or error
 
-    def _keep_the_deadline(self) -> None:
+    def _keep_the_deadline(self, signals: int) -> None:
+        try:
+            os.read(signals, 1)
+        finally:
+            os.close(signals)
+        if self._over.is_set():
+            return
         ends = time.monotonic() + self.deadline
         reserve = _SLOWER_SAVE * self._longest_save() + _LEAVING
         if not self._over.wait(max(self.deadline - reserve, self.deadline / 2)) and self._main is not None:

@@ -15,7 +15,7 @@ import psutil
 from .checkpoints import newest_checkpoint_of, read_marker
 from .failures import FAILURE_RECIPES, FailureType
 from .launcher import Launch
-from .run_record import Attempt, Ending, RunRecord
+from .run_record import Attempt, Ending, RunRecord, first_call
 from .vetting import STATE_FILE, Verdict, number_of
 
 
@@ -39,12 +39,15 @@ class Start:
             Of the run that it continues; `None` for a new one.
         by_hand (`bool`):
             Whether somebody who has looked at the failure started it.
+        by_agent (`bool`):
+            Whether a launcher that has lived on started it again.
     """
 
     checkpoint: str | None
     step: int = 0
     record: RunRecord | None = None
     by_hand: bool = False
+    by_agent: bool = False
 
     @property
     def died(self) -> bool:
@@ -57,6 +60,10 @@ class Start:
         record = self.record
         if record is None or self.by_hand or record.ending is Ending.FINISHED:
             return False
+        if record.ending is Ending.PREEMPTED and not self.by_agent:
+            # A machine that is taken away again and again is no fault of the run. Where the launcher was not taken
+            # away with it, the signal came from the launcher, because another process had failed.
+            return False
         return self.step <= record.newest.first_step
 
     @property
@@ -65,20 +72,31 @@ class Start:
         return 0 if self.record is None else max(self.record.newest.last_step - self.step, 0)
 
 
-def continues(record: RunRecord | None, launch: Launch, requested: Any) -> bool:
+def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
     """
     Whether this process goes on with the run of a record by itself, whatever checkpoint was asked for: a launcher has
-    started the same script again.
+    started the same script again, and it has come to the same place.
 
     Args:
-        record ([`RunRecord`], *optional*):
-            What is found in the run directory.
+        record ([`RunRecord`]):
+            What is found in the output directory.
         launch ([`Launch`]):
             How this process was started.
         requested:
             `resume_from_checkpoint`.
     """
-    return record is not None and launch.started_again and requested is not False
+    if not launch.started_again or requested is False or not first_call(record.directory):
+        return False
+    if record.newest.call != 1:
+        logger.warning(
+            "The script had trained into %s %d times when it was started again, and which of these calls of train() "
+            "this one is cannot be known: it begins as it was asked to. Please give each of them an output_dir of its "
+            "own; after a restart they then go on where they were.",
+            record.directory,
+            record.newest.call,
+        )
+        return False
+    return True
 
 
 def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) -> str | None:
@@ -87,7 +105,7 @@ def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) ->
 
 
 def start_of(
-    checkpoint: str | None, record: RunRecord | None, launch: Launch, taken_up: bool, asked_to_resume: bool
+    checkpoint: str | None, record: RunRecord | None, launch: Launch, taken_up: bool, requested: Any
 ) -> Start:
     """
     What it means to begin at a checkpoint.
@@ -101,19 +119,23 @@ def start_of(
             How this process was started.
         taken_up (`bool`):
             Whether [`continues`] said so.
-        asked_to_resume (`bool`):
-            Whether the caller asked for a resume.
+        requested:
+            `resume_from_checkpoint`.
     """
     step = 0 if checkpoint is None else step_in(Path(checkpoint))
     if record is None or not record.attempts:
         return Start(checkpoint, step)
     if not taken_up:
-        if not asked_to_resume or record.ending is Ending.FINISHED:
+        newest_wanted = requested is True or requested == "auto"
+        if not newest_wanted or record.ending is Ending.FINISHED:
+            # Whoever names a checkpoint begins another branch: what the run wrote after it is not of this one.
             return Start(checkpoint, step)
         if checkpoint is not None and (read_marker(Path(checkpoint)) or {}).get("run") != record.run:
             return Start(checkpoint, step)
-    by_hand = not launch.started_again and record.ending in _LOOKED_AT
-    return Start(checkpoint, step, record, by_hand)
+    # A pod is started again without being told so, by the same words.
+    unattended = launch.started_again or (launch.in_a_pod and requested == "auto")
+    by_hand = not unattended and record.ending in _LOOKED_AT
+    return Start(checkpoint, step, record, by_hand, launch.by_agent)
 
 
 def step_in(checkpoint: Path) -> int:
@@ -170,8 +192,8 @@ def gave_up(record: RunRecord) -> Refusal:
     """The process before this one had ended the run for good, and a launcher has started it all the same."""
     return Refusal(
         f"it had ended for good at step {record.newest.last_step} ({record.newest.why})",
-        'Once the cause is removed, start the job by hand: resume_from_checkpoint=True or "auto" goes on from the '
-        "newest checkpoint that can be trusted.",
+        "Once the cause is removed, start the job by hand: resume_from_checkpoint=True goes on from the newest "
+        "checkpoint that can be trusted, with new attempts.",
         record.postmortem,
     )
 
@@ -189,6 +211,6 @@ def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
     advice = FAILURE_RECIPES[FailureType.PROCESS_DIED].advice if last.ending is Ending.RUNNING else ""
     advice = (
         f"{advice} Look at what the attempts have in common (chain, attempts). Started by hand with "
-        'resume_from_checkpoint=True or "auto", the job gets new attempts.'
+        "resume_from_checkpoint=True, the job gets new attempts."
     ).strip()
     return Refusal(verdict, advice)

@@ -7,8 +7,10 @@ import logging
 import os
 import socket
 import struct
+import threading
 import time
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +31,15 @@ _SHARE = 0.01
 _KEPT_ATTEMPTS = 50
 
 
+# A fact of this process, whoever asks: how often training into a directory has begun in it.
+_CALLS: Counter[str] = Counter()
+
+
+def first_call(directory: Path) -> bool:
+    """Whether this process has not trained into a directory yet."""
+    return _CALLS[os.path.abspath(directory)] == 0
+
+
 class Ending(StrEnum):
     """How an attempt ended; `RUNNING` in the record of one that is gone says that it had no time to say so."""
 
@@ -39,6 +50,10 @@ class Ending(StrEnum):
     RESTART = "restart"
     FAILED = "failed"
     GAVE_UP = "gave_up"
+
+
+class UnreadableRecordError(ValueError):
+    """There is a record, and what it says is not known."""
 
 
 @dataclass(slots=True)
@@ -59,6 +74,9 @@ class Attempt:
             How it ended.
         why (`str`):
             The same in words.
+        call (`int`):
+            Which call of `train()` into this directory it was in its process, from 1: a script may train several
+            times.
     """
 
     number: int
@@ -70,6 +88,7 @@ class Attempt:
     last_step: int = 0
     ending: Ending = Ending.RUNNING
     why: str = ""
+    call: int = 1
 
 
 @dataclass(slots=True)
@@ -79,11 +98,9 @@ class RunRecord:
 
     Args:
         directory (`Path`):
-            The run directory.
+            Where its checkpoints lie (`output_dir`): several runs may share a `healing_dir`.
         run (`str`):
             The run.
-        output_dir (`str`):
-            Where its checkpoints lie: several runs may share a `healing_dir`.
         attempts (`list[Attempt]`):
             In order.
         incidents (`list[dict]`):
@@ -96,20 +113,35 @@ class RunRecord:
 
     directory: Path
     run: str
-    output_dir: str
     attempts: list[Attempt] = field(default_factory=list)
     incidents: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)
     postmortem: str | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _progress: int | None = None
     _next_mark: float = 0.0
     _failed: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Told to other processes: what is open here stays here."""
+        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in kept.items() if name not in ("_lock", "_progress")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._lock, self._progress = threading.RLock(), None
 
     # ---- reading ----
 
     @classmethod
     def read(cls, directory: Path) -> Self | None:
-        """The record in a run directory; `None` if there is none, or none that can be read."""
+        """
+        The record in a directory; `None` if there is none.
+
+        Raises:
+            UnreadableRecordError: If there is one that cannot be read.
+        """
         path = directory / RECORD_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -117,7 +149,6 @@ class RunRecord:
             record = cls(
                 directory,
                 content["run"],
-                content["output_dir"],
                 attempts,
                 content["incidents"],
                 content["memory"],
@@ -125,9 +156,8 @@ class RunRecord:
             )
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError):
-            logger.warning("%s cannot be read; what earlier processes of this run did is not known.", path)
-            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UnreadableRecordError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
         record._take_in_progress()
         return record
 
@@ -169,6 +199,8 @@ class RunRecord:
         attempt = Attempt(
             number, os.getpid(), socket.gethostname(), time.time(), resumed_from, first_step, last_step=first_step
         )
+        _CALLS[os.path.abspath(self.directory)] += 1
+        attempt.call = _CALLS[os.path.abspath(self.directory)]
         self.attempts = [*self.attempts, attempt][-_KEPT_ATTEMPTS:]
         if marks:
             self._open_progress()
@@ -199,20 +231,14 @@ class RunRecord:
             "schema": SCHEMA_VERSION,
             "time": time.time(),
             "run": self.run,
-            "output_dir": self.output_dir,
+            "ending": self.ending,
             "attempts": self.describe_attempts(),
             "incidents": self.incidents,
             "memory": self.memory,
             "postmortem": self.postmortem,
         }
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(jsonable(content), indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            self._replace(path, json.dumps(jsonable(content), indent=1) + "\n")
         except OSError as error:
             if not self._failed:
                 self._failed = True
@@ -221,6 +247,17 @@ class RunRecord:
                     path,
                     error,
                 )
+
+    def _replace(self, path: Path, text: str) -> None:
+        # The training thread, and one that is about to end the process, may want to at the same time.
+        with self._lock:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
 
     def close(self) -> None:
         """Lets go of the mark."""

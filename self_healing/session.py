@@ -50,8 +50,8 @@ class Session:
             Where journal, quarantine and postmortem go.
         rank (`int`, *optional*, defaults to 0):
             This process.
-        sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
-            How waiting between attempts is done, in seconds.
+        sleep (`Callable[[float], None]`, *optional*):
+            How waiting is done, in seconds. Defaults to `time.sleep`, cut short by a preemption.
         run_id (`str`, *optional*):
             Of the run that an earlier process began; a new one otherwise.
     """
@@ -61,13 +61,13 @@ class Session:
         config: HealingConfig,
         directory: Path,
         rank: int = 0,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
         run_id: str | None = None,
     ) -> None:
         self.config = config
         self.directory = directory
         self.heartbeat = Heartbeat(config.hang_learning_steps)
-        self.sleep = self.heartbeat.pausing(sleep)
+        self.sleep = self.heartbeat.pausing(sleep or self._sleep_until_preempted)
         self.run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self.journal = Journal(directory, config, self.run_id, rank)
         self.quarantine = Quarantine(directory)
@@ -146,6 +146,9 @@ class Session:
                 may_recover=lambda: self.may_enter_again,
                 before_exit=self.about_to_be_restarted,
                 step=lambda: 0 if self.instrument is None else self.instrument.step,
+                still_training=self._still_training,
+                at_the_end=lambda: self.instrument is not None and self.instrument.at_the_end,
+                over=self.preemption.forget,
             )
         try:
             self.watchdog.start()
@@ -155,6 +158,9 @@ class Session:
         if self.entries > 1 and instrument.streams:
             # Skipping what a stream has given takes no longer than consuming it did.
             self.heartbeat.be_patient("data", at_least=time.time() - self.started_at)
+        if instrument.loader_workers > 0:
+            # They wait before another attempt as well, and cannot say so from where they are.
+            self.heartbeat.allow("data", self.config.retry_total_seconds + self.config.hang_floor_seconds)
 
     def _hand_over(self, incident: Incident | None) -> None:
         self.handed_over = incident
@@ -179,6 +185,11 @@ class Session:
     def preempted(self) -> bool:
         """Whether this process was asked to leave."""
         return self.preemption.requested is not None
+
+    def _sleep_until_preempted(self, seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        while not self.preempted and (left := ends - time.monotonic()) > 0:
+            time.sleep(min(left, 0.5))
 
     def _may_be_interrupted(self) -> bool:
         """Whether the step can be left where it is: only where `train()` is entered again is anything saved of it."""

@@ -52,7 +52,7 @@ from .restart import (
     start_of,
     still_alive,
 )
-from .run_record import Ending, RunRecord
+from .run_record import Ending, RunRecord, UnreadableRecordError
 from .session import Session
 from .vetting import Verdict
 
@@ -90,8 +90,8 @@ class SelfHealingTrainer:
             `HealingConfig()`.
         callbacks (`Sequence[TrainerCallback]`, *optional*):
             Callbacks to add to the trainer.
-        sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
-            How waiting between attempts is done, in seconds.
+        sleep (`Callable[[float], None]`, *optional*):
+            How waiting between attempts is done, in seconds. Defaults to `time.sleep`, cut short by a preemption.
 
     Example:
 
@@ -106,7 +106,7 @@ class SelfHealingTrainer:
         trainer: Trainer,
         config: HealingConfig | Mapping[str, Any] | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
         if not isinstance(trainer, Trainer):
             raise TypeError(
@@ -178,6 +178,7 @@ class SelfHealingTrainer:
             raise
         else:
             session.end_attempt(Ending.FINISHED)
+            self._look_back(session)
         finally:
             args.eval_on_start, args.ignore_data_skip = theirs
             adopt_session(self.trainer, None)
@@ -186,9 +187,21 @@ class SelfHealingTrainer:
             session.rollback.release()
             guard.detach()
             reporting.sum_up(int(self.trainer.state.global_step))
-        if session.resume_point is not None:
-            remove_emergency_checkpoints(args.output_dir)
         return output
+
+    def _look_back(self, session: Session) -> None:
+        """At the end of the run: what was only there for a restart goes, and what was put off is done."""
+        if session.resume_point is not None or session.taken_up:
+            remove_emergency_checkpoints(self.trainer.args.output_dir)
+        preemption = session.preemption
+        if preemption.raised is not None:
+            raise preemption.raised
+        if preemption.requested is not None:
+            logger.warning(
+                "%s arrived in the last step. The run is complete; what follows train() in the script goes on, and "
+                "the process will be killed when whoever sent it loses patience.",
+                preemption.requested.name,
+            )
 
     # ---- where the run begins ----
 
@@ -196,10 +209,10 @@ class SelfHealingTrainer:
         """What this call begins with: the memory of a new run, or of one that an earlier process began."""
         args = self.trainer.args
         directory = Path(self.config.healing_dir or args.output_dir)
-        start, passed_over = self._decide_where(directory, requested)
+        start, passed_over = self._decide_where(requested)
         run = None if start.record is None else start.record.run
         self._session = session = Session(self.config, directory, args.process_index, self._sleep, run)
-        record = start.record or RunRecord(directory, session.run_id, os.path.abspath(args.output_dir))
+        record = start.record or RunRecord(Path(args.output_dir), session.run_id)
         session.keep_record(record, taken_up=start.record is not None)
         if args.process_index == 0:
             self._note_where(session, start, passed_over)
@@ -218,15 +231,13 @@ class SelfHealingTrainer:
                 "No checkpoint in %s can be resumed from; the run starts anew.", self.trainer.args.output_dir
             )
 
-    def _decide_where(
-        self, directory: Path, requested: str | os.PathLike[str] | bool | None
-    ) -> tuple[Start, list[Verdict]]:
+    def _decide_where(self, requested: str | os.PathLike[str] | bool | None) -> tuple[Start, list[Verdict]]:
         """Where to begin; with several processes the first one decides for all of them, and they wait to be told."""
         start, passed_over = Start(None), list[Verdict]()
         failed: Exception | None = None
         if self.trainer.args.process_index == 0:
             try:
-                start = self._look_where(directory, requested, passed_over)
+                start = self._look_where(requested, passed_over)
             except Exception as error:
                 failed = error
             for verdict in passed_over:
@@ -238,27 +249,32 @@ class SelfHealingTrainer:
             raise failed or CheckpointError(refusal)
         return start, passed_over
 
-    def _look_where(
-        self, directory: Path, requested: str | os.PathLike[str] | bool | None, passed_over: list[Verdict]
-    ) -> Start:
+    def _look_where(self, requested: str | os.PathLike[str] | bool | None, passed_over: list[Verdict]) -> Start:
         output_dir, launch = self.trainer.args.output_dir, launch_of()
-        record = RunRecord.read(directory)
-        if record is not None and record.output_dir != os.path.abspath(output_dir):
-            record = None
+        restarted = self.config.resume_after_restart and launch.started_again
+        record: RunRecord | None = None
+        try:
+            record = RunRecord.read(Path(output_dir))
+        except UnreadableRecordError as error:
+            if restarted and requested is None:
+                requested = "auto"
+            logger.warning("%s; what earlier processes of this run did is not known.", error)
         if record is not None and record.attempts and still_alive(record.newest):
             logger.warning(
                 "Process %d, which trains into %s, is still there: two of them overwrite each other's checkpoints. "
                 "Please end one, or give them an output_dir each.",
                 record.newest.pid,
-                directory,
+                output_dir,
             )
-        taken_up = record is not None and self.config.resume_after_restart and continues(record, launch, requested)
-        chosen = newest_of(record, output_dir, passed_over) if record is not None and taken_up else None
+        chosen, taken_up = None, False
+        if record is not None and record.attempts and restarted:
+            taken_up = continues(record, launch, requested)
+            chosen = newest_of(record, output_dir, passed_over) if taken_up else None
         if chosen is None and requested is not None:
             # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
             verdict = resolve_checkpoint(requested, output_dir, passed_over)
             chosen = None if verdict is None else verdict.path
-        return start_of(chosen, record, launch, taken_up, asked_to_resume=bool(requested))
+        return start_of(chosen, record, launch, taken_up, requested)
 
     def _take_up(self, session: Session, start: Start) -> None:
         """Goes on with what an earlier process left, if that may be tried once more."""
@@ -392,6 +408,8 @@ class SelfHealingTrainer:
             began = time.perf_counter()
             if recovery.waits:
                 self._wait(session, recovery)
+                if session.preempted:
+                    session.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
             recovery.incident.seconds_lost += time.perf_counter() - began
             session.journal.dealt_with(recovery.incident)
             session.await_outcome(recovery.incident)

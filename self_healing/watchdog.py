@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -25,8 +26,9 @@ import psutil
 
 from .config import HealingConfig
 from .failures import Action, FailureType, Interruption
+from .hang_memory import HangMemory
 from .instrument.loader_workers import end_awaited_workers
-from .instrument.sections import Heartbeat
+from .instrument.sections import BETWEEN, Heartbeat
 from .journal import Incident, Journal
 from .launcher import EXIT_FOR_RESTART, restarts_on_exit
 
@@ -95,6 +97,13 @@ class Watchdog:
             Told why, before the process ends for a restart.
         step (`Callable[[], int]`):
             Optimizer steps finished.
+        still_training (`Callable[[FrameType | None], bool]`, *optional*):
+            Whether the run still goes on in a frame of the training thread: without the wrapper, an exception ends
+            `train()` without a word.
+        at_the_end (`Callable[[], bool]`, *optional*):
+            Whether the last step is done, so that there is nothing left to be recovered.
+        over (`Callable[[], None]`, *optional*):
+            Told when a run turns out to have ended without a word.
     """
 
     def __init__(
@@ -106,6 +115,9 @@ class Watchdog:
         may_recover: Callable[[], bool],
         before_exit: Callable[[str], None],
         step: Callable[[], int],
+        still_training: Callable[[FrameType | None], bool] = lambda frame: True,
+        at_the_end: Callable[[], bool] = lambda: False,
+        over: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._heartbeat = heartbeat
@@ -114,15 +126,16 @@ class Watchdog:
         self._may_recover = may_recover
         self._before_exit = before_exit
         self._step = step
+        self._still_training = still_training
+        self._at_the_end = at_the_end
+        self._over = over
+        self._memory = HangMemory(journal.directory, journal.rank)
         self._interval = min(_POLL, config.hang_floor_seconds / 10)
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._training_thread = 0
-        self._signal: int | None = None
-        self._earlier_handler: Any = None
-        self._worker_stacks: Any | None = None
-        self._worker_signal: int | None = None
+        self._waker: _Waker | None = None
         self._last_poll = 0.0
         self._stood: tuple[int, float] = (-1, 0.0)
         self._alarm: _Alarm | None = None
@@ -132,6 +145,15 @@ class Watchdog:
     @property
     def running(self) -> bool:
         return self._thread is not None
+
+    @property
+    def _signal(self) -> int | None:
+        return None if self._waker is None else self._waker.signal
+
+    @property
+    def needed(self) -> bool:
+        """Whether the run that is watched still goes on."""
+        return self.running and self._still_training(sys._current_frames().get(self._training_thread))
 
     # ---- the training thread ----
 
@@ -146,6 +168,8 @@ class Watchdog:
         self._stopping = threading.Event()
         heartbeat.stood_still = self._stood_still
         heartbeat.begin()
+        for section, seconds in self._memory.recall(self._config).items():
+            heartbeat.has_taken(section, seconds)
         self._install_handlers()
         # With the context of the training thread: trackio keeps its current run there.
         context = contextvars.copy_context()
@@ -156,8 +180,6 @@ class Watchdog:
 
     def stop(self) -> None:
         """Called in the training thread when `train()` ends, however it does."""
-        if self._thread is None:
-            return
         self._thread = None
         self._stopping.set()
         with self._lock:
@@ -171,29 +193,21 @@ class Watchdog:
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
             # Python runs signal handlers in the main thread only.
             return
+        for number in _own_signals():
+            left_behind = signal.getsignal(number)
+            if isinstance(left_behind, _Waker) and not left_behind.needed:
+                left_behind.give_back()
         free = [number for number in _own_signals() if signal.getsignal(number) == signal.SIG_DFL]
-        if not free:
-            return
-        self._signal = free[0]
-        self._earlier_handler = signal.signal(self._signal, self._on_signal)
-        if len(free) > 1 and hasattr(os, "memfd_create"):
-            # Inherited by data loader workers that are forked: they write down where they are when they are asked.
-            self._worker_stacks = os.fdopen(os.memfd_create("self_healing_stacks"), "w+b", buffering=0)
-            self._worker_signal = free[1]
-            faulthandler.register(self._worker_signal, file=self._worker_stacks, all_threads=True)
+        if free:
+            self._waker = _Waker(self, free)
 
     def _remove_handlers(self) -> None:
-        if self._signal is not None and threading.current_thread() is threading.main_thread():
-            # Compared by equality: a bound method is a new object each time.
-            if signal.getsignal(self._signal) == self._on_signal:
-                signal.signal(self._signal, self._earlier_handler)
-            self._signal = None
-        if self._worker_signal is not None and self._worker_stacks is not None:
-            faulthandler.unregister(self._worker_signal)
-            self._worker_stacks.close()
-            self._worker_signal = self._worker_stacks = None
+        if self._waker is not None and threading.current_thread() is threading.main_thread():
+            self._waker.give_back()
+            self._waker = None
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def interrupt(self, frame: FrameType | None) -> None:
+        """Called in the training thread by the signal: raises [`TrainingHang`], unless it has moved meanwhile."""
         alarm, heartbeat = self._alarm, self._heartbeat
         if alarm is None or alarm.stage is not _Stage.INTERRUPTED or alarm.answered or heartbeat.waits_on_purpose:
             return
@@ -234,6 +248,9 @@ class Watchdog:
             before = self._stood[1] if self._stood[0] == beats else 0.0
             self._stood = (beats, before + late)
         elapsed = now - since - self._stood[1]
+        if self._is_over(section.name, elapsed):
+            self._let_go(stopping)
+            return
         alarm = self._alarm
         if alarm is not None and beats != alarm.beats:
             self._alarm = None
@@ -250,6 +267,21 @@ class Watchdog:
         limit = heartbeat.limit(section, self._config.hang_factor, self._config.hang_floor_seconds)
         if limit is not None and elapsed > limit:
             self._sound(_Alarm(beats, section.name, since, limit), elapsed, stopping)
+
+    def _is_over(self, section: str, elapsed: float) -> bool:
+        # Whatever raises leaves the parts it lies in: not asked within a step, however long that takes.
+        return section == BETWEEN and elapsed > 2 * self._interval and not self.needed and not self._stopping.is_set()
+
+    def _let_go(self, stopping: threading.Event) -> None:
+        """An exception has ended `train()`, and there is no event that says so."""
+        stopping.set()
+        with self._lock:
+            # What was installed for the main thread stays until it is come by there, and holds on to nothing.
+            alarm, self._alarm = self._alarm, None
+            self._thread = None
+        if alarm is not None and not alarm.answered:
+            self._moves_again(alarm)
+        self._over()
 
     def _stood_still(self, beats: int, now: float) -> float:
         """Of the time since a beat, what the process did not run; asked for in the training thread."""
@@ -275,11 +307,11 @@ class Watchdog:
             _bounded(lambda: self._write_down(alarm, elapsed))
         self._alarm = alarm
         alarm.pause = alarm.limit
-        if self._may_interrupt():
+        if self._may_interrupt(alarm):
             alarm.stage, alarm.deadline = _Stage.INTERRUPTED, elapsed + self._config.hang_grace_seconds
             _bounded(lambda: self._acted(alarm, Action.INTERRUPT))
             self._interrupt(alarm, stopping)
-        elif self._may_exit():
+        elif self._may_exit(alarm):
             alarm.stage, alarm.deadline = _Stage.LEAVING, elapsed + self._config.hang_grace_seconds
         else:
             alarm.deadline = elapsed + alarm.pause
@@ -290,12 +322,21 @@ class Watchdog:
             self._alarm = None
             self._moves_again(alarm)
 
-    def _may_interrupt(self) -> bool:
+    def _may_interrupt(self, alarm: _Alarm) -> bool:
+        if self._comes_to_its_end(alarm):
+            return False
         recover = self._config.hang_action == "recover" and self._signal is not None and self._may_recover()
         return recover and self._heartbeat.may_be_interrupted
 
-    def _may_exit(self) -> bool:
+    def _may_exit(self, alarm: _Alarm) -> bool:
+        if self._comes_to_its_end(alarm) or self._memory.has_left(self._step(), alarm.section):
+            # The process before this one was ended here already: what takes that long does so each time.
+            return False
         return self._config.hang_action == "recover" and restarts_on_exit(self._config)
+
+    def _comes_to_its_end(self, alarm: _Alarm) -> bool:
+        """Whether what takes long is what comes after the last step: uploads, the best model."""
+        return alarm.section == BETWEEN and self._at_the_end()
 
     def _interrupt(self, alarm: _Alarm, stopping: threading.Event) -> None:
         with self._lock:
@@ -307,14 +348,14 @@ class Watchdog:
         if alarm.answered:
             # On its way out: its workers are ended, its blocks left.
             return
-        if alarm.stage is not _Stage.ALERTING and self._may_exit():
+        if alarm.stage is not _Stage.ALERTING and self._may_exit(alarm):
             self._leave(alarm, elapsed)
         if alarm.stage is _Stage.INTERRUPTED:
             alarm.stage, alarm.deadline = _Stage.ALERTING, elapsed + alarm.pause
             logger.error(
                 "The training thread does not answer to an interrupt: it is blocked in native code. No launcher is "
-                "known to restart this job (launcher_restarts), so the process stays as it is. Please stop it and "
-                "resume from the newest checkpoint."
+                "known to restart this job (launcher_restarts), or it has restarted it for this very hang before, so "
+                "the process stays as it is. Please stop it and resume from the newest checkpoint."
             )
             _bounded(lambda: self._tell(alarm))
             return
@@ -328,6 +369,7 @@ class Watchdog:
         why = f"hang in '{alarm.section}' for {elapsed:.0f} s, which an interrupt does not end"
 
         def write() -> None:
+            self._memory.note_exit(self._step(), alarm.section, elapsed)
             self._acted(alarm, Action.EXIT_FOR_RESTART, exit_code=EXIT_FOR_RESTART)
             if alarm.incident is not None:
                 alarm.incident.seconds_lost += elapsed
@@ -411,7 +453,8 @@ class Watchdog:
 
     def _stacks_of_workers(self) -> dict[int, str]:
         """Where the processes forked from this one are, as far as they answer."""
-        number, file = self._worker_signal, self._worker_stacks
+        waker = self._waker
+        number, file = (None, None) if waker is None else (waker.worker_signal, waker.worker_stacks)
         found: dict[int, str] = {}
         if number is None or file is None:
             return found
@@ -448,6 +491,54 @@ class Watchdog:
             alarm.section,
             seconds,
         )
+
+
+class _Waker:
+    """
+    The handler of a watchdog's signal, and that of data loader workers: does not keep the run in memory, should nobody
+    take it back.
+
+    Args:
+        watchdog ([`Watchdog`]):
+            Whose.
+        free (`list[int]`):
+            Signals that nobody has a handler for; at least one.
+    """
+
+    def __init__(self, watchdog: Watchdog, free: list[int]) -> None:
+        self._watchdog = weakref.ref(watchdog)
+        self.signal = free[0]
+        self.worker_signal: int | None = None
+        self.worker_stacks: Any | None = None
+        self._earlier = signal.signal(self.signal, self)
+        if len(free) > 1 and hasattr(os, "memfd_create"):
+            # Inherited by data loader workers that are forked: they write down where they are when they are asked.
+            self.worker_stacks = os.fdopen(os.memfd_create("self_healing_stacks"), "w+b", buffering=0)
+            self.worker_signal = free[1]
+            faulthandler.register(self.worker_signal, file=self.worker_stacks, all_threads=True)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        watchdog = self._watchdog()
+        if watchdog is None:
+            self.give_back()
+        else:
+            watchdog.interrupt(frame)
+
+    @property
+    def needed(self) -> bool:
+        """Whether the run it was installed for still goes on."""
+        watchdog = self._watchdog()
+        return watchdog is not None and watchdog.needed
+
+    def give_back(self) -> None:
+        """Called in the main thread."""
+        installed: Any = signal.getsignal(self.signal)
+        if installed is self:
+            signal.signal(self.signal, self._earlier)
+        if self.worker_signal is not None and self.worker_stacks is not None:
+            faulthandler.unregister(self.worker_signal)
+            self.worker_stacks.close()
+            self.worker_signal = self.worker_stacks = None
 
 
 def _own_signals() -> list[int]:

@@ -516,6 +516,7 @@ def start(starter: Starter) -> Callable[..., int]:
                 "TORCHELASTIC_MAX_RESTARTS": "30",
             },
             "slurm": {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restarts)},
+            "pod": {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
             "none": {},
         }[launcher]
         return starter.start(output_dir, variables, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -28,7 +29,10 @@ from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints import expendable_checkpoint, remove_torn, write_marker
+from self_healing.disk import SaveHealer
 from self_healing.failures import FailureType, classify_exception, could_not_be_written
+from self_healing.instrument import CheckpointSaving
+from self_healing.session import Session
 from self_healing.vetting import vet
 
 
@@ -201,8 +205,57 @@ def test_a_best_checkpoint_that_could_not_be_written_is_not_taken_for_the_best_o
         metric_for_best_model="loss",
     )
     SelfHealingTrainer(trainer).train()
-    assert trainer.state.best_global_step == 4
+    assert trainer.state.best_global_step == 2
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+
+def test_a_best_model_that_was_not_saved_does_not_keep_a_later_one_from_being_the_best(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    measured = iter([5.0, 3.0, 3.5, 4.0])
+
+    class Measured(failing_saves(4)):  # type: ignore[misc]
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().evaluation_loop(*args, **kwargs)
+            output.metrics["eval_loss"] = next(measured)
+            return output
+
+    trainer = plain_trainer(
+        tmp_path,
+        tokenizer,
+        trainer_class=Measured,
+        trainer_kwargs={"eval_dataset": plain_trainer(tmp_path / "other", tokenizer).train_dataset.select(range(4))},
+        callbacks=[SelfHealingCallback()],
+        eval_strategy="steps",
+        eval_steps=2,
+        max_steps=8,
+        load_best_model_at_end=True,
+        **SAVING,
+    )
+    trainer.train()
+    assert trainer.failures == 1
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
+    assert trainer.state.best_metric == 3.5
+
+
+def test_a_checkpoint_of_an_earlier_run_stays_when_nothing_was_written_to_it(tmp_path: Path, tokenizer: Any) -> None:
+    plain_trainer(tmp_path, tokenizer, max_steps=2, **SAVING).train()
+
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=2, **SAVING)
+    trainer.state.global_step = 2
+
+    def not_allowed(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    healer = SaveHealer(HealingConfig(), Session(HealingConfig(), tmp_path))
+    assert not CheckpointSaving(trainer, healer, contextlib.nullcontext).write(not_allowed, None, None)
+    assert vet(tmp_path / "checkpoint-2").usable
+
+
+def test_a_checkpoint_of_an_earlier_run_that_was_partly_overwritten_is_removed(tmp_path: Path, tokenizer: Any) -> None:
+    plain_trainer(tmp_path, tokenizer, max_steps=2, **SAVING).train()
+    disk_trainer(tmp_path, tokenizer, 2, max_steps=2, callbacks=[SelfHealingCallback()]).train()
+    assert names(tmp_path) == []
 
 
 def test_the_state_a_failed_save_has_changed_is_put_back(tmp_path: Path, tokenizer: Any) -> None:

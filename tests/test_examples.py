@@ -71,6 +71,7 @@ def test_sft_with_model_and_dataset_by_name_and_lora(
     assert journal(tmp_path / "run", "run_ended")
 
 
+@pytest.mark.slow
 def test_sft_ends_with_a_postmortem_where_nothing_helps(tmp_path: Path, sft: Any) -> None:
     # A learning rate no model survives: the overflow is real, and the settings from the command line end the run.
     with pytest.raises(UnrecoverableTrainingError, match=r"\(nan_patience=2\); the learning rate: it still fails"):

@@ -184,7 +184,7 @@ def test_a_reward_service_that_fails_costs_no_step(tmp_path: Path, tokenizer: An
     assert_same_run(trainer, output, clean, expected)
 
 
-@pytest.mark.parametrize("position", ["first", "last"])
+@pytest.mark.parametrize("position", [pytest.param("first", marks=pytest.mark.slow), "last"])
 @pytest.mark.parametrize(
     ("event", "step"),
     [

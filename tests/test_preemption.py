@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -11,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import assert_same_weights, job_result, journal, sft_trainer, weights
+from conftest import (
+    TEXTS,
+    RaisingForward,
+    assert_same_weights,
+    job_result,
+    journal,
+    losses,
+    lost_connection,
+    sft_trainer,
+    weights,
+)
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
@@ -150,6 +162,108 @@ def test_just_in_time_checkpoints_of_transformers_are_not_written_twice(tmp_path
     with pytest.raises(SystemExit):
         SelfHealingTrainer(trainer).train()
     assert saves == [3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step", "evaluations"),
+    [
+        pytest.param({"eval_strategy": "steps", "eval_steps": 3}, 2, [3, 6, 9, 12], id="due at the step"),
+        pytest.param({"eval_strategy": "epoch", "save_strategy": "epoch"}, 4, [8, 12], id="in mid-epoch"),
+        pytest.param({"eval_strategy": "epoch", "save_strategy": "epoch"}, 7, [8, 12], id="at the end of an epoch"),
+    ],
+)
+def test_an_evaluation_that_was_left_out_is_done_first_and_nothing_differs(
+    tmp_path: Path, tokenizer: Any, arguments: dict[str, Any], step: int, evaluations: list[int]
+) -> None:
+    def build(name: str, *callbacks: TrainerCallback) -> Any:
+        held_out = {"trainer_kwargs": {"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})}}
+        given = {"max_steps": 12, "save_strategy": "no", **arguments}
+        return sft_trainer(tmp_path / name, tokenizer, callbacks=list(callbacks), **held_out, **given)
+
+    plain = build("plain")
+    SelfHealingTrainer(plain).train()
+    left = build("run", SignalAt(step))
+    with pytest.raises(SystemExit):
+        SelfHealingTrainer(left).train()
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{step + 1}"]
+    assert [entry["step"] for entry in left.state.log_history if "eval_loss" in entry] == []
+    resumed = build("run")
+    SelfHealingTrainer(resumed).train(resume_from_checkpoint="auto")
+    assert [entry["step"] for entry in resumed.state.log_history if "eval_loss" in entry] == evaluations
+    assert_same_weights(weights(resumed), weights(plain))
+    assert losses(resumed) == losses(plain)
+
+
+def test_the_checkpoint_just_written_does_not_give_way_to_the_best_one(tmp_path: Path, tokenizer: Any) -> None:
+    class Worse(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            metrics["eval_loss"] = float(state.global_step)
+
+    trainer = sft_trainer(
+        tmp_path / "run",
+        tokenizer,
+        callbacks=[Worse(), SignalAt(4)],
+        trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+    )
+    with pytest.raises(SystemExit):
+        SelfHealingTrainer(trainer).train()
+    assert (tmp_path / "run" / "checkpoint-5" / "healing.json").is_file()
+    assert trainer.args.load_best_model_at_end
+    assert trainer.args.save_total_limit == 1
+
+
+def test_a_child_process_does_not_answer_for_the_run(tmp_path: Path, tokenizer: Any) -> None:
+    class Forks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+                child.start()
+                # Python drops signals that arrive while it is still setting the child up.
+                time.sleep(0.5)
+                child.terminate()
+                child.join(10)
+                self.ended = child.exitcode
+
+    forks = Forks()
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[forks])
+    SelfHealingTrainer(trainer).train()
+    assert forks.ended == -signal.SIGTERM
+    assert trainer.state.global_step == 6
+
+
+def test_what_a_handler_raised_in_the_last_step_is_raised_at_the_end(tmp_path: Path, tokenizer: Any) -> None:
+    def earlier(signum: int, frame: Any) -> None:
+        raise SystemExit(5)
+
+    signal.signal(signal.SIGTERM, earlier)
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(5)])
+    with pytest.raises(SystemExit) as left:
+        SelfHealingTrainer(trainer).train()
+    assert (left.value.code, trainer.state.global_step) == (5, 6)
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None
+    assert record.ending is Ending.FINISHED
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_signal_cuts_the_wait_between_two_attempts_short(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path / "run", tokenizer)
+    RaisingForward(trainer.model, lambda forward: forward >= 5, lost_connection)
+    threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as left:
+        SelfHealingTrainer(trainer, HealingConfig(retry_initial_seconds=3000, retry_max_seconds=3000)).train()
+    assert left.value.code == 143
+    assert time.monotonic() - began < 25
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None
+    assert record.ending is Ending.PREEMPTED
 
 
 def test_signals_can_be_left_alone(tmp_path: Path, tokenizer: Any) -> None:

@@ -283,6 +283,69 @@ def test_a_generation_cycle_is_taken_up_in_its_middle(tmp_path: Path, tokenizer:
     assert losses(resumed) == losses(plain)
 
 
+def test_whoever_names_a_checkpoint_begins_another_branch(
+    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert start(job, launcher="none", fault="sigkill", step=10) == -9
+    # By hand, from a checkpoint that is not the newest; killed before it has one of its own.
+    options = {"resume": str(job / "checkpoint-4"), "fault": "sigkill", "times": 2, "step": 6}
+    assert until_it_ends(job, 3, **options) == [-9, 0]
+    assert [event["path"][-12:] for event in journal(job, "checkpoint_chosen")] == ["checkpoint-4"] * 2
+    assert job_result(job)["weights"] == plain["weights"]
+
+
+def test_a_pod_that_fails_again_and_again_ends_within_the_budget(tmp_path: Path, start: Callable[..., int]) -> None:
+    job = tmp_path / "job"
+    options = {"fault": "bug", "step": 6, "times": 100, "resume": "auto", "config": {"max_recovery_attempts": 2}}
+    codes = [start(job, launcher="pod", **options) for _ in range(6)]
+    assert codes == [1] * 6
+    assert len(journal(job, "run_started")) == 4
+    assert len(postmortems(job)) == 1
+
+
+def test_two_runs_may_share_a_healing_dir(tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]) -> None:
+    config = {"healing_dir": str(tmp_path / "healing")}
+    assert start(tmp_path / "one", fault="sigterm", step=5, config=config) == 143
+    assert start(tmp_path / "two", config=config) == 0
+    assert start(tmp_path / "one", restarts=1, config=config) == 0
+    assert job_result(tmp_path / "one")["weights"] == plain["weights"]
+    chosen = [event["path"] for event in journal(tmp_path / "healing", "checkpoint_chosen")]
+    assert chosen == [str(tmp_path / "one" / "checkpoint-6")]
+
+
+def test_a_second_run_of_one_process_is_never_taken_for_the_first(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    steps = []
+    for _ in range(2):
+        trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=3, save_strategy="steps", save_steps=2)
+        SelfHealingTrainer(trainer).train()
+        steps.append([entry["step"] for entry in trainer.state.log_history if "loss" in entry])
+    assert steps == [[1, 2, 3]] * 2
+
+
+def test_where_the_record_cannot_be_read_a_restart_takes_the_newest_checkpoint(
+    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]
+) -> None:
+    job = tmp_path / "job"
+    assert start(job, fault="sigkill", step=6) == -9
+    (job / RECORD_FILE).write_text("{")
+    assert start(job, restarts=1) == 0
+    assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
+    assert job_result(job)["weights"] == plain["weights"]
+
+
+def test_preemptions_without_progress_are_no_crash_loop(tmp_path: Path, start: Callable[..., int]) -> None:
+    job = tmp_path / "job"
+    options = {"fault": "deaf_sigterm", "step": 1, "times": 3, "resume": "auto"}
+    options["config"] = {"max_recovery_attempts": 1, "preemption_deadline": 1.0}
+    assert [start(job, launcher="none", **options) for _ in range(4)] == [143, 143, 143, 0]
+
+
 # ---- what is known of a run ----
 
 
@@ -334,7 +397,7 @@ def test_our_own_failure_to_judge_earlier_attempts_stops_nothing(
 def test_a_process_that_still_trains_there_is_named(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = RunRecord(tmp_path / "run", "other", str(tmp_path / "run"))
+    record = RunRecord(tmp_path / "run", "other")
     record.begin_attempt(None, 0)
     record.write()
     trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)

@@ -243,7 +243,9 @@ class TestCorruptedWeights:
 
 
 class TestScrambledLayer:
-    @pytest.mark.parametrize("strikes_at", [60, 61, 62, 63])
+    @pytest.mark.parametrize(
+        "strikes_at", [60, *(pytest.param(step, marks=pytest.mark.slow) for step in (61, 62, 63))]
+    )
     def test_is_noticed_by_the_loss_and_rolled_back(
         self, tmp_path: Path, tokenizer: Any, fault_free: float, strikes_at: int
     ) -> None:

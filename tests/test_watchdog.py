@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import queue
@@ -14,8 +15,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -34,13 +37,22 @@ from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.failures import classify_exception
+from self_healing.hang_memory import HangMemory
 from self_healing.instrument.sections import Heartbeat
 from self_healing.journal import Incident, Journal
+from self_healing.sample_guard import Guard
+from self_healing.stream_reading import Reading
 from self_healing.watchdog import TrainingHang, Watchdog
 
 
 # Short enough for a test, and longer than a step on a machine that does other things as well.
-QUICK = {"hang_floor_seconds": 2.0, "hang_grace_seconds": 2.0, "hang_learning_steps": 2}
+QUICK = {
+    "hang_floor_seconds": 2.0,
+    "hang_grace_seconds": 2.0,
+    "hang_learning_steps": 2,
+    # Data loader workers may take as long besides.
+    "retry_total_seconds": 0.5,
+}
 FOREVER = 1000.0
 
 
@@ -178,6 +190,28 @@ def test_a_stream_may_take_as_long_to_skip_as_it_took_to_consume(clock: Clock) -
     assert limit(heartbeat, "data") == 36000.0
 
 
+def test_what_is_allowed_a_time_may_take_it_each_time(clock: Clock) -> None:
+    heartbeat = Heartbeat(1, clock)
+    heartbeat.allow("data", 960.0)
+    spend(heartbeat, clock, "data", 1.0, 1.0)
+    heartbeat.begin()
+    spend(heartbeat, clock, "data", 1.0, 1.0)
+    assert limit(heartbeat, "data") == 960.0
+
+
+def test_what_an_earlier_process_waited_for_in_vain_is_given_twice_as_long(clock: Clock) -> None:
+    heartbeat = Heartbeat(1, clock)
+    heartbeat.has_taken("step", 90.0)
+    spend(heartbeat, clock, "step", 1.0, 1.0)
+    assert limit(heartbeat, "step") == 180.0
+
+
+def test_loading_the_best_model_is_not_watched(clock: Clock) -> None:
+    heartbeat = Heartbeat(1, clock)
+    spend(heartbeat, clock, "load_best_model", 1.0, 1.0, 1.0)
+    assert limit(heartbeat, "load_best_model") is None
+
+
 @pytest.mark.parametrize("name", ["optimizer", "save", "judge"])
 def test_what_must_not_be_left_half_done_is_never_interrupted(name: str) -> None:
     heartbeat = Heartbeat()
@@ -209,8 +243,16 @@ def test_a_sign_of_life_costs_nothing_that_could_be_measured_beside_a_step() -> 
 class Desk:
     """A watchdog with a section that is known, and what it did."""
 
-    def __init__(self, directory: Path, recovers: bool = True, **settings: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        recovers: bool = True,
+        still_training: Callable[[Any], bool] = lambda frame: True,
+        ending: bool = False,
+        **settings: Any,
+    ) -> None:
         config = HealingConfig(**{"hang_floor_seconds": 0.3, "hang_grace_seconds": 0.5, **settings})
+        self.over = 0
         self.directory = directory
         self.heartbeat = Heartbeat(1)
         self.journal = Journal(directory, config, "run")
@@ -223,7 +265,20 @@ class Desk:
             may_recover=lambda: recovers,
             before_exit=lambda why: None,
             step=lambda: 7,
+            still_training=still_training,
+            at_the_end=lambda: ending,
+            over=self._is_over,
         )
+
+    def _is_over(self) -> None:
+        self.over += 1
+
+    def wait_between(self, seconds: float) -> None:
+        """Between parts that are known, no sign of life for some time."""
+        for _ in range(20):
+            with self.heartbeat.section("step"):
+                pass
+        time.sleep(seconds)
 
     def __enter__(self) -> Desk:
         self.watchdog.start()
@@ -437,6 +492,88 @@ def test_a_handler_that_somebody_else_has_installed_meanwhile_is_left_in_place(t
         signal.signal(number, signal.SIG_IGN)
     assert signal.getsignal(number) == signal.SIG_IGN
     signal.signal(number, signal.SIG_DFL)
+
+
+# ---- runs that end without a word, and those that come to their end ----
+
+
+def test_what_comes_after_a_train_that_raised_is_no_hang(tmp_path: Path) -> None:
+    with Desk(tmp_path, recovers=False, still_training=lambda frame: False, launcher_restarts="yes") as desk:
+        desk.wait_between(1.5)
+        assert not desk.watchdog.running
+        assert desk.over == 1
+    assert not hangs(tmp_path)
+
+
+def test_a_run_that_ended_without_a_word_keeps_neither_watchdog_nor_signal(tmp_path: Path) -> None:
+    left_behind = Desk(tmp_path, still_training=lambda frame: False).__enter__()
+    number, forgotten = left_behind.watchdog._signal, weakref.ref(left_behind.watchdog)
+    left_behind.wait_between(0.5)
+    del left_behind
+    gc.collect()
+    assert forgotten() is None
+    with Desk(tmp_path) as next_run:
+        assert next_run.watchdog._signal == number
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_after_the_last_step_nothing_is_interrupted_or_ended(tmp_path: Path) -> None:
+    with Desk(tmp_path, ending=True, launcher_restarts="yes") as desk:
+        desk.wait_between(1.5)
+    assert actions(tmp_path) == ["write_stacks"]
+    assert outcomes(tmp_path) == ["self_recovered"]
+
+
+def test_where_an_exit_has_not_helped_the_next_process_is_not_ended_again(tmp_path: Path) -> None:
+    HangMemory(tmp_path).note_exit(7, "between", 0.1)
+    with Desk(tmp_path, recovers=False, launcher_restarts="yes") as desk:
+        desk.wait_between(1.5)
+    assert actions(tmp_path) == ["write_stacks"]
+
+
+def test_what_an_earlier_process_of_the_job_waited_for_is_known(tmp_path: Path) -> None:
+    memory = HangMemory(tmp_path)
+    memory.note_exit(7, "between", 90.0)
+    restarted = HealingConfig(launcher_restarts="yes")
+    assert HangMemory(tmp_path).recall(restarted) == {"between": 90.0}
+    assert HangMemory(tmp_path).recall(HealingConfig()) == {}, "of another run in the same directory"
+    memory.path.write_text("{")
+    assert HangMemory(tmp_path).recall(restarted) == {}
+
+
+def test_with_workers_the_data_may_take_as_long_as_attempts_are_made_there(tmp_path: Path, tokenizer: Any) -> None:
+    callback = SelfHealingCallback(HealingConfig(retry_total_seconds=500.0, hang_floor_seconds=50.0))
+    sft_trainer(tmp_path, tokenizer, max_steps=1, dataloader_num_workers=1, callbacks=[callback]).train()
+    assert callback.session is not None
+    assert callback.session.heartbeat.sections["data"].allowed == 550.0
+
+
+def test_reading_a_stream_up_to_where_it_was_gives_signs_of_life() -> None:
+    signs: list[int] = []
+
+    class Stream:
+        def __init__(self) -> None:
+            self.failed = False
+
+        def __iter__(self) -> Any:
+            for number in range(10):
+                if number == 6 and not self.failed:
+                    self.failed = True
+                    raise ConnectionError("reset")
+                yield number
+
+    guard = Guard(SimpleNamespace(), 0, retry=retried)  # type: ignore[arg-type]
+    guard.alive = lambda: signs.append(1)
+    stream = Stream()
+    assert list(Reading(lambda: iter(stream), guard, lambda ordinal: {})) == list(range(10))
+    assert len(signs) == 6
+
+
+def retried(attempt: Callable[[], Any]) -> Any:
+    try:
+        return attempt()
+    except ConnectionError:
+        return attempt()
 
 
 # ---- real runs: recovered in process ----

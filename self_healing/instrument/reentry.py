@@ -387,6 +387,29 @@ class Reentry:
         self._trainer.state.save_to_json(os.path.join(point.path, TRAINER_STATE_NAME))
         return True
 
+    def evaluate_first(self, path: str, started_at: float) -> None:
+        """
+        Called in `on_train_begin` of a resume from a checkpoint that was written before the evaluation of its step.
+
+        Args:
+            path (`str`):
+                The checkpoint. What the evaluation changes is put into it.
+            started_at (`float`):
+                When the run began, in seconds since the epoch.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        trainer = self._trainer
+        try:
+            trainer._load_rng_state(path)
+            self._pay(Pending(evaluate=True), started_at)
+        except Exception as error:
+            raise TrainingFault(error) from error
+        trainer._save_optimizer_and_scheduler(path)
+        trainer._save_rng_state(path)
+        trainer.state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
+
     def _pay(self, pending: Pending, started_at: float) -> None:
         trainer = self._trainer
 

@@ -9,14 +9,18 @@ from typing import Any, Protocol
 
 from .. import consensus
 from ..failures import could_not_be_written
+from ..vetting import STATE_FILE
 from .random_state import RandomState
 
 
 class SaveRelief(Protocol):
     """What is done about checkpoints that cannot be written."""
 
-    def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None) -> bool:
-        """There is part of a checkpoint on disk, at most; whether to write it once more. `best` must not be lost."""
+    def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool) -> bool:
+        """
+        There is part of a checkpoint on disk, at most, unless what was there before is untouched; whether to write it
+        once more. `best` must not be lost.
+        """
 
     def not_rotated(self, error: Exception, checkpoint: Path, step: int) -> None:
         """The checkpoint is written; an older one could not be removed."""
@@ -44,6 +48,12 @@ class CheckpointSaving:
         self._trainer = trainer
         self._relief = relief
         self._contained = contained
+        self._best: tuple[float | None, int | None] = (None, None)
+
+    def evaluation_may_follow(self) -> None:
+        """Called before the Trainer evaluates: a best model that cannot be saved is not the best one on disk."""
+        state = self._trainer.state
+        self._best = state.best_metric, state.best_global_step
 
     def write(self, save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> bool:
         """
@@ -63,6 +73,7 @@ class CheckpointSaving:
         checkpoint = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
         rewind = self._mark()
         while True:
+            before = _files_of(checkpoint)
             try:
                 save(model, trial, *args, **kwargs)
             except Exception as error:
@@ -75,13 +86,18 @@ class CheckpointSaving:
                     else:
                         rewind()
                         best = trainer.state.best_model_checkpoint
-                        again = self._relief.failed(error, checkpoint, step, best)
+                        # One that is to be written anew may have been marked as incomplete before.
+                        complete = str(checkpoint / STATE_FILE) in before
+                        untouched = complete and _files_of(checkpoint) == before
+                        again = self._relief.failed(error, checkpoint, step, best, untouched)
                 if written:
                     return True
                 if again is None:
                     # What was to deal with it has failed as well.
                     raise
                 if not again:
+                    if trainer.state.best_global_step == step:
+                        trainer.state.best_metric, trainer.state.best_global_step = self._best
                     return False
             else:
                 with self._contained():
@@ -105,6 +121,17 @@ class CheckpointSaving:
             rng.restore()
 
         return rewind
+
+
+def _files_of(checkpoint: Path) -> dict[str, tuple[int, int, int]]:
+    """What tells whether a file was written to; nothing for a checkpoint that is not there."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for path in checkpoint.rglob("*"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if path.is_file():
+                found[str(path)] = status.st_ino, status.st_size, status.st_mtime_ns
+    return found
 
 
 def _was_rotating(error: Exception) -> bool:

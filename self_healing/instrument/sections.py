@@ -12,6 +12,8 @@ from dataclasses import dataclass
 BETWEEN = "between"
 # Left in the middle, they leave half-updated weights, a torn checkpoint, or a state that is neither old nor new.
 NEVER_INTERRUPTED = frozenset({"optimizer", "save", "judge"})
+# After the last step there is nothing left to be recovered, and how long it takes is known from no time before.
+NEVER_WATCHED = frozenset({"load_best_model"})
 # Rare and long: one time is enough to know them by. The others begin with compilation, downloads, workers.
 _KNOWN_AFTER_ONE = frozenset({"save", "evaluate", "on_save", "on_epoch_end"})
 # Times per step that nothing else is going on.
@@ -38,6 +40,8 @@ class Section:
             Times it may still take `hang_factor` times as long: after a re-entry, which skips data and starts workers.
         at_least (`float`):
             Seconds it may take in any case while `patient`.
+        allowed (`float`):
+            Seconds it may take in any case, always.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Section:
     longest_at_first: float = 0.0
     patient: int = 0
     at_least: float = 0.0
+    allowed: float = 0.0
 
     @property
     def known(self) -> bool:
@@ -140,6 +145,15 @@ class Heartbeat:
         section = self._section(name)
         section.patient, section.at_least = max(section.patient, 1), max(section.at_least, at_least)
 
+    def allow(self, name: str, seconds: float) -> None:
+        """A part may take so many seconds each time, whatever it usually takes."""
+        self._section(name).allowed = seconds
+
+    def has_taken(self, name: str, seconds: float) -> None:
+        """An earlier process has waited so long for a part: it is given twice that, should it come back."""
+        section = self._section(name)
+        section.longest_at_first = max(section.longest_at_first, seconds)
+
     def start_over(self, section: Section | None = None) -> None:
         """Counts the time from now on; what has passed says nothing about how long the part takes."""
         current, _, beats = self.last
@@ -180,8 +194,8 @@ class Heartbeat:
 
     def limit(self, section: Section, factor: float, floor: float) -> float | None:
         """Seconds without a sign of life in a part that are too many; `None` while it is not known."""
-        if not section.known:
+        if not section.known or section.name in NEVER_WATCHED:
             return None
         # What only the first times took may come back once (a recompilation), and is not multiplied.
-        usual = max(floor, factor * section.longest, 2 * section.longest_at_first)
+        usual = max(floor, factor * section.longest, 2 * section.longest_at_first, section.allowed)
         return max(factor * usual, section.at_least) if section.patient else usual

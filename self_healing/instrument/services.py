@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -130,7 +130,7 @@ class ServiceGuard:
     def _function(self, reward: Callable[..., Any], service: str) -> Callable[..., Any]:
         @functools.wraps(reward)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            return self._retrying.call(service, self._mark(), reward, *args, **kwargs)
+            return self._retrying.call(service, self._mark(args, kwargs), reward, *args, **kwargs)
 
         return _named_after(reward, guarded)
 
@@ -138,7 +138,7 @@ class ServiceGuard:
         @functools.wraps(reward)
         async def guarded(*args: Any, **kwargs: Any) -> Any:
             # Of several that run at the same time, none can take back what the others have drawn or logged.
-            rewind = self._mark() if alone else _nothing
+            rewind = self._mark(args, kwargs) if alone else _remember(args, kwargs)
             return await self._retrying.call_async(service, rewind, reward, *args, **kwargs)
 
         return _named_after(reward, guarded)
@@ -176,13 +176,15 @@ class ServiceGuard:
 
         self._instrument.replace(holder, name, guarded)
 
-    def _mark(self) -> Callable[[], None]:
-        """Where random states and the metrics a reward may log stand; what it gives goes back there."""
+    def _mark(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Callable[[], None]:
+        """Where arguments, random states and the metrics a reward may log stand; what it gives goes back there."""
+        put_back = _remember(args, kwargs or {})
         rng = RandomState.capture(self._instrument.trainer.accelerator.device)
         stores = self._instrument.ledger.mark_stores()
 
         def rewind() -> None:
             with self._instrument.contained():
+                put_back()
                 rng.restore()
                 self._instrument.ledger.rewind_stores(stores)
 
@@ -323,6 +325,18 @@ def from_the_table_of_completions(error: BaseException) -> bool:
     return False
 
 
+def _remember(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], None]:
+    """What lists among the arguments hold; what it gives puts that back in place of what an attempt made of it."""
+    # Not handed over as copies: what a reward leaves in a list that it is given is seen by the next one.
+    kept = [(given, list(given)) for given in (*args, *kwargs.values()) if type(given) is list]
+
+    def put_back() -> None:
+        for given, content in kept:
+            given[:] = content
+
+    return put_back
+
+
 def _is_tracker(callback: Any) -> bool:
     return isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values()))
 
@@ -349,10 +363,6 @@ def _named_after(function: Any, guarded: Callable[..., Any]) -> Callable[..., An
     # Partials and callable objects have no name that `functools.wraps` could copy; metrics are named after it.
     guarded.__name__ = _name(function)
     return guarded
-
-
-def _nothing() -> None:
-    pass
 
 
 def _say_if_it_failed(job: Future[Any]) -> None:

@@ -139,6 +139,7 @@ class Instrument:
         self._before_save = before_save
         self._maybe_saving = self._held_back = self._saving = self._leaving = False
         self.longest_save = 0.0
+        self.owes_evaluation = False
         self._memory = memory
         self._broken = broken
         self._heals_exceptions = heals_exceptions
@@ -181,7 +182,11 @@ class Instrument:
         self._replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
         if self.can_reexecute:
             self._replace(trainer.optimizer, "step", self._in_section("optimizer", self._optimizer_step))
-        for name, section in (("_generate_single_turn", "generate"), ("_calculate_rewards", "rewards")):
+        for name, section in (
+            ("_generate_single_turn", "generate"),
+            ("_calculate_rewards", "rewards"),
+            ("_load_best_model", "load_best_model"),
+        ):
             if hasattr(trainer, name):
                 self._replace(trainer, name, self._in_section(section, _unchanged))
         optimizer = innermost(trainer.optimizer)
@@ -640,6 +645,8 @@ class Instrument:
         if self._hold.owed and (control.should_training_stop or not self._hold.open):
             control.should_save = True
         self._maybe_saving, self._held_back = True, False
+        if self.saving is not None:
+            self.saving.evaluation_may_follow()
         try:
             return original(*args, **kwargs)
         finally:
@@ -689,8 +696,25 @@ class Instrument:
         """Whether the run ends with this step, because some process (`asked`: this one) has to leave."""
         if consensus.world_size() > 1:
             asked = self.window is not None and self.window.leave_wanted
-        self._leaving = asked
+        if asked and not self._leaving:
+            self._leaving = True
+            self._keep_what_is_saved()
         return asked
+
+    def _keep_what_is_saved(self) -> None:
+        """A run that leaves is not at its end: its newest checkpoint is not to give way to the best one."""
+        args = self.trainer.args
+        theirs = args.load_best_model_at_end, args.save_total_limit
+        args.load_best_model_at_end, args.save_total_limit = False, None
+
+        def give_back() -> None:
+            args.load_best_model_at_end, args.save_total_limit = theirs
+
+        self.on_detach.append(give_back)
+
+    def owe_evaluation(self) -> None:
+        """There is no time for the evaluation that is due: whoever takes the run up does it first."""
+        self.owes_evaluation = consensus.world_size() == 1
 
     def _on_save(self, original: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if self._maybe_saving and self._held_back:
@@ -712,7 +736,13 @@ class Instrument:
 
     def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.reentry.epoch_end_begins()
-        return original(*args, **kwargs)
+        control = original(*args, **kwargs)
+        if self._leaving:
+            # The epoch need not be over, and the checkpoint is written.
+            if control.should_evaluate and self.position.at_epoch_end():
+                self.owe_evaluation()
+            control.should_log = control.should_evaluate = control.should_save = False
+        return control
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         with self.contained():
@@ -851,6 +881,17 @@ class Instrument:
     def live_state(self) -> LiveState:
         """The tensors that training changes, as they are now."""
         return live_state_of(self.trainer)
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether the last step is done, or nobody wants another one."""
+        state, control = self.trainer.state, self.trainer.control
+        return bool(control.should_training_stop) or 0 < int(state.max_steps) <= int(state.global_step)
+
+    @property
+    def loader_workers(self) -> int:
+        """Processes that load the training data."""
+        return int(self.trainer.args.dataloader_num_workers)
 
     @property
     def streams(self) -> bool:
