@@ -149,6 +149,7 @@ class Session:
                 still_training=self._still_training,
                 at_the_end=lambda: self.instrument is not None and self.instrument.at_the_end,
                 over=self.preemption.forget,
+                counts_attempts=lambda: self.record is not None,
             )
         try:
             self.watchdog.start()

@@ -104,6 +104,8 @@ class Watchdog:
             Whether the last step is done, so that there is nothing left to be recovered.
         over (`Callable[[], None]`, *optional*):
             Told when a run turns out to have ended without a word.
+        counts_attempts (`Callable[[], bool]`, *optional*):
+            Whether somebody ends a job that is started again and again without progress.
     """
 
     def __init__(
@@ -118,12 +120,14 @@ class Watchdog:
         still_training: Callable[[FrameType | None], bool] = lambda frame: True,
         at_the_end: Callable[[], bool] = lambda: False,
         over: Callable[[], None] = lambda: None,
+        counts_attempts: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
         self._heartbeat = heartbeat
         self._journal = journal
         self._hand_over = hand_over
         self._may_recover = may_recover
+        self._counts_attempts = counts_attempts
         self._before_exit = before_exit
         self._step = step
         self._still_training = still_training
@@ -329,8 +333,10 @@ class Watchdog:
         return recover and self._heartbeat.may_be_interrupted
 
     def _may_exit(self, alarm: _Alarm) -> bool:
-        if self._comes_to_its_end(alarm) or self._memory.has_left(self._step(), alarm.section):
-            # The process before this one was ended here already: what takes that long does so each time.
+        if self._comes_to_its_end(alarm):
+            return False
+        if self._memory.has_left(self._step(), alarm.section) and not self._counts_attempts():
+            # The process before this one was ended here already, and nobody would ever put an end to that.
             return False
         return self._config.hang_action == "recover" and restarts_on_exit(self._config)
 

@@ -173,6 +173,15 @@ def test_a_hang_in_native_code_is_healed_by_a_restart(
     assert "minutes_in_native_code" in stacks.read_text()
 
 
+def test_a_hang_that_comes_again_in_the_next_process_is_healed_by_the_one_after_it(
+    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    config = {"hang_floor_seconds": 1.0, "hang_grace_seconds": 1.0, "hang_learning_steps": 1}
+    assert until_it_ends(job, 4, fault="native_hang", step=6, times=2, config=config) == [75, 75, 0]
+    assert job_result(job)["weights"] == plain["weights"]
+
+
 def test_a_quarantined_sample_is_not_touched_by_the_process_that_is_started_next(
     tmp_path: Path, start: Callable[..., int], until_it_ends: Callable[..., list[int]]
 ) -> None:
