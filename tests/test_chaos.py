@@ -163,7 +163,13 @@ def test_drawing_does_not_touch_the_random_state_of_the_run() -> None:
     assert random.getstate() == before
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("Trainer", "SFTTrainer", "GRPOTrainer") else pytest.param(name, marks=pytest.mark.slow)
+        for name in TRAINERS
+    ],
+)
 def test_a_fault_strikes_once_at_its_step(name: str, tmp_path: Path, tokenizer: Any) -> None:
     trainer, rows = rehearsed(tmp_path, tokenizer, "nan_loss@1,inf_gradient@2", TRAINERS[name], max_steps=4)
     assert trainer.state.global_step == 4

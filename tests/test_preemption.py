@@ -52,7 +52,7 @@ class SignalAt(TrainerCallback):
             time.sleep(self.seconds)
 
 
-@pytest.mark.parametrize(("signum", "code"), [("sigterm", 143), ("sigusr1", 75)])
+@pytest.mark.parametrize(("signum", "code"), [("sigterm", 143), pytest.param("sigusr1", 75, marks=pytest.mark.slow)])
 def test_the_step_is_finished_and_saved_and_the_restart_goes_on_bitwise(
     tmp_path: Path,
     start: Callable[..., int],
@@ -91,6 +91,7 @@ def test_a_step_that_takes_too_long_is_left_and_the_state_before_it_saved(
     assert job_result(job)["weights"] == job_result(plain)["weights"]
 
 
+@pytest.mark.slow
 def test_at_the_deadline_the_process_ends_whatever_it_does(tmp_path: Path, start: Callable[..., int]) -> None:
     job = tmp_path / "job"
     began = time.monotonic()

@@ -173,6 +173,7 @@ def test_a_hang_in_native_code_is_healed_by_a_restart(
     assert "minutes_in_native_code" in stacks.read_text()
 
 
+@pytest.mark.slow
 def test_a_hang_that_comes_again_in_the_next_process_is_healed_by_the_one_after_it(
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -304,6 +305,7 @@ def test_whoever_names_a_checkpoint_begins_another_branch(
     assert job_result(job)["weights"] == plain["weights"]
 
 
+@pytest.mark.slow
 def test_a_pod_that_fails_again_and_again_ends_within_the_budget(tmp_path: Path, start: Callable[..., int]) -> None:
     job = tmp_path / "job"
     options = {"fault": "bug", "step": 6, "times": 100, "resume": "auto", "config": {"max_recovery_attempts": 2}}
@@ -313,6 +315,7 @@ def test_a_pod_that_fails_again_and_again_ends_within_the_budget(tmp_path: Path,
     assert len(postmortems(job)) == 1
 
 
+@pytest.mark.slow
 def test_two_runs_may_share_a_healing_dir(tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]) -> None:
     config = {"healing_dir": str(tmp_path / "healing")}
     assert start(tmp_path / "one", fault="sigterm", step=5, config=config) == 143
@@ -348,6 +351,7 @@ def test_where_the_record_cannot_be_read_a_restart_takes_the_newest_checkpoint(
     assert job_result(job)["weights"] == plain["weights"]
 
 
+@pytest.mark.slow
 def test_preemptions_without_progress_are_no_crash_loop(tmp_path: Path, start: Callable[..., int]) -> None:
     job = tmp_path / "job"
     options = {"fault": "deaf_sigterm", "step": 1, "times": 3, "resume": "auto"}
