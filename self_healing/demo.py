@@ -288,26 +288,26 @@ class PoisonSample(Fault):
 
 
 class DroppedConnection(Fault):
-    """The data collator fetches something over the network, and the connection drops."""
+    """A callback tells a server how far the run is, and the connection drops."""
 
     name = "dropped connection"
-    what = "the connection drops while the next batch is fetched"
+    what = "the connection to a server that a callback talks to drops"
     failure = FailureType.NETWORK
 
     def inject(self, trainer: Any) -> None:
-        collate, calls = trainer.data_collator, 0
-        # accelerate's loader is one batch ahead: the second call of a window is certain to come in that window.
-        fatal = self.step * trainer.args.gradient_accumulation_steps + 2
+        trainer.add_callback(_Telling(self))
 
-        def fetch(rows: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == fatal:
-                self.strike()
-                raise ConnectionError("the server closed the connection")
-            return collate(rows)
 
-        trainer.data_collator = fetch
+class _Telling(TrainerCallback):
+    def __init__(self, fault: DroppedConnection) -> None:
+        self.fault = fault
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step == self.fault.step and not self.fault.fired:
+            self.fault.strike()
+            raise ConnectionError("the server closed the connection")
 
 
 # ---- what the terminal shows ----

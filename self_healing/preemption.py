@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -87,7 +88,7 @@ class Preemption:
             target=self._keep_the_deadline, args=(reading,), name="self_healing preemption", daemon=True
         ).start()
         for signum in EXIT_CODES:
-            self._earlier[signum] = signal.signal(signum, self._on_signal)
+            self._earlier[signum] = _before_stale_ones(signum, signal.signal(signum, self._on_signal))
 
     def release(self) -> None:
         """Gives the signals back, where nobody else has taken them since."""
@@ -135,8 +136,12 @@ class Preemption:
                 raise Interruption("the step did not end in time to be saved", FailureType.PREEMPTED)
             return
         if not self._still_training(frame):
-            self.release()
-            os.kill(os.getpid(), signum)
+            if signal.getsignal(signum) == self._on_signal:
+                self.release()
+                os.kill(os.getpid(), signum)
+            else:
+                # Whoever has the signal now has passed it on.
+                self._call_earlier(signal.Signals(signum), frame)
             return
         first = self.requested is None
         if first:
@@ -180,6 +185,15 @@ class Preemption:
             self._note(text)
         logging.shutdown()
         os._exit(self.exit_code)
+
+
+def _before_stale_ones(signum: signal.Signals, handler: Any) -> Any:
+    """What was there before handlers of runs that an exception has ended without a word."""
+    owner = getattr(handler, "__self__", None)
+    while isinstance(owner, Preemption) and not owner._still_training(sys._getframe()):
+        handler = owner._earlier.get(signum, signal.SIG_DFL)
+        owner = getattr(handler, "__self__", None)
+    return handler
 
 
 def _is_just_in_time(handler: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Starter, job_log, job_result
 
-from self_healing.chaos import KINDS, survived
+from self_healing.chaos import KINDS, parse_fault, survived
 
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def test_it_is_survived(
     result: dict[str, Any] = job_result(job)
     assert result["steps"] == STEPS
     told = survived(tmp_path / "job.chaos.jsonl", job)
-    assert {strike.fault.partition(":")[0] for strike in told if strike.effect} == set(KINDS)
+    assert {parse_fault(strike.fault).kind for strike in told if strike.effect} == set(KINDS)
     assert [strike for strike in told if not strike.survived] == []
     bound = max(0.05 * statistics.mean(undisturbed), 2 * statistics.stdev(undisturbed))
     assert result["held_out"] <= statistics.mean(undisturbed) + bound

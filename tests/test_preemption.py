@@ -321,3 +321,17 @@ def test_once_train_was_left_behind_our_back_signals_are_what_they_were(tmp_path
     os.kill(os.getpid(), signal.SIGTERM)
     assert called == [signal.SIGTERM]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_run_after_one_that_was_left_behind_our_back_is_preempted_as_ever(tmp_path: Path, tokenizer: Any) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    for name in ("one", "two"):
+        left = sft_trainer(tmp_path / name, tokenizer, callbacks=[SelfHealingCallback(), Raises()])
+        with pytest.raises(ValueError, match="a bug"):
+            left.train()
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2)])
+    with pytest.raises(SystemExit) as leaving:
+        SelfHealingTrainer(trainer).train()
+    assert leaving.value.code == 143
+    # Not those of the runs before, which have ended.
+    assert signal.getsignal(signal.SIGTERM) is before
