@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import operator
 import os
 import re
 import reprlib
@@ -35,13 +36,13 @@ RuleAction = Literal["alert", "rollback", "stop"]
 OBJECTIVES = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation", "ebft", "generic")
 
 _TRENDS = ("rising", "falling", "flat")
-# What the other relations say of a value, its bound and the tolerance.
-_COMPARISONS: dict[str, Callable[[float, float, float], bool]] = {
-    "below": lambda value, bound, tolerance: value < bound,
-    "above": lambda value, bound, tolerance: value > bound,
-    "at_least": lambda value, bound, tolerance: value >= bound,
-    "at_most": lambda value, bound, tolerance: value <= bound,
-    "near": lambda value, bound, tolerance: abs(value - bound) <= tolerance,
+# How the other relations compare a value with its bound; "near" compares the distance between them with its tolerance.
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "below": operator.lt,
+    "above": operator.gt,
+    "at_least": operator.ge,
+    "at_most": operator.le,
+    "near": operator.le,
 }
 # Observations of a metric whose median is the run's own early level.
 _EARLY = 10
@@ -452,24 +453,27 @@ def _holds(part: Condition, series: _Series, limits: Mapping[str, float]) -> boo
         return False
     if part.relation in _TRENDS:
         return _moves(part, series.recent, bound)
-    compare = _COMPARISONS[part.relation]
-    if part.share is None:
-        return compare(series.value, bound, part.tolerance)
-    window = list(series.recent)[-part.window :]
-    return sum(compare(value, bound, part.tolerance) for value in window) >= part.share * len(window)
+    values = [series.value] if part.share is None else list(series.recent)[-part.window :]
+    if part.relation == "near":
+        values, bound = [abs(value - bound) for value in values], part.tolerance
+    holding = sum(map(_COMPARISONS[part.relation], values, repeat(bound)))
+    return holding >= (1 if part.share is None else part.share * len(values))
 
 
 def _moves(part: Condition, recent: Sequence[float], size: float) -> bool:
-    window = list(recent)[-part.window :]
-    if len(window) < part.window:
+    if len(recent) < part.window:
         return False
+    window = list(recent)[-part.window :]
     third = part.window // 3
-    thirds = window[:third], window[third:-third], window[-third:]
-    first, middle, last = map(median, thirds)
+    first, last = median(window[:third]), median(window[-third:])
     if part.relation == "flat":
         return abs(last - first) < size
     change = last - first if part.relation == "rising" else first - last
-    if change < size or not min(first, last) <= middle <= max(first, last):
+    if change < size:
+        return False
+    thirds = window[:third], window[third:-third], window[-third:]
+    middle = median(thirds[1])
+    if not min(first, last) <= middle <= max(first, last):
         return False
     centred = zip(thirds, (first, middle, last), strict=True)
     deviations = [abs(value - centre) for values, centre in centred for value in values]

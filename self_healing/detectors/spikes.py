@@ -25,6 +25,8 @@ class UsualSpikes:
 
     def stands_out(self, reading: Reading) -> bool:
         """Whether a spike is higher (in natural-log units) than what is usual. Changes nothing."""
+        if len(self._recent) < 2:
+            return True
         heights = sorted(height for at, height in self._recent if at > reading.step - _USUAL_STEPS)
         return len(heights) < 2 or reading.height > 1.5 * heights[-2]
 
@@ -85,10 +87,10 @@ class LossSpikeDetector:
         beyond_factor = self.factor > 0 and reading.value > self.factor * reading.level
         spike = reading.z > self.threshold or beyond_factor
         first, self._above = spike and not self._above, spike
-        stands_out = self._usual.stands_out(reading)
+        stands_out = first and self._usual.stands_out(reading)
         if first:
             self._usual.add(reading)
-        if first and stands_out:
+        if stands_out:
             limits = {"threshold": self.threshold} | ({"factor": self.factor} if beyond_factor else {})
             return Symptom("loss_spike", reading.step, reading.evidence() | limits)
         if (first or not spike) and reading.z > self.notice_threshold:

@@ -6,10 +6,9 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 
 # Turns a median absolute deviation into the standard deviation of a normal distribution, 1 / Φ⁻¹(3/4).
@@ -18,10 +17,9 @@ MAD_TO_SIGMA = 1.4826
 FOUR_IN_FIVE = 1.2816
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """
-    One value next to its baseline.
+    One value next to its baseline. (A tuple: several are made each step, and a frozen dataclass takes thrice as long.)
 
     Args:
         step (`int`):
@@ -77,6 +75,8 @@ class SortedWindow:
         self.size = size
         self.values: deque[float] = deque(values, maxlen=size)
         self.ordered = sorted(self.values)
+        # How many of the nearer half lay below the centre the last time: the place to look first.
+        self._below = 0
 
     def __len__(self) -> int:
         return len(self.ordered)
@@ -97,22 +97,22 @@ class SortedWindow:
         """
         Median distance from a centre (upper median for an even count).
 
-        The distances below and above the centre are sorted already; how many of each are among the smaller half is
-        found by bisection, O(log size).
+        The distances below and above the centre are sorted already; how many of each are among the smaller half
+        hardly changes from one value to the next, so it is looked for from where it was.
         """
         ordered = self.ordered
         split = bisect_left(ordered, centre)
         wanted = len(ordered) // 2 + 1
         fewest, most = max(0, wanted - (len(ordered) - split)), min(wanted, split)
-        while fewest < most:
-            below = (fewest + most) // 2
-            # The next one below against the last one above that would be taken instead.
-            if centre - ordered[split - 1 - below] < ordered[split + wanted - below - 1] - centre:
-                fewest = below + 1
-            else:
-                most = below
-        above = wanted - fewest
-        furthest_below = centre - ordered[split - fewest] if fewest else 0.0
+        below = min(max(self._below, fewest), most)
+        # One more below while it is nearer than the last one above, which it replaces; fewer while it is not.
+        while below < most and centre - ordered[split - 1 - below] < ordered[split + wanted - 1 - below] - centre:
+            below += 1
+        while below > fewest and centre - ordered[split - below] >= ordered[split + wanted - below] - centre:
+            below -= 1
+        self._below = below
+        above = wanted - below
+        furthest_below = centre - ordered[split - below] if below else 0.0
         furthest_above = ordered[split + above - 1] - centre if above else 0.0
         return max(furthest_below, furthest_above)
 
@@ -191,33 +191,23 @@ class LogTrend:
         self._accepted = 0
         self._held: deque[float] = deque()
         self._outside: deque[float] = deque(maxlen=level_window)
+        self.level: float | None = None
+        """The baseline in the quantity's own units; `None` before the first accepted value."""
+        self.scale = floor
+        """Usual distance from the baseline, in natural-log units; what a z is counted in."""
+        self._settle()
 
     @property
     def ready(self) -> bool:
         """Whether enough values have been accepted to judge others by them."""
         return self._accepted >= self.warmup
 
-    @property
-    def level(self) -> float | None:
-        """The baseline in the quantity's own units; `None` before the first accepted value."""
-        return math.exp(self._level) - (self._added or 0.0) if self._accepted else None
-
-    @property
-    def scale(self) -> float:
-        """Usual distance from the baseline, in natural-log units; what a z is counted in."""
-        # A quarter of the offset, 0.5 % of the first value, is nothing to be excited about either.
-        least = 0.25 * (self._added or 0.0) / math.exp(self._level)
-        if self._accepted < self._recent.size:
-            least = max(least, self.early_floor)
-        return max(self._scale, least)
-
     def read(self, step: int, value: float) -> Reading:
         """Sets a value next to the baseline. Changes nothing."""
         if not self.ready:
             return Reading(step, value, None, None, None, len(self._recent))
-        scale = self.scale
-        z = (self._logarithm(value) - self._level) / scale if _has_logarithm(value) else None
-        return Reading(step, value, z, self.level, scale, len(self._recent))
+        z = (self._logarithm(value) - self._level) / self.scale if _has_logarithm(value) else None
+        return Reading(step, value, z, self.level, self.scale, len(self._recent))
 
     def accept(self, reading: Reading, hold: bool = False) -> bool:
         """
@@ -298,6 +288,17 @@ class LogTrend:
         reach = 2 * self._scale
         # Before there is a scale, the median alone.
         self._level = self._recent.winsorized_mean(middle - reach, middle + reach) if self._deviations else middle
+        self._settle()
+
+    def _settle(self) -> None:
+        """Level and scale as others see them, once for each change and not for each look at them."""
+        added, level = self._added or 0.0, math.exp(self._level)
+        self.level = level - added if self._accepted else None
+        # A quarter of the offset, 0.5 % of the first value, is nothing to be excited about either.
+        least = 0.25 * added / level
+        if self._accepted < self._recent.size:
+            least = max(least, self.early_floor)
+        self.scale = max(self._scale, least)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything it remembers, as JSON; exact."""
@@ -321,6 +322,7 @@ class LogTrend:
         self._accepted = state["accepted"]
         self._added = state["added"]
         self._outside = deque(state["outside"], maxlen=self._recent.size)
+        self._settle()
 
 
 def _has_logarithm(value: float) -> bool:
