@@ -16,10 +16,11 @@ from .actions import HealingActions, HealingContext
 from .config import HealingConfig
 from .data import QUARANTINE_FILE, BadSample, Findings, dataset_fingerprint, describe_name, why_not_appendable
 from .failures import Action, FailureType
-from .instrument.loading import LoaderGuard
-from .sample_guard import DataSourceError, Guard
+from .instrument.loading import TrainingLoader
+from .sample_guard import DataSourceError, Guard, GuardedCollator, GuardedDataset
 from .services import RetryPolicy, ServiceCalls
 from .session import Session
+from .stream_guard import GuardedStream
 
 
 logger = logging.getLogger("self_healing")
@@ -46,26 +47,26 @@ class SampleHealer:
         self.config = config
         self.session = session
         self.actions = actions
-        self._loading: LoaderGuard | None = None
+        self._loading: TrainingLoader | None = None
         self._findings: Findings | None = None
         self._drawn = 0
 
     def attach(self) -> None:
         """Called with the instrument attached. A loader that cannot be guarded is left as it is."""
-        loading: LoaderGuard | None = None
+        loading: TrainingLoader | None = None
         try:
-            loading = LoaderGuard(self._instrument.trainer)
+            loading = TrainingLoader(self._instrument.trainer)
             if loading.dataset is not None:
                 self._attach(loading)
             else:
                 logger.info("The training data are not guarded: their loader is of a kind that cannot be.")
         except Exception:
             if loading is not None:
-                loading.detach()
+                loading.restore()
             self._loading = None
             logger.error("The training data could not be guarded; training goes on without that.", exc_info=True)
 
-    def _attach(self, loading: LoaderGuard) -> None:
+    def _attach(self, loading: TrainingLoader) -> None:
         instrument, session = self._instrument, self.session
         args = instrument.trainer.args
         fingerprint = dataset_fingerprint(loading.dataset)
@@ -81,13 +82,17 @@ class SampleHealer:
         guard = Guard(findings, int(seed), self._retry(loading), names_only)
         if not loading.has_workers:
             guard.alive = session.heartbeat.start_over
-        loading.attach(guard)
-        instrument.on_detach.append(loading.detach)
+        guarded: GuardedStream | GuardedDataset
+        guarded = GuardedStream(loading.dataset, guard) if loading.streams else GuardedDataset(loading.dataset, guard)
+        loading.read_from(guarded, GuardedCollator(loading.collate, guard, guarded))
+        instrument.on_detach.append(loading.restore)
+        instrument.on_detach.append(guard.stand_down)
         if names_only:
             return
         self._loading, self._findings = loading, findings
         self._drawn = instrument.step * int(args.gradient_accumulation_steps) * loading.samples_per_batch
-        instrument.position.actual = loading.actual
+        if isinstance(guarded, GuardedDataset):
+            instrument.position.actual = guarded.actual
         instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
 
     def _let_workers_tell(self, findings: Findings) -> None:
@@ -105,7 +110,7 @@ class SampleHealer:
             error,
         )
 
-    def _retry(self, loading: LoaderGuard) -> Callable[..., Any]:
+    def _retry(self, loading: TrainingLoader) -> Callable[..., Any]:
         if loading.has_workers:
             # It goes to another process, where there is no journal.
             return RetryPolicy.of(self.config).call
@@ -154,7 +159,7 @@ class SampleHealer:
         if len(bad) > limit:
             self._end_for_too_many(bad, limit)
 
-    def _limit(self, loading: LoaderGuard) -> float:
+    def _limit(self, loading: TrainingLoader) -> float:
         whole = math.inf if loading.samples is None else loading.samples
         return self.config.max_bad_data_fraction * min(whole, max(self._drawn, _AT_LEAST))
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .journal import jsonable
+from .strict_json import jsonable
 
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import platform
 import sys
@@ -29,6 +28,7 @@ from .detectors import Symptom
 from .detectors.symptom import Severity
 from .failures import FAILURE_RECIPES, FailureType
 from .known_errors import match_known_error
+from .strict_json import jsonable
 
 
 logger = logging.getLogger("self_healing")
@@ -113,19 +113,6 @@ class Incident:
             "seconds_lost": round(self.seconds_lost, 3),
             "outcome": self.outcome,
         }
-
-
-def jsonable(value: Any) -> Any:
-    """The value as strict JSON holds it: a number that is not finite becomes its name, anything unknown its repr."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [jsonable(inner) for inner in value]
-    return repr(value)
 
 
 class Journal:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from .journal import jsonable
+from .strict_json import jsonable
 
 
 logger = logging.getLogger("self_healing")

@@ -33,7 +33,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator, set_se
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.data import BadSample, Findings, Quarantine, why_not_appendable
 from self_healing.failures import FailureType, classify_exception
-from self_healing.instrument.loading import LoaderGuard
+from self_healing.instrument.loading import TrainingLoader
 from self_healing.sample_guard import DataSourceError, Guard, GuardedCollator, GuardedDataset, candidates
 from self_healing.services import RetryPolicy
 from self_healing.stream_guard import GuardedStream
@@ -880,7 +880,7 @@ def test_a_dataset_may_give_several_samples_as_a_generator(tmp_path: Path) -> No
 
 def test_a_loader_of_a_kind_of_its_own_is_left_alone() -> None:
     trainer = SimpleNamespace(callback_handler=SimpleNamespace(train_dataloader=[{"input_ids": torch.ones(1, 2)}]))
-    assert LoaderGuard(trainer).dataset is None
+    assert TrainingLoader(trainer).dataset is None
 
 
 class Loader(TrainerCallback):

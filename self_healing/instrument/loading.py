@@ -1,4 +1,4 @@
-"""How guards get into the trainer's data loader, and out of it again."""
+"""What the trainer's data loader reads from and collates with, for others to put something in front of."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from typing import Any
 from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
-from ..sample_guard import Guard, GuardedCollator, GuardedDataset
-from ..stream_guard import GuardedStream
 
-
-class LoaderGuard:
+class TrainingLoader:
     """
-    Puts guards into the training data loader of one trainer. Those of evaluations are left alone.
+    The training data loader of one trainer, and what it reads from. The loaders of evaluations are left alone.
 
     torch refuses to set `dataset` on a loader that exists, though its iterators, made at the beginning of each epoch,
     read it then; so do the loaders that accelerate makes of this one to skip what was trained on.
@@ -36,37 +33,29 @@ class LoaderGuard:
             self._dataset_of, self.dataset = self.dataset, self.dataset.dataset
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             self.dataset = None
-        self._guarded: GuardedDataset | GuardedStream | None = None
-        self._guard: Guard | None = None
-        self._collate: Any = None
+        self.collate: Any = getattr(self._loader, "__dict__", {}).get("collate_fn")
 
-    def attach(self, guard: Guard) -> None:
+    def read_from(self, dataset: Any, collate: Any) -> None:
         """
-        From here on samples that cannot be used are replaced.
+        From here on the loader takes its samples from another dataset, and makes batches of them in another way.
 
         Args:
-            guard ([`Guard`]):
-                What the guards share.
+            dataset (`Any`):
+                Of the same kind as `self.dataset`.
+            collate (`Callable[[list], Any]`):
+                In place of `self.collate`.
         """
-        self._guard = guard
-        streams = isinstance(self.dataset, IterableDataset)
-        self._guarded = GuardedStream(self.dataset, guard) if streams else GuardedDataset(self.dataset, guard)
-        self._collate = vars(self._loader)["collate_fn"]
-        vars(self._dataset_of)["dataset"] = self._guarded
-        vars(self._loader)["collate_fn"] = GuardedCollator(self._collate, guard, self._guarded)
+        vars(self._dataset_of)["dataset"] = dataset
+        vars(self._loader)["collate_fn"] = collate
 
-    def detach(self) -> None:
-        """Gives the loader back as it was. What has been made of it already passes everything on."""
-        if self._guard is None:
-            return
-        self._guard.off = True
-        vars(self._dataset_of)["dataset"] = self.dataset
-        vars(self._loader)["collate_fn"] = self._collate
-        self._guard = None
+    def restore(self) -> None:
+        """Gives the loader back as it was. Its iterators that exist already are not reached."""
+        if self.dataset is not None:
+            self.read_from(self.dataset, self.collate)
 
-    def actual(self, index: int) -> int:
-        """The sample that is used for an index."""
-        return self._guarded.actual(index) if isinstance(self._guarded, GuardedDataset) else index
+    @property
+    def streams(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
 
     @property
     def has_workers(self) -> bool:
