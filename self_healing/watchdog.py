@@ -70,6 +70,7 @@ class _Alarm:
     section: str
     since: float
     limit: float
+    known: bool
     incident: Incident | None = None
     stage: _Stage = _Stage.ALERTING
     deadline: float = 0.0
@@ -268,9 +269,10 @@ class Watchdog:
             if elapsed >= alarm.deadline:
                 self._next_stage(alarm, elapsed, stopping)
             return
-        limit = heartbeat.limit(section, self._config.hang_factor, self._config.hang_floor_seconds)
-        if limit is not None and elapsed > limit:
-            self._sound(_Alarm(beats, section.name, since, limit), elapsed, stopping)
+        learned = heartbeat.limit(section, self._config.hang_factor, self._config.hang_floor_seconds)
+        limit = heartbeat.limit_at_first(section, self._config.hang_floor_seconds) if learned is None else learned
+        if elapsed > limit:
+            self._sound(_Alarm(beats, section.name, since, limit, learned is not None), elapsed, stopping)
 
     def _is_over(self, section: str, elapsed: float) -> bool:
         # Whatever raises leaves the parts it lies in: not asked within a step, however long that takes.
@@ -327,22 +329,25 @@ class Watchdog:
             self._moves_again(alarm)
 
     def _may_interrupt(self, alarm: _Alarm) -> bool:
-        if self._comes_to_its_end(alarm):
+        if self._is_only_told(alarm):
             return False
         recover = self._config.hang_action == "recover" and self._signal is not None and self._may_recover()
         return recover and self._heartbeat.may_be_interrupted
 
     def _may_exit(self, alarm: _Alarm) -> bool:
-        if self._comes_to_its_end(alarm):
+        if self._is_only_told(alarm):
             return False
         if self._memory.has_left(self._step(), alarm.section) and not self._counts_attempts():
             # The process before this one was ended here already, and nobody would ever put an end to that.
             return False
         return self._config.hang_action == "recover" and restarts_on_exit(self._config)
 
-    def _comes_to_its_end(self, alarm: _Alarm) -> bool:
-        """Whether what takes long is what comes after the last step: uploads, the best model."""
-        return alarm.section == BETWEEN and self._at_the_end()
+    def _is_only_told(self, alarm: _Alarm) -> bool:
+        """
+        Whether nobody knows how long it may take: one of the first times of a part, or what comes after the last step
+        (uploads, the best model).
+        """
+        return not alarm.known or (alarm.section == BETWEEN and self._at_the_end())
 
     def _interrupt(self, alarm: _Alarm, stopping: threading.Event) -> None:
         with self._lock:

@@ -548,7 +548,7 @@ def job_log(output_dir: Path) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def settled_imports() -> None:
-    """Trainers collect garbage before and after each training: a third of all time here goes into what was imported."""
+    """Trainers collect garbage at each training, and a third of all time here would go into what was imported."""
     gc.collect()
     gc.freeze()
 

@@ -114,12 +114,19 @@ def limit(heartbeat: Heartbeat, name: str) -> float | None:
     return heartbeat.limit(heartbeat.sections[name], factor=10.0, floor=60.0)
 
 
-def test_the_first_times_of_a_part_are_not_watched(clock: Clock) -> None:
+def test_the_first_times_of_a_part_have_no_limit_but_half_an_hour_to_be_told_of(clock: Clock) -> None:
     heartbeat = Heartbeat(3, clock)
     spend(heartbeat, clock, "step", 1.0, 1.0)
     assert limit(heartbeat, "step") is None
+    assert heartbeat.limit_at_first(heartbeat.sections["step"], 60.0) == 1800.0
     spend(heartbeat, clock, "step", 1.0)
     assert limit(heartbeat, "step") == 60.0
+
+
+def test_a_stream_that_is_skipped_at_first_may_take_as_long_as_it_was_given(clock: Clock) -> None:
+    heartbeat = Heartbeat(3, clock)
+    heartbeat.be_patient("data", at_least=7200.0)
+    assert heartbeat.limit_at_first(heartbeat.sections["data"], 60.0) == 7200.0
 
 
 def test_one_checkpoint_and_one_evaluation_are_enough_to_know_them(clock: Clock) -> None:
@@ -522,6 +529,20 @@ def test_after_the_last_step_nothing_is_interrupted_or_ended(tmp_path: Path) -> 
         desk.wait_between(1.5)
     assert actions(tmp_path) == ["write_stacks"]
     assert outcomes(tmp_path) == ["self_recovered"]
+
+
+def test_the_first_time_of_a_part_that_hangs_is_told_of_and_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    settings = {"hang_floor_seconds": 0.05, "hang_grace_seconds": 0.1}
+    with Desk(tmp_path, **settings) as desk, desk.heartbeat.section("evaluate"):
+        time.sleep(2.5)
+    assert actions(tmp_path) == ["write_stacks"]
+    assert outcomes(tmp_path) == ["self_recovered"]
+    assert "no sign of life from 'evaluate'" in caplog.text
+    assert "test_watchdog.py" in stacks(tmp_path)
 
 
 def test_where_an_exit_has_not_helped_the_next_process_is_not_ended_again(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ NEVER_WATCHED = frozenset({"load_best_model"})
 _KNOWN_AFTER_ONE = frozenset({"save", "evaluate", "on_save", "on_epoch_end"})
 # Times per step that nothing else is going on.
 _BETWEEN_PER_STEP = 4
+# Floors that a part may take of which nothing is known: half an hour, longer than most compilations and downloads.
+_FLOORS_AT_FIRST = 30.0
 
 
 @dataclass(slots=True)
@@ -199,3 +201,8 @@ class Heartbeat:
         # What only the first times took may come back once (a recompilation), and is not multiplied.
         usual = max(floor, factor * section.longest, 2 * section.longest_at_first, section.allowed)
         return max(factor * usual, section.at_least) if section.patient else usual
+
+    @staticmethod
+    def limit_at_first(section: Section, floor: float) -> float:
+        """Seconds after which somebody should be told of a part that is not known yet, though it may well be fine."""
+        return max(_FLOORS_AT_FIRST * floor, 2 * section.longest_at_first, section.at_least, section.allowed)
