@@ -23,6 +23,7 @@ from conftest import (
     sft_trainer,
     weights,
 )
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
@@ -63,21 +64,26 @@ def assert_same_run(trainer: Any, output: Any, clean: Any, expected: Any) -> Non
     assert output.metrics["train_loss"] == expected.metrics["train_loss"]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> tuple[Any, Any]:
+    """Two epochs in which nothing goes wrong, and what `train()` returned."""
+    trainer = sft_trainer(tmp_path_factory.mktemp("undisturbed"), tokenizer, **TWO_EPOCHS)
+    return trainer, trainer.train()
+
+
 @pytest.mark.parametrize(
     "forwards",
     [(1,), (2,), (3,), (8,), (17,), (18,), (23,), (7, 8), (7, 9), (17, 18, 19)],
     ids=lambda forwards: "forward " + ",".join(map(str, forwards)),
 )
 def test_a_lost_connection_in_the_model_costs_no_step(
-    tmp_path: Path, tokenizer: Any, forwards: tuple[int, ...]
+    tmp_path: Path, tokenizer: Any, undisturbed: tuple[Any, Any], forwards: tuple[int, ...]
 ) -> None:
-    clean = sft_trainer(tmp_path / "clean", tokenizer, **TWO_EPOCHS)
-    expected = clean.train()
     trainer = sft_trainer(tmp_path / "healed", tokenizer, **TWO_EPOCHS)
     fault = RaisingForward(trainer.model, lambda forward: forward in forwards, lost_connection)
     output = heal(trainer)
     assert fault.fired == len(forwards)
-    assert_same_run(trainer, output, clean, expected)
+    assert_same_run(trainer, output, *undisturbed)
     assert all(event["steps_lost"] == 0 for event in journal(tmp_path / "healed", "outcome"))
     assert not list((tmp_path / "healed").glob("checkpoint-*")), "emergency checkpoints that served are removed"
 
@@ -88,15 +94,13 @@ def test_a_lost_connection_in_the_model_costs_no_step(
     ids=lambda calls: "batch " + ",".join(map(str, calls)),
 )
 def test_a_lost_connection_in_the_collator_costs_no_step(
-    tmp_path: Path, tokenizer: Any, calls: tuple[int, ...]
+    tmp_path: Path, tokenizer: Any, undisturbed: tuple[Any, Any], calls: tuple[int, ...]
 ) -> None:
-    clean = sft_trainer(tmp_path / "clean", tokenizer, **TWO_EPOCHS)
-    expected = clean.train()
     trainer = sft_trainer(tmp_path / "healed", tokenizer, **TWO_EPOCHS)
     trainer.data_collator = RaisingCollator(trainer.data_collator, calls, lost_connection)
     output = heal(trainer)
     assert trainer.data_collator.fired == len(calls)
-    assert_same_run(trainer, output, clean, expected)
+    assert_same_run(trainer, output, *undisturbed)
 
 
 @pytest.mark.parametrize("again", ["in the worker", "by the wrapper"])
@@ -184,6 +188,22 @@ def test_a_reward_service_that_fails_costs_no_step(tmp_path: Path, tokenizer: An
     assert_same_run(trainer, output, clean, expected)
 
 
+EVALUATED_AND_SAVED = {
+    **TWO_EPOCHS,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 5,
+    "trainer_kwargs": {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a row of text"] * 4})},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed_with_all_events(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> tuple[Any, Any]:
+    trainer = sft_trainer(tmp_path_factory.mktemp("undisturbed"), tokenizer, **EVALUATED_AND_SAVED)
+    return trainer, trainer.train()
+
+
 @pytest.mark.parametrize("position", [pytest.param("first", marks=pytest.mark.slow), "last"])
 @pytest.mark.parametrize(
     ("event", "step"),
@@ -210,22 +230,16 @@ def test_a_reward_service_that_fails_costs_no_step(tmp_path: Path, tokenizer: An
     ],
 )
 def test_a_callback_that_raises_anywhere_costs_no_step(
-    tmp_path: Path, tokenizer: Any, event: str, step: int, position: str
+    tmp_path: Path,
+    tokenizer: Any,
+    undisturbed_with_all_events: tuple[Any, Any],
+    event: str,
+    step: int,
+    position: str,
 ) -> None:
-    from datasets import Dataset
-
-    arguments = {
-        **TWO_EPOCHS,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 5,
-        "trainer_kwargs": {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a row of text"] * 4})},
-    }
-    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
-    expected = clean.train()
+    clean, expected = undisturbed_with_all_events
     raising = RaisingAt(event, step)
-    trainer = sft_trainer(tmp_path / "healed", tokenizer, **arguments)
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, **EVALUATED_AND_SAVED)
     if position == "first":
         trainer.callback_handler.callbacks.insert(0, raising)
     wrapper = SelfHealingTrainer(trainer, callbacks=None, sleep=lambda _: None)
