@@ -17,6 +17,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from .interception import Interception
 from .random_state import RandomState
+from .replacing import Replacements
 from .wrapping import Instrument
 
 
@@ -205,7 +206,7 @@ class ReportingGuard:
     def __init__(self, trainer: Trainer, containing: Containing) -> None:
         self._trainer: Any = trainer
         self._containing = containing
-        self._originals: list[tuple[Any, str, Any, bool]] = []
+        self._replaced = Replacements()
         self._followed: list[Future[Any]] = []
 
     def attach(self) -> None:
@@ -227,40 +228,25 @@ class ReportingGuard:
                 for event in _events_of(callback):
                     self._guard(callback, event, type(callback).__name__)
         if trainer.args.push_to_hub:
-            self._replace(trainer, "_push_from_checkpoint", self._push)
-            self._replace(trainer, "_finish_current_push", self._finish_push)
+            self._replaced.wrap(trainer, "_push_from_checkpoint", self._push)
+            self._replaced.wrap(trainer, "_finish_current_push", self._finish_push)
         if getattr(trainer, "log_completions", False):
-            self._replace(trainer, "log", self._log)
+            self._replaced.wrap(trainer, "log", self._log)
 
     def detach(self) -> None:
         """Gives the trainer and its callbacks back as they were."""
-        for holder, name, original, was_set in reversed(self._originals):
-            if was_set:
-                setattr(holder, name, original)
-            else:
-                vars(holder).pop(name, None)
-        self._originals.clear()
+        self._replaced.give_back()
         self._report_pushes()
         for job in self._followed:
             # It ends when nobody looks any more: at least it is said.
             job.add_done_callback(_say_if_it_failed)
         self._followed.clear()
 
-    def _replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(holder, name)
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        self._originals.append((holder, name, original, name in vars(holder)))
-        setattr(holder, name, replaced)
-
     def _guard(self, callback: TrainerCallback, event: str, service: str) -> None:
         def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return self._call(service, original, *args, **kwargs)
 
-        self._replace(callback, event, guarded)
+        self._replaced.wrap(callback, event, guarded)
 
     def _call(self, service: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A client that fails may have drawn the jitter of its own retries from the run's generators.

@@ -28,6 +28,7 @@ from .out_of_memory import OutOfMemory, Place, caught
 from .phase import Phase
 from .random_state import RandomState
 from .reentry import Reentry
+from .replacing import Replacements
 from .row_sources import DataPosition
 from .saving import CheckpointSaving
 from .sections import Heartbeat
@@ -143,7 +144,7 @@ class Instrument:
         self._memory = memory
         self._broken = broken
         self._heals_exceptions = heals_exceptions
-        self._originals: list[tuple[Any, str, Any, bool]] = []
+        self._replaced = Replacements()
         self._hooks: list[Any] = []
         # Where a checkpoint that cannot be written does not end the run.
         self.saving: CheckpointSaving | None = None
@@ -162,33 +163,33 @@ class Instrument:
 
     @property
     def attached(self) -> bool:
-        return bool(self._originals)
+        return bool(self._replaced)
 
     # ---- attaching and detaching ----
 
     def attach(self) -> None:
         """Called in `on_train_begin`: the optimizer, the data loader and the running loss exist by then."""
         trainer = self.trainer
-        self._replace(trainer, "get_batch_samples", self._in_section("data", self._get_batch_samples))
-        self._replace(trainer, "training_step", self._in_section("step", self._training_step))
-        self._replace(trainer, "log", self._in_section("log", self._log))
-        self._replace(trainer, "_evaluate", self._in_section("evaluate", self._evaluate))
-        self._replace(trainer, "prediction_step", self._in_section("prediction", self._prediction_step))
-        self._replace(trainer, "_maybe_log_save_evaluate", self._maybe_log_save_evaluate)
-        self._replace(trainer, "_save_checkpoint", self._in_section("save", self._save_checkpoint))
-        self._replace(trainer, "_get_learning_rate", self._get_learning_rate)
-        self._replace(trainer.callback_handler, "on_save", self._in_section("on_save", self._on_save))
-        self._replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))
-        self._replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
+        self.replace(trainer, "get_batch_samples", self._in_section("data", self._get_batch_samples))
+        self.replace(trainer, "training_step", self._in_section("step", self._training_step))
+        self.replace(trainer, "log", self._in_section("log", self._log))
+        self.replace(trainer, "_evaluate", self._in_section("evaluate", self._evaluate))
+        self.replace(trainer, "prediction_step", self._in_section("prediction", self._prediction_step))
+        self.replace(trainer, "_maybe_log_save_evaluate", self._maybe_log_save_evaluate)
+        self.replace(trainer, "_save_checkpoint", self._in_section("save", self._save_checkpoint))
+        self.replace(trainer, "_get_learning_rate", self._get_learning_rate)
+        self.replace(trainer.callback_handler, "on_save", self._in_section("on_save", self._on_save))
+        self.replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))
+        self.replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
         if self.can_reexecute:
-            self._replace(trainer.optimizer, "step", self._in_section("optimizer", self._optimizer_step))
+            self.replace(trainer.optimizer, "step", self._in_section("optimizer", self._optimizer_step))
         for name, section in (
             ("_generate_single_turn", "generate"),
             ("_calculate_rewards", "rewards"),
             ("_load_best_model", "load_best_model"),
         ):
             if hasattr(trainer, name):
-                self._replace(trainer, name, self._in_section(section, _unchanged))
+                self.replace(trainer, name, self._in_section(section, _unchanged))
         optimizer = innermost(trainer.optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
@@ -203,9 +204,7 @@ class Instrument:
                 undo()
             except Exception:
                 logger.warning("A part of self_healing could not be taken off the trainer.", exc_info=True)
-        for entry in reversed(self._originals):
-            self._give_back(*entry)
-        self._originals.clear()
+        self._replaced.give_back()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -227,32 +226,13 @@ class Instrument:
 
         return inside
 
-    @staticmethod
-    def _give_back(holder: Any, name: str, original: Any, was_set: bool) -> None:
-        if was_set:
-            setattr(holder, name, original)
-        else:
-            vars(holder).pop(name, None)
-
-    def _replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(holder, name)
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        self._originals.append((holder, name, original, name in vars(holder)))
-        setattr(holder, name, replaced)
-
     def replace(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Hands calls of a method of any object to `wrapper(original, *args, **kwargs)` until [`detach`]."""
-        self._replace(holder, name, wrapper)
+        self._replaced.wrap(holder, name, wrapper)
 
     def intercept(self, model: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
         """Hands calls of a method of a model to `wrapper(original, *args, **kwargs)` until [`detach`]."""
-        original = getattr(model, name)
-        self._originals.append((model, name, original, name in vars(model)))
-        setattr(model, name, Interception(model, name, original, wrapper))
+        self._replaced.put(model, name, Interception(model, name, getattr(model, name), wrapper))
 
     def models(self) -> list[torch.nn.Module]:
         """The models the trainer calls: what it trains, its reference, teachers and reward models."""
@@ -265,16 +245,7 @@ class Instrument:
 
     def release_calls(self, models: Sequence[torch.nn.Module]) -> None:
         """Takes back what [`intercept_calls`] and [`intercept`] did to some models."""
-        mine = {id(model) for model in models}
-        for entry in [entry for entry in self._originals if id(entry[0]) in mine]:
-            self._give_back(*entry)
-            self._originals.remove(entry)
-
-    def _original(self, holder: Any, name: str) -> Callable[..., Any]:
-        for wrapped, wrapped_name, original, _ in self._originals:
-            if wrapped is holder and wrapped_name == name:
-                return original  # type: ignore[no-any-return]
-        return getattr(holder, name)  # type: ignore[no-any-return]
+        self._replaced.give_back(models)
 
     @contextlib.contextmanager
     def contained(self) -> Iterator[None]:
@@ -460,7 +431,7 @@ class Instrument:
 
     def call_training_step(self, window: Window, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The trainer's own `training_step`; a non-finite number that surfaces as an exception becomes a NaN loss."""
-        original = self._original(self.trainer, "training_step")
+        original = self._replaced.original(self.trainer, "training_step")
         self._in_training_step = True
         # When a step is computed again, it lies within whatever does so.
         again = self.heartbeat.last[0].name != "step"
@@ -586,7 +557,7 @@ class Instrument:
         """Clips and applies the gradients there are with given rates, as the Trainer would; their norm before."""
         trainer, phase, norm = self.trainer, self.reentry.phase, None
         if self.max_grad_norm > 0:
-            norm = self._original(trainer.accelerator, "clip_grad_norm_")(
+            norm = self._replaced.original(trainer.accelerator, "clip_grad_norm_")(
                 trainer.model.parameters(), self.max_grad_norm
             )
         if scaled_by != 1.0:
@@ -595,7 +566,7 @@ class Instrument:
         try:
             self._set_group_options(options)
             with self._rates(rates):
-                self._original(trainer.optimizer, "step")()
+                self._replaced.original(trainer.optimizer, "step")()
         finally:
             self._set_group_options(theirs)
             self.reentry.phase = phase
@@ -864,7 +835,7 @@ class Instrument:
     @property
     def scheduled_rate(self) -> float:
         """What the schedule asks for, of the first parameter group."""
-        return float(self._original(self.trainer, "_get_learning_rate")())
+        return float(self._replaced.original(self.trainer, "_get_learning_rate")())
 
     @property
     def initial_rate(self) -> float | None:
