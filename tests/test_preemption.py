@@ -25,6 +25,7 @@ from conftest import (
 )
 from datasets import Dataset
 from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.run_record import Ending, RunRecord
@@ -156,7 +157,11 @@ def test_handlers_that_were_there_are_called_and_what_they_raise_is_put_off(tmp_
 
 
 def test_just_in_time_checkpoints_of_transformers_are_not_written_twice(tmp_path: Path, tokenizer: Any) -> None:
-    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2)], enable_jit_checkpoint=True)
+    asked = SignalAt(2, seconds=0.5)
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[asked], enable_jit_checkpoint=True)
+    (theirs,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback)]
+    # After its three seconds the run would be over here.
+    theirs.jit_manager.kill_wait = 0
     saves = []
     save = trainer._save_checkpoint
     trainer._save_checkpoint = lambda *args, **kwargs: (saves.append(trainer.state.global_step), save(*args, **kwargs))
