@@ -141,6 +141,8 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
         **options.get("arguments", {}),
     }
     make = {"sft": sft_trainer, "grpo": grpo_trainer}[options.get("trainer", "sft")]
+    if options.get("warm_up"):
+        SelfHealingTrainer(make(output_dir, build_tokenizer(), max_steps=2, save_strategy="no")).train()
     trainer = make(output_dir, build_tokenizer(), **arguments)
     fault = options.get("fault")
     if fault == "sigkill_while_saving":

@@ -340,6 +340,16 @@ def test_a_second_run_of_one_process_is_never_taken_for_the_first(
     assert steps == [[1, 2, 3]] * 2
 
 
+def test_a_script_that_trains_twice_into_a_directory_begins_anew_and_says_why(
+    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, warm_up=True, fault="sigkill", step=6) == [-9, 0]
+    assert journal(job, "checkpoint_chosen") == []
+    assert "which of these calls of train() this one is cannot be known" in job_log(job)
+    assert job_result(job)["weights"] == plain["weights"]
+
+
 def test_where_the_record_cannot_be_read_a_restart_takes_the_newest_checkpoint(
     tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]
 ) -> None:
