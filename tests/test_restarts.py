@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ from conftest import (
     sft_trainer,
     weights,
 )
+from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.launcher import launch_of
@@ -326,18 +328,28 @@ def test_two_runs_may_share_a_healing_dir(tmp_path: Path, plain: dict[str, Any],
     assert chosen == [str(tmp_path / "one" / "checkpoint-6")]
 
 
+class Bug(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise ValueError("a bug of the user's")
+
+
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_second_run_of_one_process_is_never_taken_for_the_first(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     steps = []
-    for _ in range(2):
+    for number in range(2):
         trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=3, save_strategy="steps", save_steps=2)
-        SelfHealingTrainer(trainer).train()
+        if fails and number == 0:
+            trainer.add_callback(Bug())
+        with contextlib.suppress(ValueError):
+            SelfHealingTrainer(trainer).train()
         steps.append([entry["step"] for entry in trainer.state.log_history if "loss" in entry])
-    assert steps == [[1, 2, 3]] * 2
+    assert steps[1] == [1, 2, 3]
 
 
 def test_a_script_that_trains_twice_into_a_directory_begins_anew_and_says_why(
