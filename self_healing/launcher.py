@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import psutil
+
 from .config import HealingConfig
 
 
@@ -29,6 +31,12 @@ class Launch:
             How often it will; `None` where that cannot be known.
         by_agent (`bool`):
             Whether an agent that itself has lived on (torchrun) has started it again: the machine was not taken away.
+        agent_began (`float`, *optional*):
+            When that agent was started, in seconds since the epoch; `None` where that cannot be known.
+        requeued (`bool`):
+            Whether SLURM has started the job again.
+        job (`str`):
+            What SLURM knows the job by, the same each time.
         in_a_pod (`bool`):
             Whether Kubernetes may have started it again, which does not say so.
     """
@@ -37,6 +45,9 @@ class Launch:
     restarts: int
     restarts_left: int | None
     by_agent: bool = False
+    agent_began: float | None = None
+    requeued: bool = False
+    job: str = ""
     in_a_pod: bool = False
 
     @property
@@ -55,15 +66,37 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
     """
     environment = os.environ if environment is None else environment
     requeued = _number(environment, "SLURM_RESTART_COUNT")
+    job = environment.get("SLURM_JOB_ID", "")
     in_a_pod = "KUBERNETES_SERVICE_HOST" in environment
     if "TORCHELASTIC_RUN_ID" in environment:
         restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT")
         left = _number(environment, "TORCHELASTIC_MAX_RESTARTS") - restarts
         # A requeued job starts torchrun anew, whose own count begins at 0 again.
-        return Launch("torchrun", restarts + requeued, max(left, 0), by_agent=restarts > 0, in_a_pod=in_a_pod)
-    if "SLURM_JOB_ID" in environment:
-        return Launch("slurm", requeued, None)
+        return Launch(
+            "torchrun",
+            restarts + requeued,
+            max(left, 0),
+            by_agent=restarts > 0,
+            agent_began=_agent_began() if restarts > 0 else None,
+            requeued=requeued > 0,
+            job=job,
+            in_a_pod=in_a_pod,
+        )
+    if job:
+        return Launch("slurm", requeued, None, requeued=requeued > 0, job=job)
     return Launch("none", 0, None, in_a_pod=in_a_pod)
+
+
+def _agent_began() -> float | None:
+    """When torchrun was started: the nearest process above this one that was not started by torchrun itself."""
+    try:
+        for process in psutil.Process().parents():
+            if "TORCHELASTIC_RUN_ID" not in process.environ():
+                return float(process.create_time())
+    except psutil.Error:
+        # In a process namespace of its own, or as another user.
+        pass
+    return None
 
 
 def restarts_on_exit(config: HealingConfig) -> bool:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -27,6 +27,10 @@ if hasattr(signal, "SIGUSR1"):
     EXIT_CODES[signal.SIGUSR1] = EXIT_FOR_RESTART
 # What a checkpoint may take longer than the longest one so far, and what leaving takes besides, in seconds.
 _SLOWER_SAVE, _LEAVING = 2.0, 2.0
+# How often is looked whether the main thread moves, in seconds.
+_GLANCE = 0.2
+# Written to the thread that waits for signals; no signal has this number.
+_NOTHING = b"\0"
 
 
 class Preemption:
@@ -71,7 +75,11 @@ class Preemption:
         self._note = note
         self._earlier: dict[signal.Signals, Any] = {}
         self._main: int | None = None
-        self._pid = self._wake = -1
+        self._pid = self._wake = self._waits = -1
+        # Whether signals are written to the thread by the interpreter itself.
+        self._wakes = False
+        self._thread: threading.Thread | None = None
+        self._probe: signal.Signals | None = None
         self._over = threading.Event()
         self._interrupting = False
 
@@ -83,26 +91,57 @@ class Preemption:
             logger.info("train() does not run in the main thread: SIGTERM and SIGUSR1 are left as they are.")
             return
         self._main, self._pid = threading.get_ident(), os.getpid()
-        reading, self._wake = os.pipe()
-        threading.Thread(
-            target=self._keep_the_deadline, args=(reading,), name="self_healing preemption", daemon=True
-        ).start()
-        for signum in EXIT_CODES:
-            self._earlier[signum] = _before_stale_ones(signum, signal.signal(signum, self._on_signal))
+        self._waits, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._thread = threading.Thread(target=self._keep_the_deadline, name="self_healing preemption", daemon=True)
+        self._thread.start()
+        found = {signum: signal.signal(signum, self._on_signal) for signum in EXIT_CODES}
+        self._earlier = {signum: _before_stale_ones(signum, handler) for signum, handler in found.items()}
+        self._have_signals_written(found)
+
+    def _have_signals_written(self, found: dict[signal.Signals, Any]) -> None:
+        """
+        Python runs a handler when the main thread is back from native code, which may be never: a collective whose
+        other side is gone. The number of the signal is written to the thread at once.
+        """
+        with contextlib.suppress(ValueError, OSError):
+            theirs = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+            abandoned = {id(run): run for handler in found.values() for run in _abandoned(handler)}
+            self._wakes = theirs in {-1, *(run._wake for run in abandoned.values())}
+            if not self._wakes:
+                signal.set_wakeup_fd(theirs)
+            for run in abandoned.values():
+                run._wakes = False
+                run._close()
 
     def release(self) -> None:
         """Gives the signals back, where nobody else has taken them since."""
         self._over.set()
-        if self._wake >= 0:
-            with contextlib.suppress(OSError):
-                os.write(self._wake, b".")
-                os.close(self._wake)
-            self._wake = -1
+        if self._wakes:
+            self._wakes = False
+            with contextlib.suppress(ValueError):
+                current = signal.set_wakeup_fd(-1)
+                if current != self._wake:
+                    signal.set_wakeup_fd(current)
+        self._close()
         for signum, earlier in self._earlier.items():
             if signal.getsignal(signum) == self._on_signal:
                 # A handler that was not set from Python cannot be set again.
                 signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
         self._earlier.clear()
+
+    def _close(self) -> None:
+        """The thread ends, and with it what it listens to."""
+        if self._thread is None:
+            return
+        with contextlib.suppress(OSError):
+            os.write(self._wake, _NOTHING)
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+            os.close(self._waits)
+        self._thread = None
 
     def forget(self) -> None:
         """
@@ -112,8 +151,9 @@ class Preemption:
         self._over.set()
         self._may_interrupt, self._longest_save = (lambda: False), (lambda: 0.0)
         self._still_training, self._note = (lambda frame: False), (lambda why: None)
-        with contextlib.suppress(OSError):
-            os.write(self._wake, b".")
+        if self._thread is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._wake, _NOTHING)
 
     @property
     def exit_code(self) -> int:
@@ -128,6 +168,9 @@ class Preemption:
             earlier = self._earlier.get(signal.Signals(signum))
             signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
             os.kill(os.getpid(), signum)
+            return
+        if signum == self._probe:
+            self._probe = None
             return
         if self._interrupting:
             # Sent by the thread below, which has waited long enough.
@@ -149,7 +192,7 @@ class Preemption:
             # very code that holds it.
             self.requested = signal.Signals(signum)
             with contextlib.suppress(OSError):
-                os.write(self._wake, b"!")
+                os.write(self._wake, bytes([signum]))
         self._call_earlier(signal.Signals(signum), frame)
 
     def _call_earlier(self, signum: signal.Signals, frame: FrameType | None) -> None:
@@ -161,16 +204,48 @@ class Preemption:
         except BaseException as error:
             self.raised = self.raised or error
 
-    def _keep_the_deadline(self, signals: int) -> None:
-        try:
-            os.read(signals, 1)
-        finally:
-            os.close(signals)
-        if self._over.is_set():
-            return
-        ends = time.monotonic() + self.deadline
+    def _must_be_left_by(self, came: float) -> float:
+        """When a step has to be left for its state to be saved before the deadline."""
         reserve = _SLOWER_SAVE * self._longest_save() + _LEAVING
-        if not self._over.wait(max(self.deadline - reserve, self.deadline / 2)) and self._main is not None:
+        return came + max(self.deadline - reserve, self.deadline / 2)
+
+    def _first_request(self) -> float | None:
+        """Waits for a signal that is meant for the run; when it came, or `None` if the run is over before."""
+        while True:
+            number = os.read(self._waits, 1)
+            came = time.monotonic()
+            if self._over.is_set():
+                return None
+            if number[0] in EXIT_CODES and self._is_meant(signal.Signals(number[0]), came):
+                self.requested = self.requested or signal.Signals(number[0])
+                return came
+
+    def _is_meant(self, signum: signal.Signals, came: float) -> bool:
+        """
+        Whether a signal that was written is one that the handler has taken for a request, or cannot take, because the
+        main thread does not come back. A child that was forked a moment ago writes its signals to the same place.
+        """
+        others = [each for each in EXIT_CODES if each != signum and signal.getsignal(each) == self._on_signal]
+        if not self._over.wait(_GLANCE) and self.requested is None and others and self._main is not None:
+            # Answered as soon as the main thread runs Python, and after the handler of the signal itself.
+            self._probe = others[0]
+            with contextlib.suppress(ProcessLookupError):
+                signal.pthread_kill(self._main, self._probe)
+        while time.monotonic() < self._must_be_left_by(came):
+            if self.requested is not None:
+                return True
+            if self._over.wait(_GLANCE):
+                return False
+            if others and self._probe is None:
+                return self.requested is not None
+        return not self._over.is_set()
+
+    def _keep_the_deadline(self) -> None:
+        came = self._first_request()
+        if came is None:
+            return
+        ends = came + self.deadline
+        if not self._over.wait(max(self._must_be_left_by(came) - time.monotonic(), 0.0)) and self._main is not None:
             self._interrupting = True
             with contextlib.suppress(ProcessLookupError):
                 signal.pthread_kill(self._main, self.requested or signal.SIGTERM)
@@ -185,6 +260,14 @@ class Preemption:
             self._note(text)
         logging.shutdown()
         os._exit(self.exit_code)
+
+
+def _abandoned(handler: Any) -> Iterator[Preemption]:
+    """Runs that an exception has ended without a word, and whose handlers are still there."""
+    owner = getattr(handler, "__self__", None)
+    while isinstance(owner, Preemption) and not owner._still_training(sys._getframe()):
+        yield owner
+        owner = getattr(next(iter(owner._earlier.values()), None), "__self__", None)
 
 
 def _before_stale_ones(signum: signal.Signals, handler: Any) -> Any:

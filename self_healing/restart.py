@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from .vetting import STATE_FILE, Verdict, number_of
 
 logger = logging.getLogger("self_healing")
 
+# A clock that is read from two files, in whole seconds.
+_CLOCK_SLACK = 2.0
 # Endings after which a person looks at the run before it is started by hand, and not a launcher.
 _LOOKED_AT = frozenset({Ending.FAILED, Ending.GAVE_UP, Ending.INTERRUPTED})
 
@@ -72,6 +75,17 @@ class Start:
         return 0 if self.record is None else max(self.record.newest.last_step - self.step, 0)
 
 
+def of_this_job(record: RunRecord, launch: Launch) -> bool:
+    """
+    Whether a launcher that has started this process again has started the one that wrote a record as well. A job that
+    died before it trained comes to the same place, and finds what another one has left there.
+    """
+    newest = record.newest
+    if launch.by_agent and (launch.agent_began is None or newest.began >= launch.agent_began - _CLOCK_SLACK):
+        return True
+    return launch.requeued and newest.job == launch.job
+
+
 def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
     """
     Whether this process goes on with the run of a record by itself, whatever checkpoint was asked for: a launcher has
@@ -86,6 +100,15 @@ def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
             `resume_from_checkpoint`.
     """
     if not launch.started_again or requested is False or not first_call(record.directory):
+        return False
+    if not of_this_job(record, launch):
+        logger.warning(
+            "In %s lies run %s of a job before this one (its last process began %s): it is not taken up, and this "
+            "process begins as it was asked to. Please give each job an output_dir of its own.",
+            record.directory,
+            record.run,
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.newest.began)),
+        )
         return False
     if record.newest.call != 1:
         logger.warning(
@@ -130,10 +153,21 @@ def start_of(
         if not newest_wanted or record.ending is Ending.FINISHED:
             # Whoever names a checkpoint begins another branch: what the run wrote after it is not of this one.
             return Start(checkpoint, step)
-        if checkpoint is not None and (read_marker(Path(checkpoint)) or {}).get("run") != record.run:
+        marker = None if checkpoint is None else read_marker(Path(checkpoint))
+        if checkpoint is not None and (marker or {}).get("run") != record.run:
+            logger.warning(
+                "%s is the newest checkpoint in %s, but not of the run that was last trained there (%s, which came to "
+                "step %d): it belongs to %s. If that is not what you want, name the checkpoint to go on from.",
+                checkpoint,
+                record.directory,
+                record.run,
+                record.newest.last_step,
+                "another run" if marker is None else f"run {marker.get('run')}",
+            )
             return Start(checkpoint, step)
+    again = launch.started_again and of_this_job(record, launch)
     # A pod is started again without being told so, by the same words.
-    unattended = launch.started_again or (launch.in_a_pod and requested == "auto")
+    unattended = again or (launch.in_a_pod and requested == "auto")
     by_hand = not unattended and record.ending in _LOOKED_AT
     return Start(checkpoint, step, record, by_hand, launch.by_agent)
 

@@ -77,6 +77,8 @@ class Attempt:
         call (`int`):
             Which call of `train()` into this directory it was in its process, from 1: a script may train several
             times.
+        job (`str`):
+            What SLURM knows its job by.
     """
 
     number: int
@@ -89,6 +91,7 @@ class Attempt:
     ending: Ending = Ending.RUNNING
     why: str = ""
     call: int = 1
+    job: str = ""
 
 
 @dataclass(slots=True)
@@ -183,7 +186,9 @@ class RunRecord:
 
     # ---- writing ----
 
-    def begin_attempt(self, resumed_from: str | None, first_step: int, marks: bool = True) -> Attempt:
+    def begin_attempt(
+        self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = ""
+    ) -> Attempt:
         """
         A process begins its part.
 
@@ -194,10 +199,12 @@ class RunRecord:
                 Optimizer steps finished there.
             marks (`bool`, *optional*, defaults to `True`):
                 Whether it keeps the mark of how far it came; of several processes the first one does.
+            job (`str`, *optional*):
+                What SLURM knows its job by.
         """
         number = self.newest.number + 1 if self.attempts else 1
         attempt = Attempt(
-            number, os.getpid(), socket.gethostname(), time.time(), resumed_from, first_step, last_step=first_step
+            number, os.getpid(), socket.gethostname(), time.time(), resumed_from, first_step, first_step, job=job
         )
         _CALLS[os.path.abspath(self.directory)] += 1
         attempt.call = _CALLS[os.path.abspath(self.directory)]

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -72,6 +73,10 @@ class Strike(TrainerCallback):
             time.sleep(60)
         elif self.fault == "deaf_sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
+            minutes_in_native_code()
+        elif self.fault == "sigterm_in_native_code":
+            # The handler cannot run: the main thread does not come back.
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
             minutes_in_native_code()
         elif self.fault == "native_hang":
             minutes_in_native_code()

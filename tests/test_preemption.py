@@ -18,13 +18,14 @@ from conftest import (
     assert_same_weights,
     job_result,
     journal,
+    logged,
     losses,
     lost_connection,
     sft_trainer,
     weights,
 )
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
@@ -92,6 +93,50 @@ def test_a_step_that_takes_too_long_is_left_and_the_state_before_it_saved(
     assert job_result(job)["weights"] == job_result(plain)["weights"]
 
 
+def test_a_signal_that_comes_in_native_code_keeps_the_deadline(tmp_path: Path, start: Callable[..., int]) -> None:
+    job = tmp_path / "job"
+    began = time.monotonic()
+    assert start(job, fault="sigterm_in_native_code", step=5, config={"preemption_deadline": 3.0}) == 143
+    assert time.monotonic() - began < 40
+    record = RunRecord.read(job)
+    assert record is not None
+    assert record.ending is Ending.PREEMPTED
+
+
+def test_a_signal_that_a_forked_child_has_written_is_none_of_the_run(tmp_path: Path, tokenizer: Any) -> None:
+    class Forking(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step != 2:
+                return
+            child = os.fork()
+            if child == 0:
+                time.sleep(30)
+                os._exit(0)
+            # What comes before the interpreter has taken note of the fork is lost.
+            time.sleep(0.5)
+            os.kill(child, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+            time.sleep(1.5)
+
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[Forking()], max_steps=4)
+    SelfHealingTrainer(trainer, HealingConfig(preemption_deadline=1.0)).train()
+    assert trainer.state.global_step == 4
+
+
+def test_afterwards_the_interpreter_writes_signals_where_it_did_before(tmp_path: Path, tokenizer: Any) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(-1)
+    for theirs in (-1, writing):
+        signal.set_wakeup_fd(theirs)
+        open_files = len(os.listdir("/proc/self/fd"))
+        SelfHealingTrainer(sft_trainer(tmp_path / f"run{theirs}", tokenizer, max_steps=1)).train()
+        assert signal.set_wakeup_fd(before) == theirs
+        assert len(os.listdir("/proc/self/fd")) == open_files
+    os.close(reading)
+    os.close(writing)
+
+
 @pytest.mark.slow
 def test_at_the_deadline_the_process_ends_whatever_it_does(tmp_path: Path, start: Callable[..., int]) -> None:
     job = tmp_path / "job"
@@ -137,6 +182,130 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, tokenizer: An
     SelfHealingTrainer(trainer).train()
     assert trainer.state.global_step == 6
     assert not journal(tmp_path / "run", "outcome")
+
+
+class SignalAtTheEndOf(TrainerCallback):
+    """Sends a signal to the process when a step is done."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("asked", [SignalAt(5), SignalAtTheEndOf(6)], ids=["in the step", "at its end"])
+def test_a_signal_in_the_last_step_costs_neither_its_evaluation_nor_the_best_model(
+    tmp_path: Path, tokenizer: Any, asked: TrainerCallback
+) -> None:
+    class Worse(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            metrics["eval_loss"] = float(state.global_step)
+
+    def build(name: str, *callbacks: TrainerCallback) -> Any:
+        return sft_trainer(
+            tmp_path / name,
+            tokenizer,
+            callbacks=[Worse(), *callbacks],
+            trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+        )
+
+    plain = build("plain")
+    plain.train()
+    trainer = build("run", asked)
+    SelfHealingTrainer(trainer).train()
+    assert plain.state.best_global_step == 2
+    assert_same_weights(weights(trainer), weights(plain))
+    assert logged(trainer) == logged(plain)
+
+
+def test_a_last_evaluation_that_takes_too_long_is_left_and_may_still_be_the_best(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Better(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            metrics["eval_loss"] = -float(state.global_step)
+
+    class Slow(TrainerCallback):
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == state.max_steps:
+                time.sleep(30)
+
+    def build(name: str, *callbacks: TrainerCallback) -> Any:
+        return sft_trainer(
+            tmp_path / name,
+            tokenizer,
+            callbacks=[Better(), *callbacks],
+            trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+        )
+
+    plain = build("plain")
+    plain.train()
+    left = build("run", SignalAtTheEndOf(6), Slow())
+    with pytest.raises(SystemExit) as leaving:
+        SelfHealingTrainer(left, HealingConfig(preemption_deadline=4.0)).train()
+    assert leaving.value.code == 143
+    resumed = build("run")
+    SelfHealingTrainer(resumed).train(resume_from_checkpoint=True)
+    assert resumed.state.best_global_step == 6
+    assert_same_weights(weights(resumed), weights(plain))
+    assert logged(resumed) == logged(plain)
+    assert "nothing is trained" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "steps", "strategy"), [(1, 6, "steps"), (2, 2, "steps"), (1, 8, "steps"), (2, 8, "epoch")]
+)
+def test_a_stop_that_the_evaluation_left_out_asks_for_is_not_missed(
+    tmp_path: Path, tokenizer: Any, accumulation: int, steps: int, strategy: str
+) -> None:
+    """The loss rises from the first evaluation on, so that the second one is the last."""
+
+    class Worse(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            metrics["eval_loss"] = float(state.global_step)
+
+    last = 2 * steps
+
+    def build(name: str, *callbacks: TrainerCallback) -> Any:
+        return sft_trainer(
+            tmp_path / name,
+            tokenizer,
+            callbacks=[Worse(), EarlyStoppingCallback(1), *callbacks],
+            trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
+            max_steps=3 * steps,
+            gradient_accumulation_steps=accumulation,
+            eval_strategy=strategy,
+            eval_steps=steps,
+            save_strategy=strategy,
+            save_steps=steps,
+            logging_steps=5,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_loss",
+        )
+
+    plain = build("plain")
+    expected = plain.train()
+    assert plain.state.global_step == last
+    with pytest.raises(SystemExit):
+        SelfHealingTrainer(build("run", SignalAtTheEndOf(last))).train()
+    resumed = build("run")
+    output = SelfHealingTrainer(resumed).train(resume_from_checkpoint=True)
+    assert output.global_step == last
+    assert output.training_loss == expected.training_loss
+    assert_same_weights(weights(resumed), weights(plain))
+    assert logged(resumed) == logged(plain)
 
 
 def test_handlers_that_were_there_are_called_and_what_they_raise_is_put_off(tmp_path: Path, tokenizer: Any) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import (
     JOB,
     Starter,
@@ -29,8 +30,9 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing.instrument.generated import load_generated
 from self_healing.launcher import launch_of
-from self_healing.run_record import RECORD_FILE, Ending, RunRecord
+from self_healing.run_record import _CALLS, RECORD_FILE, Ending, RunRecord
 
 
 def under_torchrun(output_dir: Path, restarts: int, **options: Any) -> int:
@@ -280,6 +282,93 @@ def test_auto_goes_on_where_no_launcher_says_that_it_is_a_restart(
     assert incident["failure"] == "process_died"
 
 
+class Noting(TrainerCallback):
+    """Notes the steps that are trained."""
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+
+
+class Bug(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise ValueError("a bug of the user's")
+
+
+@pytest.mark.parametrize("before", ["finished", "failed"])
+def test_what_an_earlier_job_left_is_not_taken_up_when_this_one_died_before_it_trained(
+    tmp_path: Path,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    before: str,
+) -> None:
+    def build(seed: int) -> Any:
+        arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "seed": seed}
+        return sft_trainer(tmp_path / "run", tokenizer, **arguments)
+
+    plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=4, save_strategy="steps", save_steps=2, seed=7)
+    plain.train()
+    yesterday = build(1)
+    if before == "failed":
+        yesterday.add_callback(Bug())
+    with contextlib.suppress(ValueError):
+        SelfHealingTrainer(yesterday).train()
+    # A day passes; the launcher starts a job that dies at once, and starts it again in another process.
+    record = RunRecord.read(tmp_path / "run")
+    assert record is not None
+    for attempt in record.attempts:
+        attempt.began -= 86_400
+    record.write()
+    _CALLS.clear()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    today = build(7)
+    SelfHealingTrainer(today).train()
+    assert_same_weights(weights(today), weights(plain))
+    assert "of a job before this one" in caplog.text
+
+
+@pytest.mark.parametrize(("job", "steps"), [("17", [4]), ("18", [1, 2, 3, 4])])
+def test_a_requeued_job_takes_up_its_own_run_only(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, job: str, steps: list[int]
+) -> None:
+    def build() -> Any:
+        return sft_trainer(tmp_path / "run", tokenizer, max_steps=4, save_strategy="steps", save_steps=2)
+
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    first = build()
+    first.add_callback(Bug())
+    with contextlib.suppress(ValueError):
+        SelfHealingTrainer(first).train()
+    _CALLS.clear()
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    trained: list[int] = []
+    again = build()
+    again.add_callback(Noting(trained))
+    SelfHealingTrainer(again).train()
+    assert trained == steps
+
+
+def test_by_hand_somebody_is_told_that_the_newest_checkpoint_is_of_another_run(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(*callbacks: TrainerCallback) -> Any:
+        arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4, "callbacks": list(callbacks)}
+        return sft_trainer(tmp_path / "run", tokenizer, **arguments)
+
+    SelfHealingTrainer(build()).train()
+    with pytest.raises(ValueError, match="a bug"):
+        SelfHealingTrainer(build(Bug()), HealingConfig(emergency_checkpoint=False)).train()
+    SelfHealingTrainer(build()).train(resume_from_checkpoint=True)
+    assert "not of the run that was last trained there" in caplog.text
+
+
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
 def test_a_generation_cycle_is_taken_up_in_its_middle(tmp_path: Path, tokenizer: Any, trainer: str) -> None:
     make = {"grpo": grpo_trainer, "rloo": rloo_trainer}[trainer]
@@ -293,6 +382,20 @@ def test_a_generation_cycle_is_taken_up_in_its_middle(tmp_path: Path, tokenizer:
     SelfHealingTrainer(resumed).train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-3"))
     assert_same_weights(weights(resumed), weights(plain))
     assert losses(resumed) == losses(plain)
+
+
+def test_generated_rows_are_read_on_the_device_of_a_process_group(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"max_steps": 3, "steps_per_generation": 4, "save_strategy": "steps", "save_steps": 3}
+    trainer = grpo_trainer(tmp_path / "run", tokenizer, **arguments)
+    SelfHealingTrainer(trainer).train()
+    rows = trainer._buffered_inputs
+    # What accelerate calls the CPU under torchrun.
+    monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("cpu", 0))
+    trainer._buffered_inputs = None
+    load_generated(trainer, tmp_path / "run" / "checkpoint-3")
+    assert [set(batch) for batch in trainer._buffered_inputs] == [set(batch) for batch in rows]
 
 
 def test_whoever_names_a_checkpoint_begins_another_branch(
@@ -326,12 +429,6 @@ def test_two_runs_may_share_a_healing_dir(tmp_path: Path, plain: dict[str, Any],
     assert job_result(tmp_path / "one")["weights"] == plain["weights"]
     chosen = [event["path"] for event in journal(tmp_path / "healing", "checkpoint_chosen")]
     assert chosen == [str(tmp_path / "one" / "checkpoint-6")]
-
-
-class Bug(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
-            raise ValueError("a bug of the user's")
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -48,6 +48,9 @@ def load_generated(trainer: Any, checkpoint: Path) -> None:
     if "_buffered_inputs" not in vars(trainer) or not path.is_file():
         return
     try:
-        trainer._buffered_inputs = torch.load(path, map_location=trainer.accelerator.device, weights_only=True)
+        device = trainer.accelerator.device
+        # In a process group it is called "cpu:0", which torch.load does not know.
+        location = torch.device("cpu") if device.type == "cpu" else device
+        trainer._buffered_inputs = torch.load(path, map_location=location, weights_only=True)
     except Exception:
         logger.warning("%s cannot be read: the rows of this cycle are generated anew.", path, exc_info=True)
