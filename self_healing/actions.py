@@ -14,13 +14,21 @@ import tenacity
 import torch
 from transformers import TrainingArguments
 
+from . import consensus
 from .checkpoints import newest_checkpoint_of, publish, save_emergency_checkpoint, step_of
 from .config import HealingConfig
 from .diagnosis import Diagnosis
-from .failures import FAILURE_RECIPES, IN_PLACE, Action, FailureType, UnrecoverableTrainingError
+from .failures import (
+    FAILURE_RECIPES,
+    IN_PLACE,
+    Action,
+    FailureType,
+    UnrecoverableTrainingError,
+    describe_exception,
+)
 from .inspection import check_data_quality, check_model_init
 from .instrument import BatchPlan, Instrument, Window, change_batch, free_memory
-from .journal import Incident
+from .journal import Incident, where_to_go_on
 from .microbatch import CallShape
 from .rollback import Target, WentBack
 from .session import Session, quarantined_rows
@@ -372,16 +380,13 @@ class HealingActions:
             point = save_emergency_checkpoint(_instrument(context), self.session.run_id)
         except Exception as error:
             logger.warning(
-                "The emergency checkpoint could not be written (%s: %s); falling back on the newest regular one.",
-                type(error).__name__,
-                error,
+                "The emergency checkpoint could not be written (%s); falling back on the newest regular one.",
+                describe_exception(error),
                 exc_info=True,
             )
-            return {"checkpoint": None, "why": f"{type(error).__name__}: {error}", "happened": False}
+            return {"checkpoint": None, "why": describe_exception(error), "happened": False}
         if point is None:
-            phase = _instrument(context).reentry.phase.value
-            why = f"the weights cannot be trusted: it happened {phase}"
-            return {"checkpoint": None, "why": why, "happened": False}
+            return {"checkpoint": None, "why": _why_there_is_none(_instrument(context)), "happened": False}
         self.session.resume_point = point
         return {"checkpoint": point.path}
 
@@ -411,10 +416,7 @@ class HealingActions:
         older = None if checkpoint else newest_checkpoint_of(session.run_id, str(trainer.args.output_dir))
         session.rollback.release()
         advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
-        if checkpoint is None and older is None:
-            advice += " There is no checkpoint of this run to go on from: it has to start anew."
-        else:
-            advice += f" The checkpoint to go on from: {checkpoint or older}."
+        advice += f" {where_to_go_on(checkpoint or older)}"
         verdict = context.verdict or "it was asked to stop"
         path = session.journal.write_postmortem(
             verdict,
@@ -446,6 +448,13 @@ def save_offending_batch(window: Window, directory: Path, incident: Incident) ->
         logger.warning("The batch of incident %s could not be kept.", incident.id, exc_info=True)
         return None
     return str(path)
+
+
+def _why_there_is_none(instrument: Instrument) -> str:
+    """Why an emergency checkpoint was not even begun."""
+    if consensus.world_size() > 1:
+        return "several processes train together, and the others may not be able to save"
+    return f"the weights cannot be trusted: it happened {instrument.reentry.phase.value}"
 
 
 def _known(action: Action | str) -> Action:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from .checkpoints import (
     read_marker,
     write_marker,
 )
-from .config import ConfigurationError, HealingConfig
-from .detectors.rules import load_rules
+from .config import ConfigurationError, HealingConfig, as_config
+from .detectors.rules import MetricRule, load_rules
 from .disk import SaveHealer
 from .failures import FailureType, UnrecoverableTrainingError
 from .instrument import (
@@ -34,6 +35,7 @@ from .instrument import (
     TrainingFault,
     find_resume_path,
     find_trainer,
+    is_training,
     load_generated,
     save_generated,
 )
@@ -78,15 +80,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def __init__(
         self, config: HealingConfig | Mapping[str, Any] | None = None, trainer: Trainer | None = None
     ) -> None:
-        if config is None:
-            config = HealingConfig()
-        elif not isinstance(config, HealingConfig):
-            config = HealingConfig.from_dict(dict(config))
-        self.config = config
+        self.config = config = as_config(config)
         self.session: Session | None = None
         self.actions = HealingActions(config, self)
         # Read now, so that a mistake in the file is known before the run begins.
-        self._rules = load_rules(config.rules_file)
+        self._rules = _rules_of(config)
         self._judge: StepJudge | None = None
         self._trainer = trainer
         self._saved_state: dict[str, Any] | None = None
@@ -104,6 +102,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     @healing_state.setter
     def healing_state(self, state: dict[str, Any] | None) -> None:
         self._saved_state = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy goes on from what is remembered; threads and the trainer of the run are not part of it.
+        return vars(self) | {"session": None, "_judge": None, "_saved_state": self.healing_state}
 
     # ---- a run begins and ends ----
 
@@ -140,6 +142,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         args = trainer.args
         adopted: Session | None = getattr(trainer, _SESSION_ATTRIBUTE, None)
         if self.session is not None and self.session.instrument is not None:
+            self._warn_about_the_run_it_leaves(self.session.instrument, trainer)
             self.session.instrument.detach()
         if self._is_second(trainer):
             logger.warning(
@@ -226,9 +229,22 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             )
         if adopted is None and args.auto_find_batch_size:
             logger.warning(
-                "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error; "
-                "SelfHealingTrainer switches it off."
+                "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error that could "
+                "not be healed in place. Please set it to False, or train with SelfHealingTrainer(trainer).train(), "
+                "which does so."
             )
+
+    def _warn_about_the_run_it_leaves(self, instrument: Instrument, trainer: Any) -> None:
+        outer = instrument.trainer
+        if outer is trainer or not instrument.attached or not is_training(outer, sys._getframe()):
+            return
+        logger.warning(
+            "This SelfHealingCallback watches a run that is still going on (step %d, %s), and leaves it for the one "
+            "that begins within it: the outer run is not healed from here on. Please give each trainer a "
+            "SelfHealingCallback of its own.",
+            instrument.step,
+            outer.args.output_dir,
+        )
 
     def _evaluate_first(self, instrument: Instrument, checkpoint: Path, session: Session) -> None:
         """A process that had to leave had no time for the evaluation of its last step."""
@@ -409,6 +425,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     # ---- checkpoints and callbacks ----
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The others may still be writing their parts (rng_state_N.pth) of what is about to be called complete. Before
+        # anything that a rank may see otherwise than the others: all of them save, whatever they think of us.
+        consensus.wait_for_all_ranks(args.device)
         session = self.session
         if session is None or session.instrument is None or session.broken or not args.should_save:
             return
@@ -427,7 +446,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         """Takes another configuration; between runs, not during one."""
         self.config = config
         self.actions = HealingActions(config, self)
-        self._rules = load_rules(config.rules_file)
+        self._rules = _rules_of(config)
 
     def _tell_callbacks(self, trainer: Trainer, incident: Incident) -> None:
         """`on_instability(args, state, control, incident, **kwargs)` of every callback that has it."""
@@ -439,6 +458,16 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 handler(trainer.args, trainer.state, trainer.control, incident, model=trainer.model)
             except Exception:
                 logger.warning("on_instability of %s raised.", type(callback).__name__, exc_info=True)
+
+
+def _rules_of(config: HealingConfig) -> tuple[MetricRule, ...]:
+    try:
+        return load_rules(config.rules_file)
+    except OSError as error:
+        raise ConfigurationError(
+            f"`rules_file` is {config.rules_file!r}, which cannot be read: {error.strerror} (looked for from "
+            f"{Path.cwd()}). Please check the path, or leave it out for the rules of the package."
+        ) from error
 
 
 def adopt_session(trainer: Trainer, session: Session | None) -> None:

@@ -489,7 +489,11 @@ class CheckpointKeeper:
                 Optimizer steps finished.
         """
         checkpoint = Path(os.path.abspath(checkpoint))
-        verified = (load_marker(checkpoint) or {}).get("standing") == "verified"
+        marker = load_marker(checkpoint)
+        if marker is None:
+            # Of the plain trainer: there is nowhere to write what standing it has.
+            return
+        verified = marker.get("standing") == "verified"
         followed = _Followed(checkpoint, "verified" if verified else "unverified", pinned=False)
         self._followed[step] = followed
         with self._contained("Following a checkpoint"):

@@ -79,7 +79,7 @@ def report(
 
     try:
         picture = HealingReport.from_run_dir(run_dir)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     console = Console(highlight=False)
@@ -200,7 +200,8 @@ def chaos(
     if all_survived and code in (EXIT_FOR_RESTART, 143) and restarts == 0:
         verdict = "It left as it should, to be started again: --restarts 3 does that."
     console.print(f"The script came {ending}. {verdict}")
-    console.print(f"Ledger: {book}", soft_wrap=True)
+    if book.exists():
+        console.print(f"Ledger: {book}", soft_wrap=True)
     if code != 0 or not all_survived:
         raise typer.Exit(1)
 

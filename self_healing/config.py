@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import numbers
 import os
 import reprlib
 import sys
@@ -707,10 +708,8 @@ class HealingConfig:
     )
 
     def __post_init__(self) -> None:
-        # YAML reads `off` as false.
-        given: Any = self.zclip_mode
-        if given is False:
-            object.__setattr__(self, "zclip_mode", "off")
+        for name in _settings():
+            object.__setattr__(self, name, _plain(name, getattr(self, name)))
         _raise_if_any(_value_problems({name: getattr(self, name) for name in _settings()}))
         for name, (kind, _) in _settings().items():
             if kind is float:
@@ -811,10 +810,8 @@ class HealingConfig:
                     f"`{name}` is given twice, at the top and in [{_settings()[name][1].section}]. Please keep one."
                 )
             else:
-                values[name] = value
+                values[name] = _plain(name, value)
 
-        if values.get("zclip_mode") is False:
-            values["zclip_mode"] = "off"
         _raise_if_any(problems + _value_problems(_defaults() | values))
         return cls(**values)
 
@@ -851,7 +848,13 @@ class HealingConfig:
         Raises:
             `ConfigurationError`: if the file is not TOML, or as [`HealingConfig.from_dict`] does.
         """
-        content = Path(path).read_bytes()
+        try:
+            content = Path(path).read_bytes()
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"There is no file {path} to read the settings from (looked for from {Path.cwd()}). Please check the "
+                "path; `self-healing config > healing.toml` writes such a file."
+            ) from error
         try:
             # utf-8-sig, because some editors put an invisible mark at the start that TOML refuses. With the line
             # break, a last line that was cut short is an error at that line and not "at end of document".
@@ -868,6 +871,55 @@ class HealingConfig:
             return cls.from_dict(config)
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error}") from None
+
+
+def as_config(given: HealingConfig | Mapping[str, Any] | None) -> HealingConfig:
+    """
+    The config that was asked for: itself, of a mapping, or the defaults.
+
+    Raises:
+        `ConfigurationError`: if it is none of these, or a setting cannot be used.
+    """
+    if given is None:
+        return HealingConfig()
+    if isinstance(given, HealingConfig):
+        return given
+    if isinstance(given, Mapping):
+        return HealingConfig.from_dict(dict(given))
+    raise ConfigurationError(
+        f"The config is {reprlib.repr(given)} ({type(given).__name__}), but must be a HealingConfig or a dict of "
+        f"settings. {_meant(given)}"
+    )
+
+
+def _meant(given: Any) -> str:
+    if given is HealingConfig:
+        return "Did you mean HealingConfig()?"
+    if getattr(given, "__self__", None) is HealingConfig:
+        return f"Did you mean HealingConfig.{given.__name__}()?"
+    if isinstance(given, str) and given in ("aggressive", "conservative"):
+        return f"Did you mean HealingConfig.{given}()?"
+    if isinstance(given, str | os.PathLike):
+        return f"If it is a file, did you mean HealingConfig.from_toml({str(given)!r})?"
+    return "Please leave it out for the defaults."
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A setting as it is kept: what means the same to Python, or to whoever wrote it, becomes that."""
+    kind = _settings()[name][0]
+    if name == "zclip_mode" and value is False:
+        # YAML reads `off` as false.
+        return "off"
+    if isinstance(value, bool | int | float | str) or get_origin(kind) is Literal:
+        return value
+    try:
+        if kind is int and isinstance(value, numbers.Integral):
+            return int(value)
+        if kind is float and isinstance(value, numbers.Real):
+            return float(value)
+    except OverflowError:
+        return value
+    return os.fspath(value) if kind not in (bool, int, float) and isinstance(value, os.PathLike) else value
 
 
 @cache

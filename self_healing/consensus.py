@@ -22,6 +22,12 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return bool(vote.item())
 
 
+def wait_for_all_ranks(device: torch.device) -> None:
+    """Until every rank has come here. Collective."""
+    # A barrier returns before the others are there where the device works asynchronously; a value that is read cannot.
+    any_rank(False, device)
+
+
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Sum of a small tensor over all ranks; a NaN or Inf of any rank stays one. Collective."""
     if world_size() > 1:

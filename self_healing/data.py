@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .failures import describe_exception, text_of
 from .strict_json import jsonable
 
 
@@ -140,7 +141,7 @@ def what_was_raised(error: BaseException) -> dict[str, Any]:
     """Type, message and place of an exception, as a [`BadSample`] keeps them."""
     trace = traceback.extract_tb(error.__traceback__)
     place = f"{trace[-1].filename}:{trace[-1].lineno}" if trace else None
-    return {"error_type": type(error).__name__, "error": str(error)[:500], "raised_at": place}
+    return {"error_type": type(error).__name__, "error": text_of(error)[:500], "raised_at": place}
 
 
 def preview_of(sample: Any) -> str | None:
@@ -233,8 +234,9 @@ class Findings:
 
     def loaded_after_all(self, what: str, error: BaseException) -> None:
         """A second attempt has succeeded."""
-        self.retried.append(f"{what} ({type(error).__name__}: {error})")
-        logger.warning("%s raised %s: %s; the second attempt succeeded.", what, type(error).__name__, error)
+        raised = describe_exception(error)
+        self.retried.append(f"{what} ({raised})")
+        logger.warning("%s raised %s; the second attempt succeeded.", what, raised)
 
     def learn(self) -> None:
         """Reads what other processes have written since the last time, if they have."""

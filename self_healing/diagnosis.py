@@ -191,25 +191,35 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
     return _as_experiment(window, rollback, experiment)
 
 
-def diagnose_stillness(window: Window, rollback: Rollback, grad_norm: float) -> Diagnosis:
+def diagnose_stillness(
+    window: Window, rollback: Rollback, still: StepSignals, first: float, scale: float
+) -> Diagnosis:
     """
     Finds out why there is practically no gradient: with weights that a too high learning rate has driven out of reach
-    there is none, with those of a trusted state there is.
+    there is none, and with those of a trusted state there is, and a lower loss. Where the loss is no lower with them,
+    everything is learned (a hinge loss of 0), and nothing would be gained; unless nothing was learned at all.
 
     Args:
         window ([`Window`]):
             The step.
         rollback ([`Rollback`]):
             The trusted states.
-        grad_norm (`float`):
-            Of the step.
+        still ([`StepSignals`]):
+            Loss and gradient norm of the step.
+        first (`float`):
+            What the loss was when the run began; NaN if that is not known.
+        scale (`float`):
+            How far the log of the loss usually strays.
     """
-    least = max(1000 * grad_norm, 1e-4)
-    return _as_experiment(
-        window,
-        rollback,
-        lambda: _try_trusted_states(window, rollback, lambda then: (then.grad_norm or 0.0) >= least),
-    )
+    least = max(1000 * (still.grad_norm or 0.0), 1e-4)
+    # Weights that know no more than those the run began with are given up for any that can learn.
+    nothing_learned = still.loss >= first * math.exp(-scale) > 0
+
+    def better(then: StepSignals) -> bool:
+        # By the least that counts as a rise, too.
+        return (then.grad_norm or 0.0) >= least and (nothing_learned or _rise(then.loss, still.loss) >= scale)
+
+    return _as_experiment(window, rollback, lambda: _try_trusted_states(window, rollback, better))
 
 
 def _unexplained() -> Diagnosis:

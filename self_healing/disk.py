@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .checkpoints import expendable_checkpoint, remove_torn, size_of
 from .config import HealingConfig
-from .failures import Action, FailureType
+from .failures import Action, FailureType, describe_exception, text_of
 from .journal import Incident
 from .session import Session
 
@@ -65,7 +65,7 @@ class SaveHealer:
             Action.REMOVE_PARTIAL_CHECKPOINT.value,
             happened=why is None,
             checkpoint=str(checkpoint),
-            error=f"{type(error).__name__}: {str(error)[:300]}",
+            error=describe_exception(error)[:300],
             why=why,
         )
         if why is not None and not untouched:
@@ -84,11 +84,10 @@ class SaveHealer:
         journal.acted(incident, Action.GO_ON_WITHOUT.value, checkpoint=str(checkpoint))
         if self._told:
             logger.error(
-                "Step %d: %s could not be written either (%s: %s). Training goes on; checkpoints missing so far: %s.",
+                "Step %d: %s could not be written either (%s). Training goes on; checkpoints missing so far: %s.",
                 step,
                 checkpoint,
-                type(error).__name__,
-                error,
+                describe_exception(error),
                 ", ".join(map(str, self._missing)),
             )
         else:
@@ -98,7 +97,7 @@ class SaveHealer:
     def _opened(self, error: Exception, checkpoint: Path, step: int) -> Incident:
         if self._incident is None:
             journal = self._session.journal
-            evidence = {"checkpoint": str(checkpoint), "message": str(error)[:500]}
+            evidence = {"checkpoint": str(checkpoint), "message": text_of(error)[:500]}
             self._incident = journal.open(step, type(error).__name__, evidence)
             journal.diagnosed(self._incident, FailureType.DISK, "a checkpoint could not be written", {})
             self._told = False
@@ -195,9 +194,9 @@ class SaveHealer:
 def _is_full(error: Exception, checkpoint: Path) -> bool:
     if isinstance(error, OSError):
         return error.errno in _FULL_ERRNOS
-    if any(text in str(error) for text in _FULL_TEXTS):
+    if any(text in text_of(error) for text in _FULL_TEXTS):
         return True
-    if "os error" in str(error):
+    if "os error" in text_of(error):
         return False
     # torch's writer does not say why: the disk is full if another checkpoint would not fit.
     others = [size_of(other) for other in checkpoint.parent.glob("checkpoint-*")]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import re
 import socket
+import ssl
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from . import consensus
 
 
 class FailureType(StrEnum):
@@ -242,7 +247,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         diagnosis="The gradient norm has been practically zero for many steps: nothing is learned.",
         ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY),
         advice="Check that the loss depends on parameters that are trained (requires_grad, adapters, frozen layers), "
-        "that labels are not all masked, and that the learning rate has not decayed to zero.",
+        "that labels are not all masked, and that the learning rate has not decayed to zero. A loss as low as it can "
+        "get (0 for a hinge loss) has no gradient either: then everything is learned, and the run can be ended.",
         severity="warning",
     ),
     FailureType.DEAD_LOSS: Recipe(
@@ -303,7 +309,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.NETWORK: Recipe(
         diagnosis="A service or the network did not answer, or refused for the moment.",
         ladder=(Action.RETRY_CALL, Action.EMERGENCY_CHECKPOINT, Action.WAIT_AND_RESUME, Action.STOP),
-        advice="Check the service and the credentials, then resume from the emergency checkpoint.",
+        advice="Check the service and the credentials, then resume.",
         severity="warning",
     ),
     FailureType.REPORTING: Recipe(
@@ -336,7 +342,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="error",
     ),
     FailureType.PROCESS_DIED: Recipe(
-        diagnosis="A process ended without a word, the one before this or a data loader worker of it: it was killed "
+        diagnosis="A process ended, the one before this, a data loader worker of it, or another one of the job, whose "
+        "own output tells why if an exception ended it. One that ended without a word was killed "
         "(SIGKILL or exit code -9: most often the host's memory was full, else the scheduler, or by hand), crashed in "
         "native code (a bus error or -7: shared memory was full), or the machine went down.",
         ladder=(Action.EMERGENCY_CHECKPOINT, Action.RESUME, Action.STOP),
@@ -365,7 +372,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.USER_CODE: Recipe(
         diagnosis="An exception this library cannot heal, most often from the model, the data or a callback.",
         ladder=(Action.EMERGENCY_CHECKPOINT, Action.STOP),
-        advice="Fix the cause named in the traceback, then resume from the emergency checkpoint: no step is lost.",
+        advice="Fix the cause named in the traceback, then resume.",
         severity="error",
     ),
 }
@@ -429,6 +436,7 @@ _NETWORK_TYPES = frozenset(
         "google.api_core.exceptions.RetryError",
         "grpc.RpcError",
         "openai.APIConnectionError",
+        "subprocess.TimeoutExpired",
     }
 )
 # Connection errors by inheritance that waiting does not cure.
@@ -448,7 +456,22 @@ _NETWORK_ERRNOS = frozenset(
 )
 _DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG})
 # Of a data loader. That it was killed is most often seen when a signal arrives, else while its batch is waited for.
-_DEAD_WORKER = re.compile(r"^DataLoader worker \(pid.*(?:exited unexpectedly|is killed by signal)")
+# The thread that pins memory ends where a worker dies while it hands over a batch.
+_DEAD_WORKER = re.compile(
+    r"^DataLoader worker \(pid.*(?:exited unexpectedly|is killed by signal)|^Pin memory thread exited unexpectedly"
+)
+# Modules through which a batch comes from a data loader worker.
+_HANDING_OVER = frozenset({"multiprocessing.connection", "torch.multiprocessing.reductions"})
+# gloo raises a bare RuntimeError that names its source.
+_GLOO_SOURCE = "gloo/transport/"
+# What the processes that are left say of one that is gone.
+_GONE_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection was likely closed",
+    "Broken pipe",
+    "remote process exit",
+)
 # safetensors and torch write through code that knows no error numbers.
 _DISK_TEXTS = (
     ". unexpected pos ",
@@ -489,11 +512,42 @@ _NONFINITE_TEXTS = (
 )
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception says. One whose `__str__` raises must not be replaced by what that raises."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"(no message: its __str__ raises {type(failed).__name__})"
+
+
+def describe_exception(error: BaseException) -> str:
+    """Type and text of an exception."""
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def attribute_of(holder: Any, name: str) -> Any:
+    """An attribute of an exception or of what it carries; `None` also where a property raises."""
+    try:
+        return getattr(holder, name, None)
+    except Exception:
+        return None
+
+
+def is_error(error: BaseException) -> bool:
+    """
+    Whether an exception is an error of the code it comes from, and not a request to end.
+
+    Some that are no `Exception` are errors all the same: a panic of a library in Rust, whose class cannot be imported,
+    and the cancellation of a coroutine, as nothing awaits training.
+    """
+    return isinstance(error, Exception | asyncio.CancelledError) or type(error).__name__ == "PanicException"
+
+
 def is_nonfinite_exception(error: BaseException) -> bool:
     """Whether an exception only says that a number was NaN or infinite."""
     if isinstance(error, FloatingPointError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NONFINITE_TEXTS)
+    return isinstance(error, RuntimeError) and any(text in text_of(error) for text in _NONFINITE_TEXTS)
 
 
 def classify_exception(error: BaseException) -> FailureType:
@@ -501,13 +555,20 @@ def classify_exception(error: BaseException) -> FailureType:
     Tells what kind of failure an exception is: by its type, then by its error number or HTTP status, and by its text
     only where a library raises nothing more specific than a `RuntimeError`.
 
-    An exception raised `from` another one that is understood counts as that one.
+    An exception raised `from` another one that is understood counts as that one, and a group as what all of its
+    exceptions are.
     """
-    seen: set[int] = set()
+    return _classify(error, frozenset())
+
+
+def _classify(error: BaseException, seen: frozenset[int]) -> FailureType:
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
-        seen.add(id(current))
+        seen |= {id(current)}
         failure = _classify_one(current)
+        if failure is None and isinstance(current, BaseExceptionGroup):
+            kinds = {_classify(each, seen) for each in current.exceptions}
+            failure = None if len(kinds) > 1 or FailureType.USER_CODE in kinds else kinds.pop()
         if failure is not None:
             return failure
         current = current.__cause__
@@ -524,11 +585,17 @@ def _classify_one(error: BaseException) -> FailureType | None:
     status = http_status(error)
     if status is not None:
         return FailureType.NETWORK if status in _RETRYABLE_STATUS else None
+    if isinstance(error, (OSError, EOFError)) and _comes_from_a_dying_worker(error):
+        return FailureType.PROCESS_DIED
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
     if names & _PERMANENT_TYPES:
         return None
     if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)) or names & _NETWORK_TYPES:
         return FailureType.NETWORK
+    if isinstance(error, ssl.SSLError):
+        # Its numbers are not those of the operating system: 5 is a connection that was cut off, not a broken disk.
+        lost = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError))
+        return FailureType.NETWORK if lost or "EOF occurred" in text_of(error) else None
     if isinstance(error, OSError):
         if error.errno in _NETWORK_ERRNOS:
             return FailureType.NETWORK
@@ -538,20 +605,43 @@ def _classify_one(error: BaseException) -> FailureType | None:
             return FailureType.OUT_OF_MEMORY
         return None
     if isinstance(error, RuntimeError):
-        text = str(error)
+        text = text_of(error)
         # First: a broken context reports "CUDA error" for everything that follows, allocations included.
         if any(marker in text for marker in _BROKEN_DEVICE_TEXTS):
             return FailureType.DEVICE
         if any(marker in text for marker in _OOM_TEXTS):
             return FailureType.OUT_OF_MEMORY
-        if _DEAD_WORKER.search(text):
+        if _DEAD_WORKER.search(text) or _is_of_a_gone_peer(error, text):
             return FailureType.PROCESS_DIED
         if any(marker in text for marker in _DISK_TEXTS):
             return FailureType.DISK
         return _classify_worker_report(text)
-    if "safetensors._safetensors_rust.SafetensorError" in names and "I/O error" in str(error):
+    if "safetensors._safetensors_rust.SafetensorError" in names and "I/O error" in text_of(error):
         return FailureType.DISK
     return None
+
+
+def _comes_from_a_dying_worker(error: BaseException) -> bool:
+    """
+    Whether an exception was raised while a batch was taken over from a data loader worker: its end of the connection,
+    or the memory it shared, is gone, and torch has not yet seen that the worker is.
+    """
+    fetching = False
+    trace = error.__traceback__
+    while trace is not None:
+        code, trace = trace.tb_frame, trace.tb_next
+        module = code.f_globals.get("__name__")
+        if fetching and module in _HANDING_OVER:
+            return True
+        fetching |= module == "torch.utils.data.dataloader" and code.f_code.co_name == "_try_get_data"
+    return False
+
+
+def _is_of_a_gone_peer(error: RuntimeError, text: str) -> bool:
+    """Whether a collective failed because another process of the job is not there any more."""
+    if consensus.world_size() == 1 or not (isinstance(error, dist.DistError) or _GLOO_SOURCE in text):
+        return False
+    return any(marker in text for marker in _GONE_PEER_TEXTS)
 
 
 def could_not_be_written(error: BaseException) -> bool:
@@ -582,12 +672,12 @@ def http_status(error: BaseException) -> int | None:
     Status of the response an HTTP exception carries (requests, httpx, huggingface_hub, urllib, aiohttp, openai), or
     that TRL's client of a vLLM server has put into words.
     """
-    if type(error) is Exception and (said := re.match(r"Request failed: (\d{3})\b", str(error))):
+    if type(error) is Exception and (said := re.match(r"Request failed: (\d{3})\b", text_of(error))):
         return int(said.group(1))
-    response: Any = getattr(error, "response", None)
+    response = attribute_of(error, "response")
     for holder, names in ((response, ("status_code", "status")), (error, ("status_code", "status", "code"))):
         for name in names:
-            value = getattr(holder, name, None)
+            value = attribute_of(holder, name)
             if isinstance(value, int) and 100 <= value < 600:
                 return value
     return None

@@ -26,6 +26,7 @@ from datasets.iterable_dataset import (
 )
 
 from .data import BadSample, preview_of, what_was_raised
+from .failures import is_error
 from .sample_guard import SUBSTITUTES, DataSourceError, Guard, LetPass, worker_id
 from .stream_reading import Reading, is_simple, place
 
@@ -302,7 +303,7 @@ class _Feed:
         # What the function is, or was last, applied to, and whether that went well.
         self.taken: list[tuple[Any, Any]] = []
         self.applied = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -331,7 +332,7 @@ class _Feed:
                     item = next(self._source)
                 except StopIteration:
                     raise
-                except Exception as error:
+                except BaseException as error:
                     self.error = error
                     raise
             if not self._known(item[0]):
@@ -356,7 +357,7 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
 
     def _iter(self) -> Iterator[tuple[Any, Any]]:
         guard, stage = self.healing
-        again: Exception | None = None
+        again: BaseException | None = None
         bad: list[BadSample] = []
 
         def went_well() -> None:
@@ -379,7 +380,7 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
         inner.ex_iterable = feed
         inner.function = applied
         while True:
-            failure: Exception | None = None
+            failure: BaseException | None = None
             try:
                 for _, example in MappedExamplesIterable._iter(inner):
                     # In place of a number of its own, the name of what it was made of.
@@ -389,8 +390,8 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
             except _Known:
                 feed.take_back()
                 continue
-            except Exception as error:
-                if error is feed.error:
+            except BaseException as error:
+                if error is feed.error or not is_error(error):
                     raise
                 guard.passes(error)
                 failure = error
@@ -454,7 +455,9 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
         try:
             for _ in MappedExamplesIterable._iter(trial):
                 pass
-        except Exception as error:
+        except BaseException as error:
+            if not is_error(error):
+                raise
             self.healing[0].passes(error)
             return True
         return False

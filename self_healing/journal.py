@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import platform
+import re
 import sys
 import time
 import traceback
@@ -23,10 +24,11 @@ import accelerate
 import torch
 import transformers
 
+from . import consensus
 from .config import HealingConfig
 from .detectors import Symptom
 from .detectors.symptom import Severity
-from .failures import FAILURE_RECIPES, FailureType
+from .failures import FAILURE_RECIPES, FailureType, text_of
 from .known_errors import match_known_error
 from .strict_json import jsonable
 
@@ -36,6 +38,7 @@ logger = logging.getLogger("self_healing")
 SCHEMA_VERSION = 1
 EVENTS_FILE = "healing_events.jsonl"
 POSTMORTEM_FILE = "postmortem.json"
+_POSTMORTEM_OF_RANK = re.compile(r"postmortem\.rank(\d+)\.json")
 
 
 @dataclass(slots=True)
@@ -185,7 +188,7 @@ class Journal:
         """Records one action and what came of it; one that was tried in vain is not among those of the incident."""
         if happened:
             incident.actions.append(action)
-        self.event("action", incident.step, incident=incident.id, action=action, **result)
+        self.event("action", incident.step, incident=incident.id, action=action, happened=happened, **result)
 
     def dealt_with(self, incident: Incident) -> None:
         """Tells everybody about an incident once its actions are done; the outcome is measured later."""
@@ -281,14 +284,46 @@ class Journal:
     # ---- the end of a run that did not finish ----
 
     def set_aside_postmortem(self) -> None:
-        """Renames the postmortem of an earlier run, so that one that is there always speaks of the last run."""
-        stale = self.directory / POSTMORTEM_FILE
+        """
+        Renames the postmortem of an earlier run, so that one that is there always speaks of the last run. Every rank
+        does so with its own, and the first with those of ranks that there are no longer.
+        """
 
         def rename() -> None:
-            if stale.exists() and self.rank == 0:
-                stale.rename(self.directory / f"postmortem.before-{self.run_id}.json")
+            own = self.directory / self._postmortem_file
+            gone = [path for rank, path in self._postmortems_of_ranks() if rank >= consensus.world_size()]
+            for stale in [own, *(gone if self.rank == 0 else ())]:
+                if stale.exists():
+                    stale.rename(stale.with_name(f"{stale.stem}.before-{self.run_id}.json"))
 
         self._contained("postmortem", rename)
+
+    @property
+    def _postmortem_file(self) -> str:
+        return POSTMORTEM_FILE if self.rank == 0 else f"postmortem.rank{self.rank}.json"
+
+    def _postmortems_of_ranks(self) -> list[tuple[int, Path]]:
+        """Those of all ranks but the first."""
+        found = ((_POSTMORTEM_OF_RANK.fullmatch(path.name), path) for path in self.directory.glob("postmortem.rank*"))
+        return sorted((int(match[1]), path) for match, path in found if match is not None)
+
+    def errors_of_other_ranks(self, since: int = 0) -> list[dict[str, Any]]:
+        """
+        What the other ranks of this run ended with, as far as they could write it down.
+
+        Args:
+            since (`int`, *optional*, defaults to 0):
+                Ends before this step are left out: the run has got over them.
+        """
+        found: list[dict[str, Any]] = []
+        for rank, path in self._postmortems_of_ranks():
+            try:
+                told = json.loads(path.read_text(encoding="utf-8"))
+                if told["run"] == self.run_id and told["step"] >= since and told["error"] is not None:
+                    found.append({"rank": rank} | {key: told[key] for key in ("step", "failure", "error")})
+            except (OSError, ValueError, LookupError, TypeError):
+                logger.warning("%s cannot be read; what that process ended with is not known.", path)
+        return found
 
     def write_postmortem(
         self,
@@ -301,6 +336,7 @@ class Journal:
         advice: str | None = None,
         older_checkpoint: str | None = None,
         exit_code: int | None = None,
+        other_ranks: Sequence[Mapping[str, Any]] = (),
     ) -> str | None:
         """
         Writes `postmortem.json`: what started it, what followed, what was tried, what to do next.
@@ -320,6 +356,8 @@ class Journal:
                 Where there is no emergency checkpoint, one from before the failure that can be resumed from.
             exit_code (`int`, *optional*):
                 Of a process that left no exception.
+            other_ranks (`Sequence[Mapping]`, *optional*):
+                What other processes of the job ended with ([`errors_of_other_ranks`]).
 
         Returns:
             The path, or `None` if it could not be written.
@@ -330,7 +368,7 @@ class Journal:
             what_to_do += f" Known error {known.name}: {known.cause} {known.fix}"
             told = "The error that ended the run is known (%s): %s What to do: %s"
             logger.error(told, known.name, known.cause, known.fix)
-        path = self.directory / (POSTMORTEM_FILE if self.rank == 0 else f"postmortem.rank{self.rank}.json")
+        path = self.directory / self._postmortem_file
         recipe = FAILURE_RECIPES[failure]
         resume = checkpoint or older_checkpoint
         content = {
@@ -347,9 +385,10 @@ class Journal:
             if error is None
             else {
                 "type": f"{type(error).__module__}.{type(error).__qualname__}",
-                "message": str(error),
+                "message": text_of(error),
                 "traceback": traceback.format_exception(error),
             },
+            "other_ranks": list(other_ranks),
             "emergency_checkpoint": checkpoint,
             "resume_with": None if resume is None else f"trainer.train(resume_from_checkpoint={resume!r})",
             "attempts": self.attempts(),
@@ -389,6 +428,13 @@ _ADVISED = frozenset(
 )
 
 
+def where_to_go_on(checkpoint: str | None) -> str:
+    """What a postmortem says about the checkpoint to resume from."""
+    if checkpoint is None:
+        return "There is no checkpoint of this run to go on from: it has to start anew."
+    return f"The checkpoint to go on from: {checkpoint}."
+
+
 def figures(evidence: Mapping[str, Any]) -> str:
     """The numbers of a detector's evidence in a few words."""
     if isinstance(evidence.get("loss"), Mapping) and isinstance(evidence.get("grad_norm"), Mapping):
@@ -408,6 +454,9 @@ def describe(incident: Incident) -> str:
     if incident.figures:
         done += f" ({'; '.join(incident.figures)})"
     failure = "" if incident.failure is None else f" {FAILURE_RECIPES[incident.failure].diagnosis}"
+    if incident.symptom == "vanishing_gradient" and incident.failure is FailureType.DIVERGENCE:
+        # Healed as a divergence, though no loss need have risen.
+        failure = " There is no gradient with these weights, and there is one with trusted ones: nothing is learned."
     numbers = figures(incident.evidence)
     if numbers:
         failure += f" ({numbers}.)"

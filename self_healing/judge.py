@@ -57,6 +57,7 @@ class StepJudge:
         self.session = session
         self.actions = actions
         self._went_back_in = -1
+        self._trained: list[bool] = []
 
     def judge(self, window: Window) -> None:
         """One step. It is left as it is, healed in place, or left out; or the run ends."""
@@ -67,6 +68,7 @@ class StepJudge:
         if window.stop_wanted:
             self._stop_for_red_flag(window)
         session.schedule.observe(signals.step, self._instrument.scheduled_rate)
+        self._look_what_is_trained(signals.step)
         incidents = len(session.journal.incidents)
         symptom = session.detector.judge(signals, window.scaler_active)
         if symptom is not None:
@@ -79,6 +81,18 @@ class StepJudge:
         tensors = session.rollback.step_taken(window, signals.loss, healthy=undisturbed and session.calm)
         if tensors:
             self._heal_silent_corruption(window, tensors)
+
+    def _look_what_is_trained(self, step: int) -> None:
+        """With other parameters the gradient has another norm (gradual unfreezing): no spike, but a new usual."""
+        # Whether they may have a gradient, not whether they have one: experts that no token went to have none.
+        groups = getattr(self._instrument.trainer.optimizer, "param_groups", ())
+        trained = [parameter.requires_grad for group in groups for parameter in group["params"]]
+        if self._trained and trained != self._trained:
+            logger.info("Step %d: other parameters are trained; what gradient is usual is learned anew.", step)
+            self._panel.learn_gradients_anew()
+            if self.session.clipping is not None:
+                self.session.clipping.begin_anew()
+        self._trained = trained
 
     # ---- not finite ----
 
@@ -238,6 +252,15 @@ class StepJudge:
             return
         incident = session.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
         session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted state", {})
+        best = instrument.trainer.state.best_model_checkpoint if instrument.best_model_loaded else None
+        if best is not None and not self._on_any_rank(any(not name.startswith("optimizer:") for name in found)):
+            incident.evidence["why"] = (
+                f"The best model ({best}) is loaded, and finite: nothing was changed. A checkpoint that was written "
+                "with this optimizer state is refused at a resume"
+            )
+            session.journal.dealt_with(incident)
+            session.journal.closed(incident, "reported")
+            return
         went = session.rollback.go_back(Target.NEWEST, step - 1, incident.id)
         if went is None:
             context = HealingContext(incident, instrument, window)
@@ -249,6 +272,11 @@ class StepJudge:
         incident.steps_lost = went.steps_lost if replayed is None else 0
         if replayed is not None:
             session.journal.acted(incident, Action.REPLAY_STEPS.value, replayed=replayed)
+        if best is not None:
+            reached = went.step if replayed is None else step
+            incident.evidence["why"] = (
+                f"The best model ({best}) was not finite: the weights are those of step {reached}"
+            )
         session.journal.dealt_with(incident)
         session.journal.closed(incident, "resolved")
 
@@ -325,9 +353,11 @@ class StepJudge:
         return True
 
     def _heal_stillness(self, incident: Incident, window: Window) -> bool:
-        """Weights that were driven where there is no gradient are a divergence that the loss does not show."""
+        """Weights that were driven where there is no gradient are a divergence, however slow the loss shows it."""
         began = time.perf_counter()
-        found = diagnose_stillness(window, self.session.rollback, window.signals().grad_norm or 0.0)
+        panel, still = self._panel, window.signals()
+        first = median(panel.divergence.first or [math.nan])
+        found = diagnose_stillness(window, self.session.rollback, still, first, panel.loss_trend.scale)
         if found.cause != "weights":
             return False
         self.session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)

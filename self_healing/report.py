@@ -69,6 +69,8 @@ class HealingReport:
 
         Raises:
             FileNotFoundError: If there is no journal.
+            ValueError: If the file is no journal. An empty one that bears a journal's name is that of a run to which
+                nothing has happened yet.
         """
         path = Path(directory)
         if path.is_dir():
@@ -80,12 +82,14 @@ class HealingReport:
             )
         incidents: dict[str, dict[str, Any]] = {}
         rate: dict[str, Any] = {}
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                # A line torn by a killed process; the ones around it are whole.
-                continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        events = [event for event in map(_event_in, text.splitlines()) if event is not None]
+        if not events and (text.strip() or not path.name.startswith(Path(EVENTS_FILE).stem)):
+            raise ValueError(
+                f"{path} is no journal: not one of its lines is an event. Please name the output_dir (or healing_dir) "
+                f"of a run that had a SelfHealingCallback, or its {EVENTS_FILE}."
+            )
+        for event in events:
             if event["kind"] in ("run_started", "run_ended"):
                 rate.update({key: event[key] for key in _OF_THE_RATE if key in event})
             name = event.get("incident")
@@ -98,7 +102,7 @@ class HealingReport:
                     "learning_rate": event["learning_rate"],
                 }
             incident = incidents.setdefault(name, Incident(name, event["step"], event.get("symptom", "?")).to_dict())
-            if event["kind"] == "action":
+            if event["kind"] == "action" and event.get("happened", True):
                 incident["actions"].append(event["action"])
             incident.update(
                 {
@@ -169,3 +173,12 @@ class HealingReport:
                 incident["outcome"],
             )
         return table
+
+
+def _event_in(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        # A line torn by a killed process; the ones around it are whole.
+        return None
+    return event if isinstance(event, dict) and {"run", "step", "kind"} <= event.keys() else None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .failures import Action, FailureType
+from .failures import Action, FailureType, is_error, text_of
 from .journal import Incident
 from .services import RetryPolicy
 from .session import Session
@@ -101,7 +101,9 @@ class Reporting:
                 result = function(*args, **kwargs)
             else:
                 result = self._policy.call(function, *args, on_retry=on_retry, **kwargs)
-        except Exception as error:
+        except BaseException as error:
+            if not is_error(error):
+                raise
             rewind()
             self.failed(service, step, error, retried)
             if self._clock() - began > _SLOW:
@@ -131,7 +133,7 @@ class Reporting:
             known.incident.evidence["missed"] = known.missed
             return
         journal = self._session.journal
-        evidence = {"service": service, "message": str(error)[:500], "missed": 1}
+        evidence = {"service": service, "message": text_of(error)[:500], "missed": 1}
         known.incident = incident = journal.open(step, type(error).__name__, evidence)
         journal.diagnosed(incident, FailureType.REPORTING, service, {})
         if retried:

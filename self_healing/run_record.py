@@ -186,9 +186,7 @@ class RunRecord:
 
     # ---- writing ----
 
-    def begin_attempt(
-        self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = ""
-    ) -> Attempt:
+    def begin_attempt(self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = "") -> Attempt:
         """
         A process begins its part.
 

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from .data import BadSample, Findings, SampleName, describe_name, preview_of, what_was_raised
-from .failures import FailureType, classify_exception
+from .failures import FailureType, classify_exception, is_error
 from .instrument.random_state import RandomState
 
 
@@ -112,7 +112,7 @@ class Guard:
         # Outside of the handler: each attempt has a context of its own.
         return self.call_again(failure, function, *arguments, **named)
 
-    def call_again(self, failure: Exception, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    def call_again(self, failure: BaseException, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """What is done after a failure of the network, which was the first attempt."""
         failed = [failure]
 
@@ -133,11 +133,13 @@ class Guard:
         """
         try:
             return Attempt(self.call(function, *arguments))
-        except Exception as error:
+        except BaseException as error:
+            if not is_error(error):
+                raise
             self.passes(error)
             return Attempt(None, error)
 
-    def passes(self, error: Exception) -> None:
+    def passes(self, error: BaseException) -> None:
         """
         Lets an exception pass that says nothing about a sample.
 
@@ -164,7 +166,9 @@ class Guard:
         """
         try:
             return Attempt(self.call(function, *arguments) if patient else function(*arguments))
-        except Exception as error:
+        except BaseException as error:
+            if not is_error(error):
+                raise
             if not may_be_the_sample(error):
                 self.passes(error)
             return Attempt(None, error)
@@ -206,7 +210,7 @@ class Attempt:
     """What a call gave, or what it raised."""
 
     value: Any
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class Supply(Protocol):
@@ -405,7 +409,7 @@ class GuardedDataset(PassesThrough):
         guard.names = used
         return samples
 
-    def _name(self, error: Exception, indices: Sequence[int]) -> None:
+    def _name(self, error: BaseException, indices: Sequence[int]) -> None:
         """Says in the exception which sample it was."""
         alone = [index for index in indices if self.guard.attempt(self._load, [index]).error is not None]
         named = ", ".join(str(index) for index in alone or indices)
@@ -427,7 +431,7 @@ class GuardedDataset(PassesThrough):
             self.guard.findings.add(_with(sample, replaced_by=replaced_by))
 
     def _substitutes(
-        self, index: int, bad: list[BadSample], raised: Exception | None = None
+        self, index: int, bad: list[BadSample], raised: BaseException | None = None
     ) -> Iterator[tuple[int, Any]]:
         """What stands in for a sample, which may have raised something that is perhaps not its fault."""
         suspect = raised is not None and may_be_the_sample(raised)
@@ -450,7 +454,7 @@ class GuardedDataset(PassesThrough):
             if failed >= SUBSTITUTES:
                 return
 
-    def _twice(self, index: int, bad: list[BadSample], patient: bool) -> tuple[Any, Exception | None]:
+    def _twice(self, index: int, bad: list[BadSample], patient: bool) -> tuple[Any, BaseException | None]:
         """A sample, tried once more if it raises; added to the bad ones, with what it raised, if it cannot be used."""
         attempts, guard = 1, self.guard
         loaded = guard.attempt_one(self._load, [index], patient=patient)
@@ -566,7 +570,7 @@ class GuardedCollator(PassesThrough):
             return again.value
         return self._without_culprits(list(samples), list(names), collated.error)
 
-    def _without_culprits(self, samples: list[Any], names: list[SampleName], error: Exception) -> Any:
+    def _without_culprits(self, samples: list[Any], names: list[SampleName], error: BaseException) -> Any:
         dropped: list[int] = []
         culprits = self._culprits(samples, names)
         for row in culprits:
@@ -684,7 +688,7 @@ class GuardedCollator(PassesThrough):
             self.supply.refuse(*each)
         return found
 
-    def _bad(self, name: SampleName, sample: Any, error: Exception) -> BadSample:
+    def _bad(self, name: SampleName, sample: Any, error: BaseException) -> BadSample:
         return BadSample("collation", preview=preview_of(sample), **what_was_raised(error), **self._where(name, 2))
 
     def _where(self, name: SampleName, attempts: int) -> dict[str, Any]:

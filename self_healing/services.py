@@ -20,7 +20,7 @@ import tenacity
 from tenacity import RetryCallState
 
 from .config import HealingConfig
-from .failures import Action, FailureType, classify_exception, http_status
+from .failures import Action, FailureType, attribute_of, classify_exception, http_status, text_of
 from .journal import Incident
 from .session import Session
 
@@ -258,7 +258,7 @@ class ServiceCalls:
         journal, instrument, error = self._session.journal, self._session.instrument, retry.error
         if failures.incident is None:
             failures.began = time.perf_counter()
-            evidence = {"service": failures.service, "message": str(error)[:500]}
+            evidence = {"service": failures.service, "message": text_of(error)[:500]}
             step = 0 if instrument is None else instrument.step
             failures.incident = journal.open(step, type(error).__name__, evidence)
             status = http_status(error)
@@ -269,7 +269,7 @@ class ServiceCalls:
             failures.incident.step,
             failures.service,
             type(error).__name__,
-            str(error)[:200],
+            text_of(error)[:200],
             retry.attempt + 1,
             self.policy.attempts,
             retry.seconds,
@@ -341,8 +341,8 @@ def retry_after(error: BaseException | None) -> float | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        for holder in (getattr(error, "response", None), error):
-            get = getattr(getattr(holder, "headers", None), "get", None)
+        for holder in (attribute_of(error, "response"), error):
+            get = attribute_of(attribute_of(holder, "headers"), "get")
             found = get("Retry-After") or get("retry-after") if callable(get) else None
             if isinstance(found, str):
                 return _seconds(found)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from . import consensus
 from .checkpoints import newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .data import Quarantine, QuarantinedRow
@@ -19,6 +20,7 @@ from .failures import Action, FailureType
 from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training
 from .instrument.sections import Heartbeat
 from .journal import Incident, Journal
+from .launcher import launch_of
 from .learning_rate import LearningRateControl, ScheduleWatch
 from .microbatch import SizeMemory
 from .objectives import content_hash, row_text
@@ -53,7 +55,8 @@ class Session:
         sleep (`Callable[[float], None]`, *optional*):
             How waiting is done, in seconds. Defaults to `time.sleep`, cut short by a preemption.
         run_id (`str`, *optional*):
-            Of the run that an earlier process began; a new one otherwise.
+            Of the run that an earlier process began; a new one otherwise, on which all ranks agree: they have to come
+            here together.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Session:
         self.directory = directory
         self.heartbeat = Heartbeat(config.hang_learning_steps)
         self.sleep = self.heartbeat.pausing(sleep or self._sleep_until_preempted)
-        self.run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        self.run_id = run_id or new_run_id()
         self.journal = Journal(directory, config, self.run_id, rank)
         self.quarantine = Quarantine(directory)
         self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
@@ -281,8 +284,7 @@ class Session:
 
     def trained_steps(self, step: int) -> int:
         """Of so many steps, those that are in the weights, at least."""
-        # Those that died with a process have been done again.
-        gone = (each for each in self.journal.incidents if each.failure is not FailureType.PROCESS_DIED)
+        gone = (each for each in self.journal.incidents if not may_be_repeated(each))
         return step - sum(incident.steps_lost for incident in gone)
 
     def nothing_lost_since(self, step: int) -> None:
@@ -365,6 +367,9 @@ class Session:
         elif typical is None:
             # Nothing followed: the run ended with this step, or on a step that was skipped.
             outcome = "resolved" if incident.steps_lost == 0 else "unresolved"
+        elif incident.actions == [Action.USE_REEXECUTED_STEP.value]:
+            # What was applied is what an undisturbed run applies: where the loss goes from there says nothing of it.
+            outcome = "resolved"
         elif trend is None:
             # Without a trend, the losses the run began with.
             limit = math.inf if self.panel is None else self.panel.divergence.early_limit
@@ -436,7 +441,8 @@ class Session:
         """This process begins its part in the run."""
         if self.record is None:
             return
-        attempt = self.record.begin_attempt(checkpoint, step, marks=self.journal.rank == 0)
+        marks = self.journal.rank == 0
+        attempt = self.record.begin_attempt(checkpoint, step, marks, job=launch_of().job)
         self.entries_before = attempt.number - 1
         self.write_record()
 
@@ -485,6 +491,17 @@ class Session:
             "budget": self.budget,
             "ladder": self.ladder,
         }
+
+
+def may_be_repeated(incident: Incident) -> bool:
+    """Whether the steps an incident has cost are those that went with a process, and that the next one does again."""
+    ends_a_process = incident.failure in (FailureType.PROCESS_DIED, FailureType.USER_CODE)
+    return ends_a_process or Action.EXIT_FOR_RESTART in incident.actions
+
+
+def new_run_id() -> str:
+    """A name for a run that begins: the same on every rank, so all of them have to ask. Collective."""
+    return str(consensus.from_first_rank(f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"))
 
 
 def quarantined_rows(window: Window, poison: Mapping[int, list[int]], tokenizer: Any) -> list[QuarantinedRow]:

@@ -47,9 +47,16 @@ class StepClipping:
             AdaGC.refuse_lora(model)
             self._adagc = AdaGC()
         else:
-            self._zclip = ZClip(
-                config.zclip_z, config.zclip_decay, config.zclip_warmup_steps, variant=config.zclip_variant
-            )
+            self._zclip = self._new_zclip()
+
+    def _new_zclip(self) -> ZClip:
+        config = self.config
+        return ZClip(config.zclip_z, config.zclip_decay, config.zclip_warmup_steps, variant=config.zclip_variant)
+
+    def begin_anew(self) -> None:
+        """Forgets what norm was usual: that of other parameters. AdaGC has a norm for each tensor."""
+        if self._zclip is not None:
+            self._zclip = self._new_zclip()
 
     def apply(self, window: Window, signals: StepSignals, ceiling: float, may_clip: bool = True) -> None:
         """

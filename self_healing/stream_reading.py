@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .data import BadSample, describe_name, what_was_raised
-from .failures import FailureType, classify_exception
+from .failures import FailureType, classify_exception, is_error
 from .instrument.random_state import RandomState
 from .sample_guard import SUBSTITUTES, DataSourceError, Guard, LetPass, shallow_copy
 
@@ -75,7 +75,7 @@ class Reading:
         return self
 
     def __next__(self) -> Any:
-        failure: Exception | None = None
+        failure: BaseException | None = None
         if self.source is None:
             self._random = RandomState.capture(_HOST)
             self.source = self._guard.call(self._open)
@@ -88,7 +88,9 @@ class Reading:
             given = next(self.source)
         except StopIteration:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not is_error(error):
+                raise
             failure = error
         return self._give(given if failure is None else self._recover(failure))
 
@@ -99,7 +101,7 @@ class Reading:
         self._last = _kept(given)
         return given
 
-    def _recover(self, error: Exception) -> Any:
+    def _recover(self, error: BaseException) -> Any:
         """What comes after a failure: the sample itself, at the second attempt, or the one behind it."""
         if self._guard.retry is not None and classify_exception(error) is FailureType.NETWORK:
             return self._reconnected(error)
@@ -120,7 +122,9 @@ class Reading:
                         # It lives, and the one that raised was its last.
                         self._leave_out(failed)
                         raise
-                except Exception as again:
+                except BaseException as again:
+                    if not is_error(again):
+                        raise
                     self._guard.passes(again)
                     error = again
                     continue
@@ -137,20 +141,22 @@ class Reading:
             except StopIteration:
                 self._leave_out(failed)
                 raise
-            except Exception as again:
+            except BaseException as again:
+                if not is_error(again):
+                    raise
                 self._guard.passes(again)
                 error = again
             else:
                 self._leave_out(failed)
                 return given
 
-    def _reconnected(self, error: Exception) -> Any:
+    def _reconnected(self, error: BaseException) -> Any:
         """What the source gives once the network is back."""
         source = self.source
         assert source is not None
         # Most often it is a generator, which is dead, and opened anew; where that is impossible it is asked again.
         alive = not inspect.isgenerator(source) and self._apart is not None and not self._apart()
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             return self._guard.call_again(error, (lambda: next(source)) if alive else self._again)
         except StopIteration:
@@ -170,7 +176,7 @@ class Reading:
             self.ordinal += 1
             self._guard.findings.add(bad)
 
-    def _after(self, failed: list[BadSample], given: Any, error: Exception) -> Any:
+    def _after(self, failed: list[BadSample], given: Any, error: BaseException) -> Any:
         """
         What comes after failures of an iterator that lives on: it may be past the samples it raised for, and give the
         one behind them, or not, and give the first of them.
@@ -203,7 +209,9 @@ class Reading:
                     sample = next(source)
                 except StopIteration:
                     break
-                except Exception:
+                except BaseException as error:
+                    if not is_error(error):
+                        raise
                     came.append(bad)
                 else:
                     if _is_same(sample, given):
@@ -211,7 +219,9 @@ class Reading:
                     came.append(sample)
             # Where it does not come to that one, it is not the same stream again, and tells nothing.
             return came if _is_same(next(source, None), given) else [*failed]
-        except Exception:
+        except BaseException as error:
+            if not is_error(error):
+                raise
             return [*failed]
         finally:
             before.restore()
@@ -241,8 +251,8 @@ class Reading:
                 given = next(source)
             except StopIteration:
                 raise _CannotBeReopened from None
-            except Exception:
-                if position not in self._left_out or inspect.isgenerator(source):
+            except BaseException as error:
+                if not is_error(error) or position not in self._left_out or inspect.isgenerator(source):
                     raise
             else:
                 last = last if position in self._left_out else given
@@ -255,12 +265,14 @@ class Reading:
             )
         return source
 
-    def _tried_again(self, failed: list[BadSample], error: Exception) -> Any:
+    def _tried_again(self, failed: list[BadSample], error: BaseException) -> Any:
         try:
             return self._again()
         except (StopIteration, _CannotBeReopened):
             pass
-        except Exception as again:
+        except BaseException as again:
+            if not is_error(again):
+                raise
             self._guard.passes(again)
         raise LetPass(_cannot_be_passed(failed, error))
 
@@ -306,7 +318,7 @@ def _in_a_generator(error: BaseException) -> bool:
     return False
 
 
-def _cannot_be_passed(failed: list[BadSample], error: Exception) -> DataSourceError:
+def _cannot_be_passed(failed: list[BadSample], error: BaseException) -> DataSourceError:
     again = f", and so did the {len(failed) - 1} after it" if len(failed) > 1 else ", twice"
     source = DataSourceError(
         f"The stream raised at {failed[0]}{again}, and cannot be read past it: what has raised there is the source "

@@ -26,18 +26,20 @@ from .checkpoints import (
     standing_of,
     step_of,
 )
-from .config import HealingConfig
+from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .failures import (
     FAILURE_RECIPES,
     Action,
     FailureType,
-    Interruption,
     UnrecoverableTrainingError,
     classify_exception,
+    describe_exception,
+    text_of,
 )
 from .instrument import RandomState, ReportingGuard, let_go
-from .journal import Incident
+from .instrument.loader_workers import end_workers_that_failed
+from .journal import POSTMORTEM_FILE, Incident, where_to_go_on
 from .launcher import EXIT_FOR_RESTART, end_process_within, launch_of, restarts_on_exit
 from .report import HealingReport
 from .reporting import Reporting
@@ -53,7 +55,7 @@ from .restart import (
     still_alive,
 )
 from .run_record import Ending, RunRecord, UnreadableRecordError
-from .session import Session
+from .session import Session, may_be_repeated
 from .vetting import Verdict
 
 
@@ -117,15 +119,11 @@ class SelfHealingTrainer:
         for callback in callbacks or ():
             trainer.add_callback(callback)
         existing = self._find_callback()
-        if config is None:
-            config = existing.config if existing is not None else HealingConfig()
-        elif not isinstance(config, HealingConfig):
-            config = HealingConfig.from_dict(dict(config))
-        self.config = config
+        self.config = config = as_config(existing.config if config is None and existing is not None else config)
         if existing is None:
             trainer.add_callback(SelfHealingCallback(config))
         else:
-            existing.reconfigure(config)
+            self._put_config_in_force(existing)
         self._sleep = sleep
         self._session: Session | None = None
         self._memory_ran_out_at = -1
@@ -134,6 +132,24 @@ class SelfHealingTrainer:
         if name == "trainer":
             raise AttributeError(name)
         return getattr(self.trainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._owns(name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.trainer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._owns(name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self.trainer, name)
+
+    def _owns(self, name: str) -> bool:
+        """Whether an attribute is the wrapper's and not the trainer's, where it would have no effect here."""
+        if name in ("trainer", "config") or name in vars(self) or hasattr(type(self), name):
+            return True
+        return name.startswith("_") and not hasattr(self.trainer, name)
 
     # ---- training ----
 
@@ -156,7 +172,13 @@ class SelfHealingTrainer:
             UnrecoverableTrainingError: When the remedies are spent; its message names the postmortem.
             Exception: What cannot be healed, unchanged.
         """
+        if not isinstance(resume_from_checkpoint, str | os.PathLike | bool | None):
+            raise TypeError(
+                f"resume_from_checkpoint is {resume_from_checkpoint!r}, but must be the path of a checkpoint, True, "
+                '"auto" or None. For the checkpoint of a step, please pass its path: "<output_dir>/checkpoint-<step>".'
+            )
         self._switch_off_auto_find_batch_size()
+        self._put_callback_in_force()
         args = self.trainer.args
         session, start = self._open_session(resume_from_checkpoint)
         theirs = args.eval_on_start, args.ignore_data_skip
@@ -296,6 +318,8 @@ class SelfHealingTrainer:
             spends = start.spends
             if start.died:
                 self._infer_death(session, start)
+            else:
+                self._count_repeated_steps(session, start)
             if start.record.ending is Ending.GAVE_UP and not start.by_hand:
                 refused = gave_up(start.record)
             elif spends and not session.budget.spend(earlier.last_step):
@@ -330,27 +354,46 @@ class SelfHealingTrainer:
         session.await_outcome(incident)
         earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
 
+    def _count_repeated_steps(self, session: Session, start: Start) -> None:
+        """The process before this one said what it ended with; what that costs shows only where the run goes on."""
+        incident = next(iter(session.journal.incidents[-1:]), None)
+        if incident is None or incident.outcome not in ("open", "fatal") or not may_be_repeated(incident):
+            return
+        incident.steps_lost = max(incident.steps_lost, start.steps_to_repeat)
+        session.journal.event(
+            "taken_up", start.step, incident=incident.id, checkpoint=start.checkpoint, steps_lost=incident.steps_lost
+        )
+
     def _refuse(self, session: Session, start: Start, refused: Refusal) -> None:
-        """The run is not tried once more; the postmortem speaks of all its attempts."""
+        """The run is not tried once more; the postmortem speaks of all its attempts, and of all its processes."""
         assert start.record is not None
-        step = start.record.newest.last_step
+        earlier = start.record.newest
+        others = session.journal.errors_of_other_ranks(earlier.first_step) if refused.postmortem is None else []
+        told = "".join(
+            f"; rank {other['rank']} at step {other['step']}: {other['error']['type']}: {other['error']['message']}"
+            for other in others
+        )
         for incident in session.journal.incidents:
             if incident.outcome == "open":
                 session.close_as_fatal(incident)
-        if refused.postmortem is None:
+        if refused.postmortem is None and session.journal.rank > 0:
+            # Its own stays what it is: the only place that names what this process ended with.
+            refused.postmortem = str(session.directory / POSTMORTEM_FILE)
+        elif refused.postmortem is None:
             refused.postmortem = session.journal.write_postmortem(
-                refused.verdict,
+                refused.verdict + told,
                 FailureType.PROCESS_DIED,
-                step,
+                earlier.last_step,
                 None,
                 log_history_in(start.checkpoint),
                 None,
                 advice=refused.advice,
                 older_checkpoint=start.checkpoint,
+                other_ranks=others,
             )
         session.postmortem_path = refused.postmortem
         raise UnrecoverableTrainingError(
-            f"Training is not started again: {refused.verdict}. What to do: {refused.advice} "
+            f"Training is not started again: {refused.verdict}{told}. What to do: {refused.advice} "
             f"Postmortem: {refused.postmortem or 'could not be written'}.",
             failure=FailureType.PROCESS_DIED,
             postmortem=refused.postmortem,
@@ -360,7 +403,13 @@ class SelfHealingTrainer:
 
     def _note_end(self, session: Session, error: BaseException) -> None:
         """Writes down how this process's part in the run ends, unless that is done."""
-        why = f"{type(error).__name__}: {error}"
+        try:
+            self._write_down_the_end(session, error)
+        except Exception:
+            logger.exception("How the run ended could not be written down; what ended it is raised unchanged.")
+
+    def _write_down_the_end(self, session: Session, error: BaseException) -> None:
+        why = describe_exception(error)
         if session.ended:
             return
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -380,11 +429,9 @@ class SelfHealingTrainer:
     def _exit_for_restart(self, session: Session, incident: Incident, error: BaseException) -> NoReturn:
         """Nothing more can be computed in this process; the launcher starts another one."""
         session.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=EXIT_FOR_RESTART)
-        self._write_postmortem(
-            session, incident.failure or FailureType.DEVICE, error, f"{type(error).__name__}: {error}"
-        )
+        self._write_postmortem(session, incident.failure or FailureType.DEVICE, error, describe_exception(error))
         session.journal.dealt_with(incident)
-        session.end_attempt(Ending.RESTART, f"{type(error).__name__}: {error}")
+        session.end_attempt(Ending.RESTART, describe_exception(error))
         end_process_within(_LAST_WORDS, EXIT_FOR_RESTART)
         raise SystemExit(EXIT_FOR_RESTART)
 
@@ -396,9 +443,10 @@ class SelfHealingTrainer:
             try:
                 output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume, **kwargs)
                 return output
-            except UnrecoverableTrainingError:
+            except (UnrecoverableTrainingError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
-            except (Exception, Interruption) as error:
+            except BaseException as error:
+                # A panic of a library in Rust, or a cancelled coroutine, is no `Exception`, and an error all the same.
                 recovery = self._recover(session, error, resume)
                 if recovery is None:
                     raise
@@ -420,9 +468,11 @@ class SelfHealingTrainer:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
 
-    def _recover(self, session: Session, error: Exception | Interruption, resume: Any) -> _Recovery | None:
+    def _recover(self, session: Session, error: BaseException, resume: Any) -> _Recovery | None:
         """What to do about an exception that left `train()`; `None` if it cannot be healed."""
         try:
+            if classify_exception(error) is FailureType.PROCESS_DIED:
+                end_workers_that_failed(error)
             return self._plan_recovery(session, error, resume)
         except UnrecoverableTrainingError:
             raise
@@ -430,7 +480,7 @@ class SelfHealingTrainer:
             logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
             return None
 
-    def _plan_recovery(self, session: Session, error: Exception | Interruption, resume: Any) -> _Recovery | None:
+    def _plan_recovery(self, session: Session, error: BaseException, resume: Any) -> _Recovery | None:
         began = time.perf_counter()
         failure = classify_exception(error)
         step = int(self.trainer.state.global_step)
@@ -438,7 +488,7 @@ class SelfHealingTrainer:
             self._leave_unfinished_step(session, error)
         incident, session.handed_over = session.handed_over, None
         if incident is None:
-            incident = session.journal.open(step, type(error).__name__, {"message": str(error)[:500]})
+            incident = session.journal.open(step, type(error).__name__, {"message": text_of(error)[:500]})
             session.journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
         if failure is FailureType.DEVICE and restarts_on_exit(self.config):
             self._exit_for_restart(session, incident, error)
@@ -453,11 +503,11 @@ class SelfHealingTrainer:
         elif not session.budget.spend(step):
             why = f"the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
         if why:
-            self._end(session, incident, failure, error, point)
+            advice = self._end(session, incident, failure, error, point)
             path = session.postmortem_path
             raise UnrecoverableTrainingError(
-                f"Training stopped at step {step}: {type(error).__name__}: {error}; {why}. "
-                f"What to do: {FAILURE_RECIPES[failure].advice} Postmortem: {path or 'could not be written'}.",
+                f"Training stopped at step {step}: {describe_exception(error)}; {why}. "
+                f"What to do: {advice} Postmortem: {path or 'could not be written'}.",
                 failure=failure,
                 postmortem=path,
             ) from error
@@ -537,15 +587,24 @@ class SelfHealingTrainer:
 
     def _end(
         self, session: Session, incident: Incident, failure: FailureType, error: BaseException, point: Any
-    ) -> None:
+    ) -> str:
+        """Writes down that an exception ends the run, and gives what to do about it."""
         session.journal.acted(incident, Action.STOP.value)
         session.close_as_fatal(incident)
-        verdict = f"{type(error).__name__}: {error}"
+        output_dir = self.trainer.args.output_dir
         path = point if isinstance(point, str) else None
+        emergency = older = None
         if session.resume_point is not None and session.resume_point.path == path:
-            path = publish(session.resume_point.path, self.trainer.args.output_dir)
-        self._write_postmortem(session, failure, error, verdict, path)
+            emergency = publish(session.resume_point.path, output_dir)
+        elif path is not None and Action.EMERGENCY_CHECKPOINT in FAILURE_RECIPES[failure].ladder:
+            older = path
+        else:
+            # What this entry began with need not be the newest.
+            older = newest_checkpoint_of(session.run_id, output_dir) or path
+        advice = f"{FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
+        self._write_postmortem(session, failure, error, describe_exception(error), emergency, advice, older)
         session.journal.dealt_with(incident)
+        return advice
 
     def _write_postmortem(
         self,
@@ -554,10 +613,14 @@ class SelfHealingTrainer:
         error: BaseException,
         verdict: str,
         checkpoint: str | None = None,
+        advice: str | None = None,
+        older_checkpoint: str | None = None,
     ) -> None:
         state = self.trainer.state
+        if checkpoint is None and older_checkpoint is None:
+            older_checkpoint = newest_checkpoint_of(session.run_id, self.trainer.args.output_dir)
         session.postmortem_path = session.journal.write_postmortem(
-            verdict, failure, int(state.global_step), error, state.log_history, checkpoint
+            verdict, failure, int(state.global_step), error, state.log_history, checkpoint, advice, older_checkpoint
         )
 
     def _switch_off_auto_find_batch_size(self) -> None:
@@ -575,6 +638,30 @@ class SelfHealingTrainer:
                 return callback
         return None
 
+    def _put_callback_in_force(self) -> None:
+        """What became of the callback since this object was made: without it nothing would be healed in a step."""
+        callback = self._find_callback()
+        if callback is not None:
+            self._put_config_in_force(callback)
+            return
+        logger.warning(
+            "The trainer's SelfHealingCallback has been removed, and is added again: without it no step would be "
+            "watched. For a run that is not healed, please call train() of the trainer itself."
+        )
+        self.trainer.add_callback(SelfHealingCallback(self.config))
+
+    def _put_config_in_force(self, callback: SelfHealingCallback) -> None:
+        theirs, ours = callback.config.to_dict(), self.config.to_dict()
+        changed = [f"{name}={value!r} (was {theirs[name]!r})" for name, value in ours.items() if value != theirs[name]]
+        if not changed:
+            return
+        logger.warning(
+            "The trainer's SelfHealingCallback had other settings than this SelfHealingTrainer. Those of the "
+            "SelfHealingTrainer are in force from here on: %s.",
+            ", ".join(changed),
+        )
+        callback.reconfigure(self.config)
+
     # ---- looking ----
 
     def dry_run(self, num_steps: int = 2) -> DryRunReport:
@@ -588,10 +675,15 @@ class SelfHealingTrainer:
         return dry_run(self.trainer, num_steps)
 
     def get_report(self) -> HealingReport:
-        """What happened in the last run."""
-        if self._session is None:
-            return HealingReport()
-        session = self._session
+        """What happened in the last run of the trainer, whoever called its `train()`; else in those on the disk."""
+        callback = self._find_callback()
+        sessions = [self._session, None if callback is None else callback.session]
+        session = max((each for each in sessions if each is not None), key=lambda each: each.started_at, default=None)
+        if session is None:
+            try:
+                return HealingReport.from_run_dir(self.config.healing_dir or self.trainer.args.output_dir)
+            except (OSError, ValueError):
+                return HealingReport()
         return HealingReport.from_incidents(
             session.journal.incidents, str(session.journal.path), session.rate_in_force()
         )

@@ -327,6 +327,14 @@ def follow(run: Path, *steps: int, **options: Any) -> CheckpointKeeper:
     return keeper
 
 
+def test_a_checkpoint_of_the_plain_trainer_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "model.safetensors").touch()
+    follow(tmp_path, 2).verified_up_to(2)
+    assert not caplog.records
+    assert not (tmp_path / "last-known-good").exists()
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_last_good_one_survives_a_long_bad_stretch(tmp_path: Path, tokenizer: Any, limit: int) -> None:
     keeper = CheckpointKeeper(tmp_path)

@@ -86,6 +86,35 @@ def test_report_without_a_journal_is_a_clear_error(tmp_path: Path) -> None:
     assert "Please name the output_dir" in result.stderr
 
 
+@pytest.mark.parametrize("content", ["", "print('I train')\n", '{"step": 1}\n', "42\n", "\ufffd\x00\n"])
+def test_report_of_a_file_that_is_no_journal_is_a_clear_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(content, encoding="utf-8")
+    result = run("report", str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is no journal: not one of its lines is an event" in result.stderr
+
+
+def test_report_of_a_journal_with_nothing_in_it_yet_is_healthy(tmp_path: Path) -> None:
+    (tmp_path / "healing_events.jsonl").touch()
+    result = run("report", str(tmp_path))
+    assert result.exit_code == 0
+    assert "Nothing had to be healed." in result.stdout
+
+
+# ---- chaos ----
+
+
+def test_chaos_names_no_ledger_where_nothing_has_struck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("self_healing.chaos.rehearsal.rehearse", lambda *_: (0, []))
+    script = tmp_path / "script.py"
+    script.touch()
+    result = run("chaos", str(script), "--ledger", str(tmp_path / "chaos.jsonl"))
+    assert result.exit_code == 1
+    assert "No fault struck" in result.stdout
+    assert "Ledger" not in result.stdout
+
+
 # ---- demo ----
 
 

@@ -2,17 +2,20 @@ import dataclasses
 import inspect
 import re
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 import trl
+from conftest import sft_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import HfArgumentParser, TrainingArguments
 from trl import SFTConfig, TrlParser
 
-from self_healing import ConfigurationError, HealingConfig
+from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.config import SECTIONS, Setting
 
 
@@ -224,7 +227,11 @@ class TestValidation:
             ("drop_poison_rows", "true"),
             ("drop_poison_rows", None),
             ("healing_dir", 3),
-            ("healing_dir", Path("outputs")),
+            ("healing_dir", b"outputs"),
+            ("healing_dir", Path(" ")),
+            ("nan_patience", np.float64(3)),
+            ("nan_patience", np.True_),
+            ("loss_spike_z", Fraction(10**400)),
             ("healing_dir", ""),
             ("healing_dir", " "),
             ("healing_dir", "a\0b"),
@@ -239,6 +246,20 @@ class TestValidation:
     def test_a_number_that_is_not_finite_is_refused(self, value):
         with pytest.raises(ConfigurationError, match=r"`retry_max_seconds` is .* must be a finite number"):
             HealingConfig(retry_max_seconds=value)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "kept"),
+        [
+            ("healing_dir", Path("outputs"), "outputs"),
+            ("rules_file", Path("rules.toml"), "rules.toml"),
+            ("nan_patience", np.int64(3), 3),
+            ("loss_spike_z", np.float32(4), 4.0),
+            ("retry_max_seconds", np.int64(600), 600.0),
+        ],
+    )
+    def test_what_means_the_same_is_kept_as_what_python_has_for_it(self, name, value, kept):
+        for config in (HealingConfig(**{name: value}), HealingConfig.from_dict({name: value})):
+            assert (getattr(config, name), type(getattr(config, name))) == (kept, type(kept))
 
     def test_an_integer_for_a_float_is_converted(self):
         assert type(HealingConfig(retry_max_seconds=600).retry_max_seconds) is float
@@ -440,8 +461,64 @@ class TestToml:
             HealingConfig.from_toml(path)
 
     def test_a_missing_file_is_an_error(self, tmp_path):
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(FileNotFoundError, match=r"There is no file .*missing\.toml to read the settings from"):
             HealingConfig.from_toml(tmp_path / "missing.toml")
+
+
+class TestGiven:
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ("aggressive", "Did you mean HealingConfig.aggressive()?"),
+            ("healing.toml", "did you mean HealingConfig.from_toml('healing.toml')?"),
+            (Path("healing.toml"), "did you mean HealingConfig.from_toml('healing.toml')?"),
+            (HealingConfig, "Did you mean HealingConfig()?"),
+            (HealingConfig.aggressive, "Did you mean HealingConfig.aggressive()?"),
+            (3, "must be a HealingConfig or a dict of settings. Please leave it out"),
+            (np.zeros(2), "must be a HealingConfig or a dict of settings. Please leave it out"),
+        ],
+    )
+    def test_what_is_no_config_says_what_was_meant(self, given, said, tmp_path, tokenizer):
+        trainer = sft_trainer(tmp_path, tokenizer)
+        for make in (SelfHealingCallback, lambda config: SelfHealingTrainer(trainer, config)):
+            with pytest.raises(ConfigurationError, match=re.escape(said)):
+                make(given)
+
+    def test_a_missing_file_of_rules_names_the_setting(self, tmp_path):
+        with pytest.raises(ConfigurationError, match=r"`rules_file` is '.*nope\.toml', which cannot be read: No such"):
+            SelfHealingCallback({"rules_file": tmp_path / "nope.toml"})
+
+    def test_a_checkpoint_that_is_no_path_is_refused(self, tmp_path, tokenizer):
+        with pytest.raises(TypeError, match="resume_from_checkpoint is 3, but must be the path of a checkpoint"):
+            SelfHealingTrainer(sft_trainer(tmp_path, tokenizer)).train(resume_from_checkpoint=3)
+
+    def test_each_wrapper_trains_with_its_own_and_says_what_changes(self, tmp_path, tokenizer, caplog):
+        callback = SelfHealingCallback({"on_nonfinite": "raise"})
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], max_steps=1)
+        first = SelfHealingTrainer(trainer)
+        assert not caplog.records
+        SelfHealingTrainer(trainer, {"on_nonfinite": "skip", "nan_patience": 7})
+        assert "on_nonfinite='skip' (was 'raise'), nan_patience=7 (was 3)." in caplog.text
+        assert callback.config.on_nonfinite == "skip"
+        caplog.clear()
+        first.train()
+        assert "on_nonfinite='raise' (was 'skip')" in caplog.text
+        assert (callback.config, callback.session.config) == (first.config, first.config)
+
+    def test_what_is_set_on_the_wrapper_is_set_on_the_trainer(self, tmp_path, tokenizer, monkeypatch):
+        trainer = sft_trainer(tmp_path, tokenizer)
+        healer = SelfHealingTrainer(trainer)
+        healer.train_dataset = few = trainer.train_dataset.select(range(4))
+        healer.of_my_callback = 1
+        healer._train_batch_size = 2
+        assert (trainer.train_dataset, trainer.of_my_callback, trainer._train_batch_size) == (few, 1, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(healer, "compute_loss", len)
+            assert trainer.compute_loss is len
+        assert trainer.compute_loss is not len
+        healer.config = config = HealingConfig()
+        assert healer.config is config
+        assert not hasattr(trainer, "config")
 
 
 class TestRecipes:

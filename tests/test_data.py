@@ -33,6 +33,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator, set_se
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.data import BadSample, Findings, Quarantine, why_not_appendable
 from self_healing.failures import FailureType, classify_exception
+from self_healing.instrument.loader_workers import end_workers_that_failed
 from self_healing.instrument.loading import TrainingLoader
 from self_healing.sample_guard import DataSourceError, Guard, GuardedCollator, GuardedDataset, candidates
 from self_healing.services import RetryPolicy
@@ -780,10 +781,68 @@ def test_a_worker_that_is_killed_costs_no_step_and_no_bit(tmp_path: Path, tokeni
     assert sum(event["steps_lost"] for event in journal(tmp_path / "run-killed", "outcome")) == 0
 
 
+def test_workers_are_ended_before_torch_raises_for_the_one_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost:
+        def get(self, **_: Any) -> Any:
+            raise EOFError
+
+    batches: Any = iter(DataLoader(Rows([{"a": 1}] * 8), num_workers=2))
+    workers = batches._workers
+    monkeypatch.setattr(batches, "_data_queue", Lost())
+    with pytest.raises(EOFError) as caught:
+        next(batches)
+    end_workers_that_failed(caught.value)
+    assert not any(worker.is_alive() for worker in workers)
+    assert not batches._worker_pids_set
+
+
+# As pyo3 raises it: a class that cannot be imported, and no `Exception`.
+PanicException = type("PanicException", (BaseException,), {})
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [PanicException, Unspeakable])
+def test_a_sample_that_raises_an_odd_kind_of_exception_is_replaced(
+    tmp_path: Path, error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(Rows):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                raise error
+            return super().__getitem__(index)
+
+    found = findings(tmp_path)
+    dataset = GuardedDataset(Odd([{"input_ids": [1], "number": number} for number in range(64)]), Guard(found, seed=1))
+    assert dataset[5]["number"] != 5
+    assert [sample.error_type for sample in found.new] == [error.__name__]
+    assert "self_healing failed" not in caplog.text
+
+
+def tokenized_or_panic(row: dict[str, Any]) -> dict[str, Any]:
+    if row["number"] == 5:
+        raise PanicException
+    return row
+
+
+def test_a_stream_leaves_out_what_its_function_panics_for(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"number": number, "input_ids": [1]} for number in range(12)])
+    found = findings(tmp_path)
+    stream = GuardedStream(rows.to_iterable_dataset().map(tokenized_or_panic), Guard(found, seed=1))
+    assert [row["number"] for row in stream] == [number for number in range(12) if number != 5]
+    assert [sample.error_type for sample in found.new] == ["PanicException"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "DataLoader worker (pid(s) 12, 13) exited unexpectedly",
+        "Pin memory thread exited unexpectedly",
         "DataLoader worker (pid 12) is killed by signal: Killed. ",
         "DataLoader worker (pid 12) exited unexpectedly with exit code 1. Details are lost due to multiprocessing.",
     ],

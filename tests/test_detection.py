@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -707,3 +709,89 @@ def test_a_nonfinite_step_never_reaches_the_baselines(tmp_path: Path, tokenizer:
     panel = callback.session.panel
     assert panel is not None
     assert len(panel.state_dict()["loss_trend"]["recent"]) == 38
+
+
+# ---- what the run is made of changes ----
+
+
+class Unfreezing(TrainerCallback):
+    """All but the head is frozen until a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.model.requires_grad_(False)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            model.model.requires_grad_(True)
+
+
+def test_layers_that_are_unfrozen_make_no_gradient_spike(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "learning_rate": 3e-3, "max_steps": 50}
+    plain = sft_trainer(tmp_path / "plain", tokenizer, callbacks=[Unfreezing(40)], **arguments)
+    plain.train()
+    callback = SelfHealingCallback({"zclip_mode": "clip", "zclip_warmup_steps": 39, "zclip_z": 8.0})
+    healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[callback, Unfreezing(40)], **arguments)
+    healed.train()
+    norms = [entry["grad_norm"] for entry in plain.state.log_history if "grad_norm" in entry]
+    assert min(norms[40:42]) > 4 * max(norms[30:40])
+    assert of_kind(tmp_path / "healed", "detected") == []
+    assert_same_weights(weights(healed), weights(plain))
+    # Of the steps since alone.
+    assert callback.session is not None
+    assert callback.session.panel is not None
+    assert len(callback.session.panel.gradient_trend.state_dict()["recent"]) == 10
+
+
+# ---- the callback, wherever it is ----
+
+
+def test_a_callback_that_is_taken_by_a_run_within_the_run_says_so(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+    shared = SelfHealingCallback()
+
+    class Within(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                sft_trainer(tmp_path / "inner", tokenizer, callbacks=[shared], max_steps=1).train()
+
+    outer = sft_trainer(tmp_path / "outer", tokenizer, callbacks=[shared, Within()], max_steps=2)
+    outer.train()
+    assert caplog.text.count("the outer run is not healed from here on") == 1
+    caplog.clear()
+    # One after the other is no matter.
+    sft_trainer(tmp_path / "next", tokenizer, callbacks=[shared], max_steps=1).train()
+    assert "outer run" not in caplog.text
+
+
+def test_a_callback_that_has_trained_can_be_copied(tmp_path: Path, tokenizer: Any) -> None:
+    callback = SelfHealingCallback()
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], max_steps=2)
+    trainer.train()
+    for again in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert again.config == callback.config
+        assert again.healing_state == callback.healing_state
+    assert callback.session is not None
+
+
+def test_the_report_is_that_of_the_last_run_whoever_started_it(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=2)
+    healer = SelfHealingTrainer(trainer)
+    assert healer.get_report().healthy
+    fault = OutputFault(trainer.model, lambda n: n == 2)
+    trainer.train()
+    assert fault.fired == 1
+    assert len(healer.get_report().incidents) == 1
+
+    anew = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer))
+    assert len(anew.get_report().incidents) == 1, "from the disk"
+
+    trainer.remove_callback(SelfHealingCallback)
+    caplog.clear()
+    again = OutputFault(trainer.model, lambda n: n == 2)
+    healer.train()
+    assert "has been removed, and is added again" in caplog.text
+    assert again.fired == 1
+    assert [incident["outcome"] for incident in healer.get_report().incidents] == ["resolved"]
+    assert all(bool(value.isfinite().all()) for value in weights(trainer).values())

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from self_healing.vetting import vet
 
 
 def launch(directory: Path, *arguments: str) -> int:
@@ -31,8 +34,13 @@ def on_two_processes(directory: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_two_processes(tmp_path_factory.mktemp("distributed"))
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("distributed")
+
+
+@pytest.fixture(scope="module")
+def results(directory: Path) -> list[dict[str, Any]]:
+    return on_two_processes(directory)
 
 
 def test_a_healthy_run_is_the_plain_one(results: list[dict[str, Any]]) -> None:
@@ -87,6 +95,74 @@ def test_weights_that_turn_nan_on_one_rank_are_rolled_back_on_both(results: list
 def test_one_that_is_asked_to_leave_leaves_together_with_the_other(results: list[dict[str, Any]]) -> None:
     for rank in results:
         assert rank["preempted_1"] == {"steps": 3, "code": 143, "checkpoints": ["checkpoint-3"]}
+
+
+@pytest.mark.parametrize("scenario", ["healthy", "slow_to_save_1"], ids=["callback", "wrapper"])
+def test_all_processes_of_a_run_know_it_by_one_name(results: list[dict[str, Any]], scenario: str) -> None:
+    (name,) = results[0][scenario]["runs"]
+    assert results[1][scenario]["runs"] == [name]
+
+
+def test_a_checkpoint_is_complete_when_the_slowest_has_written_its_part(
+    results: list[dict[str, Any]], directory: Path, tmp_path: Path
+) -> None:
+    checkpoint = directory / "slow_to_save_1" / "checkpoint-1"
+    files = json.loads((checkpoint / "healing.json").read_text())["files"]
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= files.keys()
+    torn = shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
+    assert vet(torn).usable
+    (torn / "rng_state_1.pth").unlink()
+    verdict = vet(torn)
+    assert not verdict.usable
+    assert "rng_state_1.pth" in verdict.reason
+
+
+def test_an_error_that_says_that_another_process_is_gone_is_no_bug(results: list[dict[str, Any]]) -> None:
+    # The last three speak of something else.
+    gone, other = ["process_died"] * 5, ["user_code", "user_code", "network"]
+    assert results[0]["of_a_gone_peer"] == gone + other
+
+
+def test_the_one_that_is_left_says_that_another_is_gone(results: list[dict[str, Any]]) -> None:
+    left, faulty = results[0]["faulty_1"]["first"]
+    assert (left["failure"], faulty["failure"]) == ("process_died", "user_code")
+    assert faulty["error"]["message"] == "only here"
+    assert left["run"] == faulty["run"]
+
+
+def test_an_emergency_checkpoint_that_was_not_written_is_not_told_of(results: list[dict[str, Any]]) -> None:
+    for postmortem in results[0]["faulty_1"]["first"]:
+        assert postmortem["emergency_checkpoint"] is None
+        assert "checkpoint-2" in postmortem["resume_with"]
+        assert "emergency checkpoint" not in postmortem["what_to_do"]
+        assert "checkpoint-2." in postmortem["what_to_do"]
+        assert postmortem["chain"][-1]["actions"] == ["stop"]
+    assert results[0]["faulty_1"]["report"][-1]["actions"] == ["stop"]
+    tried, stop = results[0]["faulty_1"]["actions"]
+    assert (tried["action"], tried["happened"]) == ("emergency_checkpoint", False)
+    assert "several processes" in tried["why"]
+    assert (stop["action"], stop["happened"]) == ("stop", True)
+
+
+def test_a_refusal_names_what_each_of_the_processes_ended_with(results: list[dict[str, Any]]) -> None:
+    for rank in (0, 1):
+        assert "Training is not started again" in results[rank]["faulty_1"]["ends"][2]
+        assert "rank 1 at step 3: builtins.ValueError: only here" in results[rank]["faulty_1"]["ends"][2]
+    refusal, faulty = results[0]["faulty_1"]["refused"]
+    assert "rank 1 at step 3: builtins.ValueError: only here" in refusal["verdict"]
+    assert [(other["rank"], other["error"]["message"]) for other in refusal["other_ranks"]] == [(1, "only here")]
+    assert faulty["error"]["message"] == "only here"
+
+
+def test_a_run_that_finishes_after_all_leaves_no_postmortem(results: list[dict[str, Any]], directory: Path) -> None:
+    assert [rank["faulty_1"]["ends"][3] for rank in results] == ["finished", "finished"]
+    assert results[0]["faulty_1"]["left"] == [None, None]
+    assert len(list((directory / "faulty_1").glob("postmortem*.before-*.json"))) == 2
+
+
+def test_the_steps_that_were_done_again_are_counted_on_every_rank(results: list[dict[str, Any]]) -> None:
+    # Twice in vain from step 2 to step 3.
+    assert [rank["faulty_1"]["lost"] for rank in results] == [[1, 1], [1, 1]]
 
 
 @pytest.mark.slow

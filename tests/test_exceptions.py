@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import traceback
 from collections.abc import Callable
@@ -26,7 +27,14 @@ from conftest import (
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing import (
+    HealingConfig,
+    HealingReport,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
+from self_healing.session import Session
 
 
 # 64 rows, 4 a micro-batch, 2 micro-batches a step: 8 steps an epoch.
@@ -323,6 +331,92 @@ def test_a_users_exception_surfaces_unchanged_with_an_exact_checkpoint(
     resumed = sft_trainer(tmp_path / "broken", tokenizer, **TWO_EPOCHS)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert_same_weights(weights(resumed), weights(clean))
+
+
+def test_where_no_emergency_checkpoint_is_written_nothing_speaks_of_one(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    trainer = sft_trainer(tmp_path, tokenizer, **arguments)
+    RaisingForward(trainer.model, lambda _: trainer.state.global_step == 6, raise_value_error)
+    with pytest.raises(ValueError, match="a bug"):
+        SelfHealingTrainer(trainer, HealingConfig(emergency_checkpoint=False)).train()
+    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
+    assert postmortem["emergency_checkpoint"] is None
+    assert "emergency checkpoint" not in postmortem["what_to_do"]
+    assert f"The checkpoint to go on from: {tmp_path / 'checkpoint-4'}." in postmortem["what_to_do"]
+    assert str(tmp_path / "checkpoint-4") in postmortem["resume_with"]
+    tried, _ = journal(tmp_path, "action")
+    assert (tried["action"], tried["happened"]) == ("emergency_checkpoint", False)
+    assert HealingReport.from_run_dir(tmp_path).incidents[0]["actions"] == ["stop"]
+
+    resumed = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, **arguments))
+    resumed.train(resume_from_checkpoint=True)
+    # Steps 5 and 6 were done twice, and are in the weights.
+    assert [incident["steps_lost"] for incident in resumed.get_report().incidents] == [2]
+    assert [incident["steps_lost"] for incident in HealingReport.from_run_dir(tmp_path).incidents] == [2]
+    assert resumed._session is not None
+    assert resumed._session.trained_steps(8) == 8
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    @property
+    def response(self) -> Any:
+        raise RuntimeError("no response")
+
+
+# As pyo3 raises it: a class that cannot be imported, and no `Exception`.
+PanicException = type("PanicException", (BaseException,), {})
+
+
+@pytest.mark.parametrize("kind", [Unspeakable, asyncio.CancelledError, PanicException])
+def test_an_exception_of_an_odd_kind_surfaces_unchanged_with_a_checkpoint(
+    tmp_path: Path, tokenizer: Any, kind: type[BaseException]
+) -> None:
+    error = kind()
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 2:
+                raise error
+
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[Failing()], max_steps=4)
+    with pytest.raises(kind) as caught:
+        SelfHealingTrainer(trainer).train()
+    assert caught.value is error
+    assert caught.value.__context__ is None
+    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
+    assert kind.__name__ in postmortem["verdict"]
+    assert (Path(postmortem["emergency_checkpoint"]) / "trainer_state.json").is_file()
+
+
+def test_how_a_run_ends_may_be_impossible_to_write_down(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("a bug of ours")
+
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=2)
+    RaisingForward(trainer.model, lambda forward: forward == 1, raise_value_error)
+    monkeypatch.setattr(Session, "end_attempt", failing)
+    with pytest.raises(ValueError, match="a bug in the user's code"):
+        SelfHealingTrainer(trainer).train()
+
+
+def test_after_an_interruption_the_postmortem_names_the_newest_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
+    class Interrupting(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[Interrupting()], **saving)
+    with pytest.raises(KeyboardInterrupt):
+        SelfHealingTrainer(trainer).train()
+    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
+    assert postmortem["emergency_checkpoint"] is None
+    assert "checkpoint-2" in postmortem["resume_with"]
 
 
 def test_an_exception_raised_while_the_step_is_reexecuted_is_the_users_own(tmp_path: Path, tokenizer: Any) -> None:

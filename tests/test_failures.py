@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import errno
 import socket
+import ssl
+import subprocess
 import urllib.error
+from collections.abc import Callable
 from email.message import Message
+from typing import Any
 
 import httpx
 import pytest
 import torch
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from torch.distributed import DistBackendError
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, classify_exception
-from self_healing.failures import is_nonfinite_exception
+from self_healing.failures import describe_exception, http_status, is_nonfinite_exception
 
 
 def http_error(status: int) -> HfHubHTTPError:
@@ -61,12 +66,22 @@ def caused_by(outer: Exception, inner: Exception) -> Exception:
         (http_error(401), FailureType.USER_CODE),
         (urllib.error.HTTPError("u", 502, "m", Message(), None), FailureType.NETWORK),
         (urllib.error.HTTPError("u", 403, "m", Message(), None), FailureType.USER_CODE),
+        (ssl.SSLEOFError(8, "x"), FailureType.NETWORK),
+        (ssl.SSLZeroReturnError(6, "x"), FailureType.NETWORK),
+        (ssl.SSLSyscallError(5, "x"), FailureType.NETWORK),
+        (ssl.SSLError(1, "[SSL: UNEXPECTED_EOF] EOF occurred in violation of protocol"), FailureType.NETWORK),
+        (ssl.SSLCertVerificationError(1, "self-signed certificate"), FailureType.USER_CODE),
+        (subprocess.TimeoutExpired("curl", 5), FailureType.NETWORK),
+        (ExceptionGroup("x", [ConnectionError("a"), ExceptionGroup("y", [TimeoutError("b")])]), FailureType.NETWORK),
+        (ExceptionGroup("x", [ConnectionError("a"), ValueError("b")]), FailureType.USER_CODE),
         (OfflineModeIsEnabled("x"), FailureType.USER_CODE),
         (OSError(errno.ENOSPC, "x"), FailureType.DISK),
         (OSError(errno.EIO, "x"), FailureType.DISK),
         (FileNotFoundError(errno.ENOENT, "x"), FailureType.USER_CODE),
         (ValueError("connection error: out of memory"), FailureType.USER_CODE),
         (RuntimeError("shape mismatch"), FailureType.USER_CODE),
+        # Where one process trains alone, there is no other one to be gone.
+        (DistBackendError("NCCL error: remote process exited or there was a network error"), FailureType.USER_CODE),
         (caused_by(RuntimeError("dataset failed"), ConnectionError("x")), FailureType.NETWORK),
         (
             RuntimeError("Caught HfHubHTTPError in DataLoader worker process 0.\n503 Server Error: x"),
@@ -88,6 +103,63 @@ def test_causes_that_form_a_circle_are_followed_once() -> None:
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__cause__, second.__cause__ = second, first
     assert classify_exception(first) is FailureType.USER_CODE
+
+
+def test_an_exception_in_a_group_that_came_from_the_group_is_followed_once() -> None:
+    inner = ValueError("a")
+    group = ExceptionGroup("b", [inner])
+    inner.__cause__ = group
+    assert classify_exception(group) is FailureType.USER_CODE
+
+
+class Unspeakable(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    @property
+    def response(self) -> Any:
+        raise ValueError("no response")
+
+
+def test_an_exception_that_cannot_be_put_into_words_is_classified_all_the_same() -> None:
+    assert classify_exception(Unspeakable()) is FailureType.USER_CODE
+    assert classify_exception(caused_by(Unspeakable(), ConnectionError("x"))) is FailureType.NETWORK
+    assert http_status(Unspeakable()) is None
+    assert describe_exception(Unspeakable()) == "Unspeakable: (no message: its __str__ raises ValueError)"
+
+
+def raised_through(calls: list[tuple[str, str]], error: BaseException) -> BaseException:
+    """An exception whose traceback goes through functions of modules by these names."""
+
+    def fail() -> None:
+        raise error
+
+    call: Callable[[], None] = fail
+    for module, name in reversed(calls):
+        scope: dict[str, Any] = {"__name__": module, "call": call}
+        exec(f"def {name}(): call()", scope)
+        call = scope[name]
+    try:
+        call()
+    except BaseException as raised:
+        return raised
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        ("multiprocessing.connection", ConnectionResetError(errno.ECONNRESET, "x")),
+        ("multiprocessing.connection", EOFError()),
+        ("torch.multiprocessing.reductions", FileNotFoundError(errno.ENOENT, "x")),
+    ],
+)
+def test_what_a_dying_data_loader_worker_leaves_is_told_from_the_network(module: str, error: Exception) -> None:
+    fetching = ("torch.utils.data.dataloader", "_try_get_data")
+    assert classify_exception(raised_through([fetching, (module, "recv")], error)) is FailureType.PROCESS_DIED
+    # The same in code of the user, which has processes of its own.
+    elsewhere = raised_through([(module, "recv")], type(error)(*error.args))
+    assert classify_exception(elsewhere) is not FailureType.PROCESS_DIED
 
 
 def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:

@@ -25,7 +25,15 @@ from conftest import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, HealingReport, Incident, SelfHealingCallback, SelfHealingTrainer
+from self_healing import (
+    FailureType,
+    HealingConfig,
+    HealingReport,
+    Incident,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+)
+from self_healing.journal import Journal
 
 
 def struck(output_dir: Path, tokenizer: Any, config: HealingConfig | None = None, **arguments: Any) -> Any:
@@ -171,6 +179,36 @@ def test_a_postmortem_of_an_earlier_run_is_set_aside(tmp_path: Path, tokenizer: 
     sft_trainer(tmp_path, tokenizer, max_steps=1, callbacks=[SelfHealingCallback()]).train()
     assert not (tmp_path / "postmortem.json").exists()
     assert len(list(tmp_path.glob("postmortem.before-*.json"))) == 1
+
+
+def test_postmortems_of_ranks_that_are_no_longer_there_are_set_aside_once(tmp_path: Path) -> None:
+    for name in ("postmortem.rank1.json", "postmortem.rank12.json", "postmortem.rank1.before-run.json"):
+        (tmp_path / name).write_text("{}")
+    Journal(tmp_path, HealingConfig(), "new", rank=2).set_aside_postmortem()
+    assert (tmp_path / "postmortem.rank12.json").exists()
+    Journal(tmp_path, HealingConfig(), "new").set_aside_postmortem()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "postmortem.rank1.before-new.json",
+        "postmortem.rank1.before-run.json",
+        "postmortem.rank12.before-new.json",
+    ]
+
+
+def test_a_postmortem_of_another_rank_is_quoted_only_if_it_is_of_this_run_and_of_late(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(rank: int, run: str, step: int) -> None:
+        error = ValueError(f"of rank {rank}")
+        Journal(tmp_path, HealingConfig(), run, rank).write_postmortem(
+            "", FailureType.USER_CODE, step, error, [], None
+        )
+
+    for rank, run, step in ((0, "run", 7), (1, "run", 7), (2, "other", 7), (3, "run", 3)):
+        fails(rank, run, step)
+    (tmp_path / "postmortem.rank4.json").write_text("half of i")
+    (found,) = Journal(tmp_path, HealingConfig(), "run").errors_of_other_ranks(since=4)
+    assert (found["rank"], found["step"], found["error"]["message"]) == (1, 7, "of rank 1")
+    assert "postmortem.rank4.json cannot be read" in caplog.text
 
 
 def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_path: Path, tokenizer: Any) -> None:

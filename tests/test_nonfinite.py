@@ -21,6 +21,7 @@ from conftest import (
 )
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing.session import Session
 
 
 def incidents(output_dir: Path) -> list[dict[str, Any]]:
@@ -155,6 +156,18 @@ def test_nan_while_a_policy_generates_is_healed_though_it_arrives_as_an_exceptio
     assert generated["fired"] == 1
     assert_same_weights(weights(trainer), weights(clean))
     assert logged(trainer) == logged(clean)
+
+
+def test_a_step_that_was_healed_bitwise_is_not_judged_by_the_losses_after_it(tmp_path: Path) -> None:
+    session = Session(HealingConfig(outcome_steps=2), tmp_path)
+    session.detector.losses.extend((0.01, 0.011, 0.009, 0.01))
+    incident = session.journal.open(4, "nonfinite_loss", {})
+    session.journal.acted(incident, "use_reexecuted_step")
+    session.await_outcome(incident)
+    # As in RLOO, whose loss is that of the policy: it may go anywhere.
+    for _ in range(2):
+        session.judge_outcomes(5.0)
+    assert incident.outcome == "resolved"
 
 
 # ---- numerical: neither re-execution nor any row explains it ----

@@ -350,3 +350,29 @@ def test_a_skipped_step_of_a_generation_cycle_uses_up_its_share(tmp_path: Path, 
     assert fault.fired
     assert trainer._step == 6
     assert set(generated) == {0, 2, 4}
+
+
+def test_a_finished_run_that_is_resumed_trains_nothing_and_says_so(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    finished = sft_trainer(tmp_path, tokenizer, **arguments)
+    SelfHealingTrainer(finished).train()
+    assert "nothing is trained" not in caplog.text
+    trainer = sft_trainer(tmp_path, tokenizer, **arguments)
+    output = SelfHealingTrainer(trainer).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+    assert output.global_step == 5
+    assert_same_weights(weights(trainer), weights(finished))
+    assert caplog.text.count("Step 5: nothing is trained") == 1
+
+
+def test_a_run_that_is_entered_again_at_its_end_is_no_finished_one(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=5)
+    fault = in_event("on_train_end", 5)(trainer)
+    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+
+    assert fault.fired == 1
+    assert "nothing is trained" not in caplog.text

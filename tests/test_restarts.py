@@ -237,7 +237,8 @@ def test_a_bug_that_strikes_after_every_restart_ends_within_the_budget(
     assert codes == [1] * 6
     (postmortem,) = postmortems(job)
     assert "ValueError: a bug of the user's" in postmortem["verdict"]
-    assert job_log(job).count("Training is not started again") == 2
+    # Each refusal quotes the one before it, too.
+    assert job_log(job).count("UnrecoverableTrainingError: Training is not started again") == 2
     assert len(journal(job, "run_started")) == 4
 
 

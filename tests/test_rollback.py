@@ -24,6 +24,7 @@ from conftest import (
     tiny_model,
     weights,
 )
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 from trl import SFTTrainer
@@ -546,7 +547,9 @@ class TestLearningRateFarTooHigh:
 
 
 class TestDeadWeights:
-    def test_without_a_gradient_are_rolled_back_if_trusted_ones_have_one(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_without_a_gradient_are_rolled_back_if_trusted_ones_have_one(
+        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
         def out_of_reach(model: Any) -> None:
             # The final norm's output no longer depends on anything: the loss is that of chance, and stays there.
             model.model.norm.weight.zero_()
@@ -562,6 +565,46 @@ class TestDeadWeights:
         outcome = next(event for event in journal(tmp_path, "outcome") if event["failure"] == "divergence")
         assert outcome["outcome"] == "resolved"
         assert float(trainer.model.lm_head.weight.detach().abs().sum()) > 0
+        assert "There is no gradient with these weights, and there is one with trusted ones" in caplog.text
+        assert "The loss has risen" not in caplog.text
+
+    def test_that_had_learned_something_are_rolled_back_for_their_loss(self, tmp_path: Path, tokenizer: Any) -> None:
+        fault = WeightFault(lambda model: model.lm_head.weight.zero_(), 25)
+        config = HealingConfig(vanishing_gradient_steps=3, on_divergence="heal", on_spike="warn", divergence_limit=1e9)
+        arguments = {"max_steps": 35, "optim": "sgd", "learning_rate": 0.5, "gradient_accumulation_steps": 1}
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], **arguments)
+        # No gradient reaches anything but the head, which is out of reach itself.
+        trainer.model.lm_head.weight.register_hook(
+            lambda gradient: gradient * float(bool(trainer.model.lm_head.weight.detach().any()))
+        )
+        trainer.train()
+
+        tried = next(event for event in journal(tmp_path, "diagnosed") if event["cause"] == "weights")["evidence"]
+        assert next(reversed(tried["same_batch"].values()))["loss"] < 5.0
+        assert rollbacks(tmp_path)
+
+
+class TestEverythingLearned:
+    def test_has_no_gradient_either_and_is_not_undone(
+        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def hinged(directory: Path, callbacks: Any = None) -> Any:
+            arguments = {"max_steps": 25, "learning_rate": 1e-2, "gradient_accumulation_steps": 1}
+            trainer = sft_trainer(tmp_path / directory, tokenizer, callbacks=callbacks, **arguments)
+            original = trainer.compute_loss
+            trainer.compute_loss = lambda *args, **kwargs: (original(*args, **kwargs) - 5.0).clamp(min=0.0)
+            trainer.train()
+            return trainer
+
+        plain = hinged(Path("plain"))
+        config = HealingConfig(vanishing_gradient_steps=5, dead_loss_steps=100)
+        healed = hinged(Path("healed"), [SelfHealingCallback(config)])
+
+        (detected,) = journal(tmp_path / "healed", "detected")
+        assert detected["symptom"] == "vanishing_gradient"
+        assert not rollbacks(tmp_path / "healed")
+        assert_same_weights(weights(healed), weights(plain))
+        assert "then everything is learned" in caplog.text
 
 
 class TestRedFlag:
@@ -715,3 +758,88 @@ def test_a_failure_of_ours_in_taking_a_snapshot_leaves_the_training_alone(
 
     assert_same_weights(weights(healed), weights(plain))
     assert "has switched itself off" in caplog.text
+
+
+class MomentFaultAtTheEnd(TrainerCallback):
+    """A number of the optimizer's state turns NaN with the last step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.global_step == state.max_steps:
+            moments = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"]
+            moments.view(-1)[0] = float("nan")
+
+
+class Rises(TrainerCallback):
+    """The first evaluation is the best."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        metrics["eval_loss"] = float(state.global_step)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
+def test_the_best_model_outlasts_an_optimizer_state_that_is_not_finite_at_the_end(
+    tmp_path: Path, tokenizer: Any, wrapped: bool
+) -> None:
+    def build(name: str, *callbacks: TrainerCallback) -> Any:
+        return sft_trainer(
+            tmp_path / name,
+            tokenizer,
+            callbacks=[Rises(), *callbacks],
+            trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+        )
+
+    plain = build("plain")
+    plain.train()
+    trainer = build("run", *([] if wrapped else [SelfHealingCallback()]), MomentFaultAtTheEnd())
+    (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+
+    assert_same_weights(weights(trainer), weights(plain))
+    assert logged(trainer) == logged(plain)
+    (outcome,) = journal(tmp_path / "run", "outcome")
+    assert (outcome["failure"], outcome["outcome"]) == ("corrupted_state", "reported")
+    found = [each for each in vet_all(tmp_path / "run") if Path(each.path).parent.name == "run"]
+    assert {each.step: each.usable for each in found} == {2: True, 4: True, 6: False}
+
+
+@pytest.mark.parametrize("fault", [WeightFault(a_few_nans, 6), MomentFaultAtTheEnd()], ids=["weights", "optimizer"])
+def test_a_fault_in_the_last_step_leaves_no_gap_in_the_log(
+    tmp_path: Path, tokenizer: Any, fault: TrainerCallback
+) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback(), fault])
+    trainer.train()
+
+    assert len(rollbacks(tmp_path / "run")) == 1
+    assert_same_weights(weights(trainer), weights(plain))
+    assert logged(trainer) == logged(plain)
+
+
+def test_a_best_model_that_is_not_finite_is_replaced_and_the_journal_says_by_what(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    def unused_row(model: Any) -> None:
+        model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(POISON_WORD), 3] = float("nan")
+
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[Rises(), WeightFault(unused_row, 2)],
+        trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+    )
+    wrapper = SelfHealingTrainer(trainer)
+    wrapper.train()
+
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+    (incident,) = wrapper.get_report().incidents
+    assert incident["evidence"]["why"].endswith("was not finite: the weights are those of step 6")

@@ -531,6 +531,11 @@ def test_a_request_the_vllm_server_refuses_surfaces_at_once(serve: Any) -> None:
 # ---- trackers ----
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 class Unreachable(TensorBoardCallback):
     """A tracker whose server cannot be reached, and whose client draws the jitter of its own retries."""
 
@@ -589,6 +594,21 @@ def test_the_wrapper_survives_a_tracker_that_cannot_even_begin(tmp_path: Path, t
     trained(trainer)
     assert trainer.state.global_step == 2
     assert journal(tmp_path, "detected")[0]["symptom"] == "PermissionError"
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, type("PanicException", (BaseException,), {}), Unspeakable])
+def test_an_odd_kind_of_exception_of_a_tracker_is_contained(
+    tmp_path: Path, tokenizer: Any, kind: type[BaseException]
+) -> None:
+    class Odd(TensorBoardCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            raise kind
+
+    tracker = Odd(tb_writer=SimpleNamespace(add_scalar=lambda *_: None, flush=lambda: None))
+    trainer = plain_trainer(tmp_path, tokenizer, callbacks=[tracker], max_steps=1)
+    trained(trainer)
+    assert trainer.state.global_step == 1
+    assert journal(tmp_path, "detected")[0]["symptom"] == kind.__name__
 
 
 def test_callbacks_that_are_no_trackers_are_left_alone(tmp_path: Path, tokenizer: Any) -> None:

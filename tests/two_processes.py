@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,18 @@ from conftest import (
     losses,
     sft_trainer,
 )
+from torch.distributed import DistBackendError, DistNetworkError
 from transformers import TrainerCallback, set_seed
 from trl import SFTTrainer
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing import (
+    HealingConfig,
+    HealingReport,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+    classify_exception,
+)
 
 
 def digest(trainer: Any) -> str:
@@ -65,6 +75,7 @@ def main(directory: Path) -> None:
             "steps": trainer.state.global_step,
             "fired": fired,
             "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
+            "runs": runs_named_in(name) if healed else [],
         }
 
     def spike(name: str, healed: bool, struck_rank: int | None) -> None:
@@ -161,8 +172,98 @@ def main(directory: Path) -> None:
         checkpoints = sorted(path.name for path in (directory / name).glob("checkpoint-*"))
         results[name] = {"steps": trainer.state.global_step, "code": code, "checkpoints": checkpoints}
 
+    def runs_named_in(name: str) -> list[str]:
+        """By the journal of this rank."""
+        own = directory / name / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")
+        return sorted({json.loads(line)["run"] for line in own.read_text().splitlines()})
+
+    def slow_to_save(name: str, slow_rank: int) -> None:
+        """One of the two is behind while a checkpoint is written."""
+        set_seed(1234)
+        trainer = sft_trainer(
+            directory / name, tokenizer, ddp_backend="gloo", max_steps=1, save_strategy="steps", save_steps=1
+        )
+        original = trainer._save_rng_state
+
+        def save(output_dir: str) -> None:
+            time.sleep(rank == slow_rank)
+            original(output_dir)
+
+        trainer._save_rng_state = save
+        SelfHealingTrainer(trainer).train()
+        results[name] = {"runs": runs_named_in(name)}
+
+    def fails_again_and_again(name: str, faulty_rank: int) -> None:
+        """A bug on one rank, of which the other sees that it is gone; from step 2 on, until somebody removes it."""
+        gone = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6022. This is typically caused"
+        faulty = True
+
+        class Bug(TrainerCallback):
+            def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == 3 and faulty:
+                    raise ValueError("only here") if rank == faulty_rank else RuntimeError(gone)
+
+        def start(restarts: int) -> str:
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+            set_seed(1234)
+            trainer = sft_trainer(
+                directory / name,
+                tokenizer,
+                callbacks=[Bug()],
+                ddp_backend="gloo",
+                max_steps=4,
+                save_strategy="steps",
+                save_steps=2,
+            )
+            try:
+                healer = SelfHealingTrainer(trainer, HealingConfig(max_recovery_attempts=0))
+                healer.train(resume_from_checkpoint="auto")
+            except (ValueError, RuntimeError) as error:
+                return f"{type(error).__name__}: {error}"
+            results[name]["lost"] = [incident["steps_lost"] for incident in healer.get_report().incidents]
+            return "finished"
+
+        def told_by(each: int) -> Any:
+            path = directory / name / ("postmortem.json" if each == 0 else f"postmortem.rank{each}.json")
+            return json.loads(path.read_text()) if path.exists() else None
+
+        results[name] = {"ends": [start(0)]}
+        torch.distributed.barrier()
+        results[name]["first"] = [told_by(each) for each in (0, 1)]
+        results[name]["report"] = HealingReport.from_run_dir(directory / name).incidents
+        results[name]["actions"] = journal(directory / name, "action")
+        torch.distributed.barrier()
+        results[name]["ends"] += [start(1), start(2)]
+        torch.distributed.barrier()
+        results[name]["refused"] = [told_by(each) for each in (0, 1)]
+        torch.distributed.barrier()
+        faulty = False
+        results[name]["ends"].append(start(0))
+        torch.distributed.barrier()
+        results[name]["left"] = [told_by(each) for each in (0, 1)]
+
+    def of_a_gone_peer() -> list[str]:
+        """How errors are classified that can only be told apart where several processes train."""
+        source = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537]"
+        errors = [
+            RuntimeError(f"{source} Read error [127.0.0.1]:6022: Connection reset by peer. This is typically caused"),
+            RuntimeError(f"{source} Connection closed by peer [127.0.0.1]:6022. This is typically caused by a remote"),
+            DistBackendError("NCCL error: remote process exited or there was a network error, NCCL version 2.27.3"),
+            DistNetworkError(
+                "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server crash?"
+            ),
+            DistNetworkError("failed to send: Broken pipe"),
+            DistBackendError("NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)"),
+            RuntimeError("the simulator says: Connection closed by peer"),
+            ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        ]
+        return [classify_exception(error).value for error in errors]
+
     run("plain", healed=False)
+    results["of_a_gone_peer"] = of_a_gone_peer()
     run("healthy")
+    slow_to_save("slow_to_save_1", slow_rank=1)
+    fails_again_and_again("faulty_1", faulty_rank=1)
     preempted("preempted_1", asked_rank=1)
     run("struck_on_0", struck_rank=0)
     run("struck_on_1", struck_rank=1)

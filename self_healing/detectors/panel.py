@@ -76,9 +76,8 @@ class DetectorPanel:
             )
         self.apply = frozenset(apply)
         self.loss_trend = LogTrend()
-        self.gradient_trend = LogTrend(
-            floor=_GRADIENT_FLOOR, early_floor=_EARLY_GRADIENT_FLOOR, reject_above=config.gradient_spike_z
-        )
+        self._gradient_spike_z = config.gradient_spike_z
+        self.learn_gradients_anew()
         self.loss_spike = LossSpikeDetector(config.loss_spike_z, factor=config.loss_spike_factor)
         self.co_spike = CoSpikeDetector()
         self.gradient_spike = GradientSpikeDetector(
@@ -101,6 +100,13 @@ class DetectorPanel:
         self.loss_reading: Reading | None = None
         # A step is read several times before it is observed, which moves the baselines.
         self._read: tuple[StepSignals, tuple[Reading, Reading | None]] | None = None
+
+    def learn_gradients_anew(self) -> None:
+        """Forgets what gradient norm was usual: that of other parameters."""
+        self.gradient_trend = LogTrend(
+            floor=_GRADIENT_FLOOR, early_floor=_EARLY_GRADIENT_FLOOR, reject_above=self._gradient_spike_z
+        )
+        self._read = None
 
     @property
     def gradient_level(self) -> float | None:

@@ -44,6 +44,26 @@ def end_awaited_workers(frame: FrameType | None) -> list[int]:
     return ended
 
 
+def end_workers_that_failed(error: BaseException) -> None:
+    """
+    Ends the workers of the data loader that an exception came out of because one of them is dying: torch raises again,
+    wherever the training thread is by then, when it learns of it.
+
+    Args:
+        error (`BaseException`):
+            What was raised while a batch was taken over.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = None if trace is None else trace.tb_frame
+    try:
+        end_awaited_workers(frame)
+    except RuntimeError:
+        # It learns of it just now, and says so once.
+        end_awaited_workers(frame)
+
+
 def _end_workers(iterator: Any) -> list[int]:
     if iterator._worker_pids_set:
         # torch raises in the training thread when a worker it knows dies.

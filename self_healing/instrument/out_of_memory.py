@@ -11,7 +11,7 @@ from typing import Literal
 import psutil
 import torch
 
-from ..failures import FailureType, classify_exception
+from ..failures import FailureType, classify_exception, text_of
 
 
 Place = Literal["forward", "backward", "generation", "evaluation", "optimizer step"]
@@ -87,7 +87,7 @@ def _raised_in(error: BaseException) -> str:
 
 
 def _requested(error: BaseException) -> int | None:
-    found = _REQUEST.search(str(error))
+    found = _REQUEST.search(text_of(error))
     return None if found is None else int(float(found.group(1)) * _UNITS[found.group(2)])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from .bookkeeping import METRIC_STORES, Bookkeeping, Ledger
 from .phase import Phase
@@ -103,6 +103,7 @@ class Reentry:
         self._ignore_keys: Any = None
         self._finalizing = False
         self._left: Leave | None = None
+        self._continues = False
         self._epoch_end_done = False
         self._schedule_before: Any = None
         self._learning_rate: float | None = None
@@ -115,6 +116,8 @@ class Reentry:
         if left is not None and left.epoch_rng is not None and self._position.micro_batches > 0:
             # In mid-epoch it is loaded later; samplers that draw from the global generators need this one first.
             left.epoch_rng.restore()
+        # Where the end is owed before the first step of an epoch, that of the epoch before has been told already.
+        self._epoch_end_done = self._epoch_end_done or (self._stop and self._position.micro_batches == 0)
         self._epoch_rng = self._rng_now()
         self._epoch_began = True
         self._after_fetch_rng = None
@@ -175,6 +178,12 @@ class Reentry:
         """Whether the run had reached its end, or been asked to stop, when it was left."""
         state = self._trainer.state
         return self._stop or 0 < state.max_steps <= state.global_step
+
+    @property
+    def resumed_at_the_end(self) -> bool:
+        """Whether it is somebody else who resumes a run that was over, and not this one that enters again."""
+        state = self._trainer.state
+        return not self._continues and 0 < state.max_steps <= self._entry_step
 
     def finalizing(self) -> None:
         """The last log of the run: the running loss is part of the total by now, and must not be added again."""
@@ -366,6 +375,7 @@ class Reentry:
             TrainingFault: An exception of the training code.
         """
         self._ledger.continue_from(point.bookkeeping)
+        self._continues = True
         self._left, self._stop = point.leave, point.leave.stop
         self._epoch_end_done = point.leave.epoch_ended and self.stop_owed
         if not point.pending:
@@ -406,9 +416,20 @@ class Reentry:
             self._pay(Pending(evaluate=True), started_at)
         except Exception as error:
             raise TrainingFault(error) from error
+        self._continues = True
+        self._stop = self._stop or trainer.control.should_training_stop
+        self._note_best()
         trainer._save_optimizer_and_scheduler(path)
         trainer._save_rng_state(path)
         trainer.state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
+
+    def _note_best(self) -> None:
+        """A checkpoint is the best only once it is saved, and this one was saved before anybody could know."""
+        args, state = self._trainer.args, self._trainer.state
+        checkpoint = os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        is_best = args.save_strategy != SaveStrategy.NO and state.best_global_step == state.global_step
+        if is_best and os.path.isdir(checkpoint):
+            state.best_model_checkpoint = checkpoint
 
     def _pay(self, pending: Pending, started_at: float) -> None:
         trainer = self._trainer

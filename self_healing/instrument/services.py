@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from ..failures import is_error
 from .interception import Interception
 from .random_state import RandomState
 from .replacing import Replacements
@@ -288,8 +289,8 @@ class ReportingGuard:
         rng = RandomState.capture(self._trainer.accelerator.device)
         try:
             return original(*args, **kwargs)
-        except Exception as error:
-            if not from_the_table_of_completions(error):
+        except BaseException as error:
+            if not is_error(error) or not from_the_table_of_completions(error):
                 raise
             rng.restore()
             self._containing.failed("table of completions", self._step, error)

@@ -14,6 +14,7 @@ import torch
 
 from .. import consensus
 from ..clipping import scale_gradients
+from ..failures import text_of
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
@@ -33,7 +34,7 @@ class TrainingFault(Exception):
     """Carries an exception of the user's training code out of our own, so that it is not taken for a bug of ours."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
+        super().__init__(text_of(error))
         self.error = error
 
 
@@ -501,6 +502,8 @@ class Window:
         assert self._start is not None
         state = self._trainer.state
         tokens, step, norm = state.num_input_tokens_seen, state.global_step, None
+        # Once the step has been applied, what was logged and counted since then is as it should be.
+        counts = self._start if step == self.step else self._instrument.ledger.capture()
 
         def compute() -> float:
             self._trainer.model.zero_grad()
@@ -516,7 +519,7 @@ class Window:
         finally:
             state.global_step = step
             self._trainer.model.zero_grad()
-            self._instrument.ledger.rewind_counts(self._start)
+            self._instrument.ledger.rewind_counts(counts)
             state.num_input_tokens_seen = tokens
         return StepSignals(recording.step, loss, norm)
 

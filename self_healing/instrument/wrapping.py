@@ -325,6 +325,14 @@ class Instrument:
         if self.reentry.stop_owed:
             # A run that was left after its last step: transformers would train one step too many.
             self.trainer.control.should_training_stop = True
+            if self.reentry.resumed_at_the_end:
+                logger.warning(
+                    "Step %d: nothing is trained, because the checkpoint resumed from is that of a finished run "
+                    "(max_steps=%d). The weights are those of the checkpoint; to train on, please raise max_steps or "
+                    "num_train_epochs.",
+                    self.step,
+                    int(self.trainer.state.max_steps),
+                )
             return [], None
         with self.contained():
             self.window = None
@@ -667,6 +675,9 @@ class Instrument:
         """Whether the run ends with this step, because some process (`asked`: this one) has to leave."""
         if consensus.world_size() > 1:
             asked = self.window is not None and self.window.leave_wanted
+        if self.last_step_done:
+            # What is left is the end of the run, with the last evaluation and the best model, and not to be cut short.
+            return False
         if asked and not self._leaving:
             self._leaving = True
             self._keep_what_is_saved()
@@ -856,8 +867,19 @@ class Instrument:
     @property
     def at_the_end(self) -> bool:
         """Whether the last step is done, or nobody wants another one."""
-        state, control = self.trainer.state, self.trainer.control
-        return bool(control.should_training_stop) or 0 < int(state.max_steps) <= int(state.global_step)
+        return bool(self.trainer.control.should_training_stop) or self.last_step_done
+
+    @property
+    def last_step_done(self) -> bool:
+        """Whether the run has all the steps it was to have."""
+        state = self.trainer.state
+        return 0 < int(state.max_steps) <= int(state.global_step)
+
+    @property
+    def best_model_loaded(self) -> bool:
+        """In `on_train_end`: whether the weights are those of the best checkpoint, and not of the last step."""
+        trainer = self.trainer
+        return bool(trainer.args.load_best_model_at_end) and trainer.state.best_model_checkpoint is not None
 
     @property
     def loader_workers(self) -> int:

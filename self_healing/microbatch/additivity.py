@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..failures import describe_exception
 from .outputs import alike, flattened, merged, without_caches
 from .recomputing import random_states_kept
 from .sizes import CallShape
@@ -280,7 +281,7 @@ class Additivity:
                     without_caches(original(*chunk.args, **chunk.kwargs)) for chunk in tried
                 )
         except Exception as error:
-            raise CannotSplit(f"two of its rows could not be tried: {type(error).__name__}: {error}") from error
+            raise CannotSplit(f"two of its rows could not be tried: {describe_exception(error)}") from error
         finally:
             put_back(buffers)
         whole, looseness = tried[2].kwargs, _looseness(self._module, self._device)
