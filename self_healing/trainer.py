@@ -360,8 +360,18 @@ class SelfHealingTrainer:
         if incident is None or incident.outcome not in ("open", "fatal") or not may_be_repeated(incident):
             return
         incident.steps_lost = max(incident.steps_lost, start.steps_to_repeat)
+        if incident.outcome == "fatal":
+            # Only that process ended with it. Whether the run does is still to be seen.
+            incident.outcome = "open"
+            session.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
+            session.await_outcome(incident)
         session.journal.event(
-            "taken_up", start.step, incident=incident.id, checkpoint=start.checkpoint, steps_lost=incident.steps_lost
+            "taken_up",
+            start.step,
+            incident=incident.id,
+            checkpoint=start.checkpoint,
+            steps_lost=incident.steps_lost,
+            outcome=incident.outcome,
         )
 
     def _refuse(self, session: Session, start: Start, refused: Refusal) -> None:

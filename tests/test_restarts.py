@@ -29,7 +29,7 @@ from conftest import (
 )
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing import HealingConfig, HealingReport, SelfHealingTrainer
 from self_healing.instrument.generated import load_generated
 from self_healing.launcher import launch_of
 from self_healing.run_record import _CALLS, RECORD_FILE, Ending, RunRecord
@@ -225,6 +225,17 @@ def test_a_crash_loop_ends_within_the_budget_with_one_postmortem(
     assert postmortem["metric_tail"][-1]["step"] == 4
     # Started again all the same, it says so at once, and the postmortem stays.
     assert job_log(job).count("Training is not started again") >= 4
+
+
+def test_an_exception_that_only_ended_a_process_is_resolved_by_the_one_after_it(
+    tmp_path: Path, until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, fault="bug", step=6) == [1, 0]
+    (incident,) = job_result(job)["incidents"]
+    assert incident["actions"] == ["emergency_checkpoint", "stop", "resume"]
+    assert (incident["outcome"], incident["steps_lost"]) == ("resolved", 0)
+    assert HealingReport.from_run_dir(job).incidents[0]["outcome"] == "resolved"
 
 
 @pytest.mark.slow
