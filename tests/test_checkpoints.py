@@ -7,16 +7,14 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same_weights, build_tokenizer, journal, leave_together, sft_trainer, weights
+from conftest import assert_same_weights, journal, sft_trainer, weights
 from test_vetting import DAMAGES, as_just_written
-from transformers import TrainerCallback, set_seed
+from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints import (
@@ -594,59 +592,3 @@ def test_what_is_verified_is_not_written_again(run: Path) -> None:
     for step in range(1000):
         keeper.verified_up_to(step)
     assert (run / "checkpoint-2" / "healing.json").stat().st_ino == before
-
-
-# ---- several processes ----
-
-
-def test_the_first_process_decides_for_all(finished: Path, tmp_path: Path) -> None:
-    for rank in (0, 1):
-        shutil.copytree(finished, tmp_path / f"run.{rank}")
-    damage(tmp_path / "run.0" / "checkpoint-6")
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-            *(__file__, str(tmp_path)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        check=True,
-        timeout=300,
-    )
-    results = [json.loads((tmp_path / f"results.{rank}.json").read_text()) for rank in (0, 1)]
-    assert [result["resumed_at"] for result in results] == [4, 4]
-    assert results[0]["weights"] == results[1]["weights"]
-    assert [result["looked"] for result in results] == [True, False]
-    for result in results:
-        assert f"There is no checkpoint in {tmp_path / 'nothing.0'}" in result["refused"]
-
-
-def on_one_rank(directory: Path) -> None:
-    """Each process has an output directory of its own; only that of the first is damaged."""
-    rank = int(os.environ["RANK"])
-    tokenizer = build_tokenizer()
-
-    def healer(name: str) -> SelfHealingTrainer:
-        set_seed(1234)
-        trainer = sft_trainer(directory / f"{name}.{rank}", tokenizer, ddp_backend="gloo", max_steps=7)
-        return SelfHealingTrainer(trainer)
-
-    resumed = healer("run")
-    resumed.train(resume_from_checkpoint=True)
-    name = "healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl"
-    events = [json.loads(line) for line in (directory / f"run.{rank}" / name).read_text().splitlines()]
-    looked = any(event["kind"].startswith("checkpoint_") for event in events)
-    (resumed_at,) = [event["step"] for event in events if event["kind"] == "run_started"][-1:]
-    refused = ""
-    try:
-        healer("nothing").train(resume_from_checkpoint=True)
-    except CheckpointError as error:
-        refused = str(error)
-    weights_sum = sum(float(value.double().sum()) for value in weights(resumed.trainer).values())
-    result = {"resumed_at": resumed_at, "weights": weights_sum, "looked": looked, "refused": refused}
-    (directory / f"results.{rank}.json").write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    on_one_rank(Path(sys.argv[1]))
-    leave_together()

@@ -117,6 +117,17 @@ def test_a_checkpoint_is_complete_when_the_slowest_has_written_its_part(
     assert "rng_state_1.pth" in verdict.reason
 
 
+def test_the_first_process_decides_which_checkpoint_all_resume_from(
+    results: list[dict[str, Any]], directory: Path
+) -> None:
+    first, second = (rank["damaged_0"] for rank in results)
+    assert (first["resumed_at"], second["resumed_at"]) == (2, 2)
+    assert first["weights"] == second["weights"]
+    assert (first["looked"], second["looked"]) == (True, False)
+    for rank in (first, second):
+        assert f"There is no checkpoint in {directory / 'damaged_0.nothing_of_rank_0'}" in rank["refused"]
+
+
 def test_an_error_that_says_that_another_process_is_gone_is_no_bug(results: list[dict[str, Any]]) -> None:
     # The last three speak of something else.
     gone, other = ["process_died"] * 5, ["user_code", "user_code", "network"]

@@ -81,7 +81,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> tup
 
 @pytest.mark.parametrize(
     "forwards",
-    [(1,), (2,), (3,), (8,), (17,), (18,), (23,), (7, 8), (7, 9), (17, 18, 19)],
+    [
+        (1,),
+        (2,),
+        pytest.param((3,), marks=pytest.mark.slow),
+        pytest.param((8,), marks=pytest.mark.slow),
+        (17,),
+        pytest.param((18,), marks=pytest.mark.slow),
+        (23,),
+        (7, 8),
+        pytest.param((7, 9), marks=pytest.mark.slow),
+        (17, 18, 19),
+    ],
     ids=lambda forwards: "forward " + ",".join(map(str, forwards)),
 )
 def test_a_lost_connection_in_the_model_costs_no_step(
@@ -98,7 +109,16 @@ def test_a_lost_connection_in_the_model_costs_no_step(
 
 @pytest.mark.parametrize(
     "calls",
-    [(1,), (2,), (4,), (9,), (17,), (18,), (21,), (9, 10)],
+    [
+        (1,),
+        pytest.param((2,), marks=pytest.mark.slow),
+        (4,),
+        (9,),
+        (17,),
+        pytest.param((18,), marks=pytest.mark.slow),
+        pytest.param((21,), marks=pytest.mark.slow),
+        (9, 10),
+    ],
     ids=lambda calls: "batch " + ",".join(map(str, calls)),
 )
 def test_a_lost_connection_in_the_collator_costs_no_step(
@@ -146,15 +166,23 @@ def test_every_trainer_is_entered_again_without_losing_a_step(tmp_path: Path, to
     assert_same_run(trainer, output, clean, expected)
 
 
-@pytest.mark.parametrize("build", [grpo_trainer, rloo_trainer])
+GENERATING = {"logging_steps": 2, "max_steps": 5}
+
+
+@pytest.fixture(scope="module", params=[grpo_trainer, rloo_trainer])
+def undisturbed_generation(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any
+) -> tuple[Any, Any, Any]:
+    trainer = request.param(tmp_path_factory.mktemp("undisturbed"), tokenizer, **GENERATING)
+    return request.param, trainer, trainer.train()
+
+
 @pytest.mark.parametrize("forwards", [(1,), (2,), (5,), (6, 7)], ids=str)
 def test_generation_is_taken_up_again_exactly(
-    tmp_path: Path, tokenizer: Any, build: Any, forwards: tuple[int, ...]
+    undisturbed_generation: tuple[Any, Any, Any], tmp_path: Path, tokenizer: Any, forwards: tuple[int, ...]
 ) -> None:
-    arguments = {"logging_steps": 2, "max_steps": 5}
-    clean = build(tmp_path / "clean", tokenizer, **arguments)
-    expected = clean.train()
-    trainer = build(tmp_path / "healed", tokenizer, **arguments)
+    build, clean, expected = undisturbed_generation
+    trainer = build(tmp_path / "healed", tokenizer, **GENERATING)
     fault = RaisingForward(trainer.model, lambda forward: forward in forwards, lost_connection)
     output = heal(trainer)
     assert fault.fired == len(forwards)
@@ -217,22 +245,22 @@ def undisturbed_with_all_events(tmp_path_factory: pytest.TempPathFactory, tokeni
     ("event", "step"),
     [
         ("on_train_begin", 0),
-        ("on_epoch_begin", 0),
+        pytest.param("on_epoch_begin", 0, marks=pytest.mark.slow),
         ("on_epoch_begin", 8),
         ("on_step_begin", 4),
-        ("on_substep_end", 4),
+        pytest.param("on_substep_end", 4, marks=pytest.mark.slow),
         ("on_pre_optimizer_step", 4),
-        ("on_optimizer_step", 4),
+        pytest.param("on_optimizer_step", 4, marks=pytest.mark.slow),
         ("on_step_end", 5),
-        ("on_step_end", 6),
-        ("on_step_end", 8),
+        pytest.param("on_step_end", 6, marks=pytest.mark.slow),
+        pytest.param("on_step_end", 8, marks=pytest.mark.slow),
         ("on_step_end", 16),
         ("on_log", 6),
-        ("on_log", 16),
-        ("on_evaluate", 4),
+        pytest.param("on_log", 16, marks=pytest.mark.slow),
+        pytest.param("on_evaluate", 4, marks=pytest.mark.slow),
         ("on_evaluate", 8),
         ("on_save", 5),
-        ("on_epoch_end", 8),
+        pytest.param("on_epoch_end", 8, marks=pytest.mark.slow),
         ("on_epoch_end", 16),
         ("on_train_end", 16),
     ],

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -37,6 +38,7 @@ from self_healing import (
     UnrecoverableTrainingError,
     classify_exception,
 )
+from self_healing.checkpoints import CheckpointError
 
 
 def digest(trainer: Any) -> str:
@@ -193,6 +195,35 @@ def main(directory: Path) -> None:
         SelfHealingTrainer(trainer).train()
         results[name] = {"runs": runs_named_in(name)}
 
+    def damaged(name: str, damaged_rank: int) -> None:
+        """Each process has an output directory of its own; one of the two has lost a file."""
+
+        def healer(output_dir: Path, **arguments: Any) -> SelfHealingTrainer:
+            set_seed(1234)
+            return SelfHealingTrainer(sft_trainer(output_dir, tokenizer, ddp_backend="gloo", **arguments))
+
+        healer(directory / name, max_steps=4, save_strategy="steps", save_steps=2).train()
+        torch.distributed.barrier()
+        own = shutil.copytree(directory / name, directory / f"{name}.of_rank_{rank}")
+        shutil.rmtree(own / "last-known-good", ignore_errors=True)
+        if rank == damaged_rank:
+            (own / "checkpoint-4" / "optimizer.pt").unlink()
+        resumed = healer(own, max_steps=5)
+        resumed.train(resume_from_checkpoint=True)
+        written = own / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")
+        events = [json.loads(line) for line in written.read_text().splitlines()]
+        refused = ""
+        try:
+            healer(directory / f"{name}.nothing_of_rank_{rank}", max_steps=5).train(resume_from_checkpoint=True)
+        except CheckpointError as error:
+            refused = str(error)
+        results[name] = {
+            "resumed_at": [event["step"] for event in events if event["kind"] == "run_started"][-1],
+            "looked": any(event["kind"].startswith("checkpoint_") for event in events),
+            "weights": digest(resumed.trainer),
+            "refused": refused,
+        }
+
     def fails_again_and_again(name: str, faulty_rank: int) -> None:
         """A bug on one rank, of which the other sees that it is gone; from step 2 on, until somebody removes it."""
         gone = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:6022. This is typically caused"
@@ -263,6 +294,7 @@ def main(directory: Path) -> None:
     results["of_a_gone_peer"] = of_a_gone_peer()
     run("healthy")
     slow_to_save("slow_to_save_1", slow_rank=1)
+    damaged("damaged_0", damaged_rank=0)
     fails_again_and_again("faulty_1", faulty_rank=1)
     preempted("preempted_1", asked_rank=1)
     run("struck_on_0", struck_rank=0)
