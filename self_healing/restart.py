@@ -213,22 +213,32 @@ class Refusal:
             In words.
         advice (`str`):
             What to do.
+        step (`int`):
+            Which the run had come to.
         postmortem (`str`, *optional*):
             Where it is told already.
+        first_verdict (`str`, *optional*):
+            Of the start that was refused first, if this is not the one: what is remembered, so that no start quotes
+            all those before it. Defaults to `verdict`.
     """
 
     verdict: str
     advice: str
+    step: int
     postmortem: str | None = None
+    first_verdict: str | None = None
 
 
 def gave_up(record: RunRecord) -> Refusal:
     """The process before this one had ended the run for good, and a launcher has started it all the same."""
+    step = max(attempt.last_step for attempt in record.attempts)
     return Refusal(
-        f"it had ended for good at step {record.newest.last_step} ({record.newest.why})",
+        f"it had ended for good at step {step} ({record.newest.why})",
         "Once the cause is removed, start the job by hand: resume_from_checkpoint=True goes on from the newest "
         "checkpoint that can be trusted, with new attempts.",
+        step,
         record.postmortem,
+        record.newest.why,
     )
 
 
@@ -237,9 +247,10 @@ def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
     last = record.newest
     loop = [attempt for attempt in record.attempts if attempt.first_step >= last.first_step]
     told = f": {last.why}" if last.why else ""
+    step = max(attempt.last_step for attempt in loop)
     verdict = (
         f"the job was started {len(loop)} times from step {last.first_step} and never came beyond step "
-        f"{max(attempt.last_step for attempt in loop)} (last end: {last.ending.value}{told}); the budget of "
+        f"{step} (last end: {last.ending.value}{told}); the budget of "
         f"{attempts_allowed} attempts without progress is spent"
     )
     advice = FAILURE_RECIPES[FailureType.PROCESS_DIED].advice if last.ending is Ending.RUNNING else ""
@@ -247,4 +258,4 @@ def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
         f"{advice} Look at what the attempts have in common (chain, attempts). Started by hand with "
         "resume_from_checkpoint=True, the job gets new attempts."
     ).strip()
-    return Refusal(verdict, advice)
+    return Refusal(verdict, advice, step)

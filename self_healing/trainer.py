@@ -377,8 +377,7 @@ class SelfHealingTrainer:
     def _refuse(self, session: Session, start: Start, refused: Refusal) -> None:
         """The run is not tried once more; the postmortem speaks of all its attempts, and of all its processes."""
         assert start.record is not None
-        earlier = start.record.newest
-        others = session.journal.errors_of_other_ranks(earlier.first_step) if refused.postmortem is None else []
+        others = session.journal.errors_of_other_ranks(start.step) if refused.postmortem is None else []
         told = "".join(
             f"; rank {other['rank']} at step {other['step']}: {other['error']['type']}: {other['error']['message']}"
             for other in others
@@ -393,7 +392,7 @@ class SelfHealingTrainer:
             refused.postmortem = session.journal.write_postmortem(
                 refused.verdict + told,
                 FailureType.PROCESS_DIED,
-                earlier.last_step,
+                refused.step,
                 None,
                 log_history_in(start.checkpoint),
                 None,
@@ -402,6 +401,7 @@ class SelfHealingTrainer:
                 other_ranks=others,
             )
         session.postmortem_path = refused.postmortem
+        session.end_attempt(Ending.GAVE_UP, refused.first_verdict or refused.verdict + told)
         raise UnrecoverableTrainingError(
             f"Training is not started again: {refused.verdict}{told}. What to do: {refused.advice} "
             f"Postmortem: {refused.postmortem or 'could not be written'}.",
