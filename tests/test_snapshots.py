@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import Adafactor
 
 from self_healing.instrument.live_state import LiveState, live_state_of
-from self_healing.snapshots import SnapshotRing, size_of
+from self_healing.snapshots import _SLAB_BYTES, SnapshotRing, size_of
 
 
 class NestedState(torch.optim.Optimizer):
@@ -268,6 +269,42 @@ class TestRing:
         for step in range(4):
             trusted(ring, state, step)
         assert not ring.take(state, 4, {}).allocated
+
+    def test_its_buffers_lie_together_and_not_among_what_is_allocated_in_between(self) -> None:
+        state = LiveState({f"w{n}": torch.zeros(100) for n in range(50)}, {}, None, {})
+        snapshot = SnapshotRing().take(state, 0, {})
+        addresses = sorted(copied.host.data_ptr() for copied in snapshot.parameters.values())
+        assert {later - earlier for earlier, later in pairwise(addresses)} == {448}  # 400 bytes in lines of 64
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            torch.tensor(3.0),
+            torch.empty(0, 4),
+            torch.tensor([True, False]),
+            torch.arange(6, dtype=torch.int64),
+            torch.randn(5, dtype=torch.bfloat16),
+            torch.randn(5).to(torch.float8_e4m3fn),
+            torch.randn(3, dtype=torch.complex64),
+            torch.randn(4, 6).t(),
+            torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+            torch.randn(1, 5).expand(3, 5),
+            torch.randn(8, 8)[::2, ::2],
+            torch.randn(_SLAB_BYTES // 4 + 1),
+        ],
+        ids=[
+            *("0-d", "empty", "bool", "integer", "bfloat16", "8-bit float", "complex", "transposed", "channels last"),
+            *("expanded", "every second", "larger than a slab"),
+        ],
+    )
+    def test_any_kind_of_tensor_is_kept_as_it_was(self, tensor: torch.Tensor) -> None:
+        state = LiveState({"before": torch.ones(3)}, {"it": tensor, "after": torch.ones(3)}, None, {})
+        kept = SnapshotRing().take(state, 0, {}).buffers
+        host = kept["it"].host
+        assert (host.shape, host.dtype) == (tensor.shape, tensor.dtype)
+        assert host.stride() == torch.empty_like(tensor).stride()
+        assert torch.equal(host.double(), tensor.double()) if not host.is_complex() else torch.equal(host, tensor)
+        assert torch.equal(kept["after"].host, torch.ones(3))
 
     def test_distrust_drops_a_state_and_every_newer_one(self) -> None:
         ring, state = SnapshotRing(), self.state()
