@@ -290,7 +290,7 @@ class Session:
     def nothing_lost_since(self, step: int) -> None:
         """Steps from here on that were left out have been applied after all."""
         for incident, _, _ in self._judging:
-            if incident.step >= step:
+            if incident.step >= step and not may_be_repeated(incident):
                 incident.steps_lost = 0
 
     def note_rate(self, learning_rate: float) -> None:
@@ -322,7 +322,7 @@ class Session:
     # ---- outcomes ----
 
     def await_outcome(self, incident: Incident) -> None:
-        """Judges an incident by the healthy steps that follow it."""
+        """Judges an incident by the healthy steps that follow it; steps that are done again do not follow it yet."""
         self._judging.append((incident, self.detector.trend(), []))
         if "roll_back" in incident.actions:
             self.watch.pending.add(incident.id)
@@ -336,17 +336,30 @@ class Session:
 
     def judge_outcomes(self, loss: float) -> None:
         """Closes incidents after `outcome_steps` healthy steps: resolved if the loss is back on its trend."""
+        step = 0 if self.instrument is None else self.instrument.step
         for entry in list(self._judging):
             incident, trend, after = entry
+            if step < incident.step and may_be_repeated(incident):
+                continue
             after.append(loss)
             if len(after) >= self.config.outcome_steps:
                 self._judging.remove(entry)
                 self._close(incident, trend, after)
 
-    def close_outcomes(self) -> None:
-        """At the end of the run: judges what is still open by the steps there were."""
+    def close_outcomes(self, end_of_run: bool = False) -> None:
+        """
+        At the end of the run, or of this process's part in it: judges what is still open by the steps there were.
+
+        Args:
+            end_of_run (`bool`, *optional*, defaults to `False`):
+                Whether training came to its end. If not, what ended an earlier process, and nothing has followed yet,
+                is left to the next one.
+        """
         for incident, trend, after in self._judging:
-            self._close(incident, trend, after)
+            if after or not may_be_repeated(incident):
+                self._close(incident, trend, after)
+            elif end_of_run:
+                self.journal.closed(incident, "resolved", loss_after=None, trend=None)
         self._judging.clear()
         self.watch.end()
 
@@ -356,6 +369,10 @@ class Session:
         self.watch.pending.discard(incident.id)
         if self.watch.incident is incident:
             self.watch.forget()
+        for other, _, after in self._judging:
+            if not after and may_be_repeated(other):
+                # The run never came beyond it.
+                self.journal.closed(other, "unresolved")
         self.close_outcomes()
         self.journal.closed(incident, "fatal")
 
@@ -496,7 +513,8 @@ class Session:
 def may_be_repeated(incident: Incident) -> bool:
     """Whether the steps an incident has cost are those that went with a process, and that the next one does again."""
     ends_a_process = incident.failure in (FailureType.PROCESS_DIED, FailureType.USER_CODE)
-    return ends_a_process or Action.EXIT_FOR_RESTART in incident.actions
+    taken_up = Action.STOP in incident.actions and Action.RESUME in incident.actions
+    return ends_a_process or taken_up or Action.EXIT_FOR_RESTART in incident.actions
 
 
 def new_run_id() -> str:

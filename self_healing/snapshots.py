@@ -319,8 +319,11 @@ class _Slab:
             return torch.empty_like(tensor, device="cpu", requires_grad=False)
         nbytes = tensor.numel() * tensor.element_size()
         if self._memory is None or self._used + nbytes > len(self._memory):
-            # Each buffer holds on to the memory it lies in.
-            self._memory, self._used = mmap.mmap(-1, max(nbytes, _SLAB_BYTES), **_PRIVATE), 0
+            try:
+                # Each buffer holds on to the memory it lies in.
+                self._memory, self._used = mmap.mmap(-1, max(nbytes, _SLAB_BYTES), **_PRIVATE), 0
+            except OSError as error:
+                raise MemoryError(f"{nbytes} bytes of host memory for a snapshot: {error}") from error
         flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
         self._used += -(-nbytes // _CACHE_LINE) * _CACHE_LINE
         return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())

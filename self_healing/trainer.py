@@ -305,6 +305,7 @@ class SelfHealingTrainer:
             refused = self._judge_earlier_attempts(session, start)
         except Exception:
             logger.exception("self_healing failed while it looked at earlier attempts; training goes on without them.")
+        session.begin_attempt(start.checkpoint, start.step)
         if refused is not None:
             self._refuse(session, start, refused)
 
@@ -318,22 +319,22 @@ class SelfHealingTrainer:
             spends = start.spends
             if start.died:
                 self._infer_death(session, start)
-            else:
-                self._count_repeated_steps(session, start)
             if start.record.ending is Ending.GAVE_UP and not start.by_hand:
                 refused = gave_up(start.record)
             elif spends and not session.budget.spend(earlier.last_step):
                 refused = crash_loop(start.record, self.config.max_recovery_attempts)
-            logger.warning(
-                "Attempt %d of run %s goes on from %s (step %d); the one before ended at step %d: %s.",
-                earlier.number + 1,
-                session.run_id,
-                start.checkpoint or "the beginning",
-                start.step,
-                earlier.last_step,
-                earlier.why or earlier.ending.value,
-            )
-        session.begin_attempt(start.checkpoint, start.step)
+            if not start.died:
+                self._count_repeated_steps(session, start, refused is not None)
+            if refused is None:
+                logger.warning(
+                    "Attempt %d of run %s goes on from %s (step %d); the one before ended at step %d: %s.",
+                    earlier.number + 1,
+                    session.run_id,
+                    start.checkpoint or "the beginning",
+                    start.step,
+                    earlier.last_step,
+                    earlier.why or earlier.ending.value,
+                )
         return refused
 
     def _infer_death(self, session: Session, start: Start) -> None:
@@ -354,12 +355,16 @@ class SelfHealingTrainer:
         session.await_outcome(incident)
         earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
 
-    def _count_repeated_steps(self, session: Session, start: Start) -> None:
+    def _count_repeated_steps(self, session: Session, start: Start, refused: bool) -> None:
         """The process before this one said what it ended with; what that costs shows only where the run goes on."""
         incident = next(iter(session.journal.incidents[-1:]), None)
-        if incident is None or incident.outcome not in ("open", "fatal") or not may_be_repeated(incident):
+        if incident is None or incident.outcome not in ("open", "fatal"):
+            return
+        if not may_be_repeated(incident) and (refused or incident.outcome == "open"):
             return
         incident.steps_lost = max(incident.steps_lost, start.steps_to_repeat)
+        if refused:
+            return
         if incident.outcome == "fatal":
             # Only that process ended with it. Whether the run does is still to be seen.
             incident.outcome = "open"
@@ -382,9 +387,9 @@ class SelfHealingTrainer:
             f"; rank {other['rank']} at step {other['step']}: {other['error']['type']}: {other['error']['message']}"
             for other in others
         )
-        for incident in session.journal.incidents:
-            if incident.outcome == "open":
-                session.close_as_fatal(incident)
+        still_open = [incident for incident in session.journal.incidents if incident.outcome == "open"]
+        if still_open:
+            session.close_as_fatal(still_open[-1])
         if refused.postmortem is None and session.journal.rank > 0:
             # Its own stays what it is: the only place that names what this process ended with.
             refused.postmortem = str(session.directory / POSTMORTEM_FILE)

@@ -232,6 +232,17 @@ def test_a_crash_loop_ends_within_the_budget_with_one_postmortem(
     assert len(second) == len(third) == len(last)
 
 
+def test_steps_that_are_done_again_do_not_show_that_a_run_got_past_what_ended_it(
+    tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 3, fault="sigkill", step=6, config={"outcome_steps": 1}) == [-9, 0]
+    (outcome,) = journal(job, "outcome")
+    assert outcome["outcome"] == "resolved"
+    # It goes on from step 4; the seventh step is the first that was not there before.
+    assert outcome["loss_after"] == pytest.approx(plain["losses"][6], abs=1e-4)
+
+
 def test_an_exception_that_only_ended_a_process_is_resolved_by_the_one_after_it(
     tmp_path: Path, until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -257,6 +268,9 @@ def test_a_bug_that_strikes_after_every_restart_ends_within_the_budget(
     first, second = refusals(job)
     assert "it had ended for good at step 6 (the job was started 3 times from step 6" in second
     assert second.count("the job was started") == first.count("the job was started") == 1
+    *earlier, last = HealingReport.from_run_dir(job).incidents
+    assert {incident["outcome"] for incident in earlier} == {"unresolved"}
+    assert (last["actions"][-1], last["outcome"]) == ("stop", "fatal")
     assert len(journal(job, "run_started")) == 4
 
 

@@ -251,7 +251,9 @@ def main(directory: Path) -> None:
                 healer.train(resume_from_checkpoint="auto")
             except (ValueError, RuntimeError) as error:
                 return f"{type(error).__name__}: {error}"
-            results[name]["lost"] = [incident["steps_lost"] for incident in healer.get_report().incidents]
+            incidents = healer.get_report().incidents
+            results[name]["lost"] = [incident["steps_lost"] for incident in incidents]
+            results[name]["outcomes"] = [incident["outcome"] for incident in incidents]
             return "finished"
 
         def told_by(each: int) -> Any:
