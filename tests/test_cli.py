@@ -168,6 +168,7 @@ def test_demo_without_trl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 # ---- all ----
 
 
+@pytest.mark.slow
 def test_the_command_line_needs_trl_only_for_the_demo() -> None:
     code = (
         "import sys\n"
