@@ -321,7 +321,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if not session.broken and session.instrument.attached and self._judge is not None:
             with session.instrument.contained(), session.heartbeat.section("judge"):
                 self._judge.run_ends()
-        session.close_outcomes(end_of_run=True)
+        session.close_outcomes(unfollowed="resolved")
         if session.saves is not None:
             session.saves.run_ends(int(state.global_step))
         if session.stop_for is not None:

@@ -12,7 +12,7 @@ import torch
 
 from . import consensus
 from .config import HealingConfig
-from .failures import FailureType
+from .failures import FailureType, describe_exception
 from .instrument import Instrument, TrainingFault, Window
 from .rollback import Rollback
 from .signals import StepSignals
@@ -89,7 +89,7 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
     except TrainingFault as fault:
         # A batch of a shape the user never trains on: what it raises is our doing.
         logger.info("Rows could not be tried alone.", exc_info=fault.error)
-        return _numerical(f"its rows cannot be tried alone: {type(fault.error).__name__}: {fault.error}")
+        return _numerical(f"its rows cannot be tried alone: {describe_exception(fault.error)}")
     counts = torch.tensor([sum(sizes), sum(len(rows) for rows in poison.values())], device=device)
     total, count = consensus.sum_over_ranks(counts).tolist()
     if count == 0:

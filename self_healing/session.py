@@ -346,20 +346,20 @@ class Session:
                 self._judging.remove(entry)
                 self._close(incident, trend, after)
 
-    def close_outcomes(self, end_of_run: bool = False) -> None:
+    def close_outcomes(self, unfollowed: str | None = None) -> None:
         """
         At the end of the run, or of this process's part in it: judges what is still open by the steps there were.
 
         Args:
-            end_of_run (`bool`, *optional*, defaults to `False`):
-                Whether training came to its end. If not, what ended an earlier process, and nothing has followed yet,
-                is left to the next one.
+            unfollowed (`str`, *optional*):
+                The outcome of what ended an earlier process, where the run has not come beyond it. Left open by
+                default, for the next process to judge.
         """
         for incident, trend, after in self._judging:
             if after or not may_be_repeated(incident):
                 self._close(incident, trend, after)
-            elif end_of_run:
-                self.journal.closed(incident, "resolved", loss_after=None, trend=None)
+            elif unfollowed is not None:
+                self.journal.closed(incident, unfollowed, loss_after=None, trend=None)
         self._judging.clear()
         self.watch.end()
 
@@ -369,11 +369,7 @@ class Session:
         self.watch.pending.discard(incident.id)
         if self.watch.incident is incident:
             self.watch.forget()
-        for other, _, after in self._judging:
-            if not after and may_be_repeated(other):
-                # The run never came beyond it.
-                self.journal.closed(other, "unresolved")
-        self.close_outcomes()
+        self.close_outcomes(unfollowed="unresolved")
         self.journal.closed(incident, "fatal")
 
     def _close(self, incident: Incident, trend: tuple[float, float] | None, after: list[float]) -> None:
