@@ -152,6 +152,22 @@ def sft_trainer(
     )
 
 
+def best_model_trainer(output_dir: Path, tokenizer: Any, *callbacks: TrainerCallback, **arguments: Any) -> SFTTrainer:
+    """Evaluates and saves every two steps, and ends with the best of the checkpoints."""
+    return sft_trainer(
+        output_dir,
+        tokenizer,
+        callbacks=list(callbacks),
+        trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        **arguments,
+    )
+
+
 def plain_trainer(
     output_dir: Path,
     tokenizer: Any,
@@ -415,6 +431,31 @@ class RaisingAt(TrainerCallback):
                 raise lost_connection()
 
         setattr(self, event, handler)
+
+
+class EvalLoss(TrainerCallback):
+    """Has evaluations find a loss that rises with the step, or falls: the first one is the best, or the last."""
+
+    def __init__(self, rises: bool) -> None:
+        self._sign = 1 if rises else -1
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        metrics["eval_loss"] = float(self._sign * state.global_step)
+
+
+class Unspeakable(Exception):
+    """Cannot be put into words, or looked into."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    @property
+    def response(self) -> Any:
+        raise ValueError("no response")
+
+
+# As pyo3 raises it: a class that cannot be imported, and no `Exception`.
+PanicException = type("PanicException", (BaseException,), {})
 
 
 # ---- comparisons ----

@@ -16,8 +16,10 @@ import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
+    PanicException,
     PoisonToken,
     RaisingAt,
+    Unspeakable,
     assert_same_weights,
     grpo_trainer,
     journal,
@@ -796,15 +798,6 @@ def test_workers_are_ended_before_torch_raises_for_the_one_that_died(
     end_workers_that_failed(caught.value)
     assert not any(worker.is_alive() for worker in workers)
     assert not batches._worker_pids_set
-
-
-# As pyo3 raises it: a class that cannot be imported, and no `Exception`.
-PanicException = type("PanicException", (BaseException,), {})
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 @pytest.mark.parametrize("error", [PanicException, Unspeakable])

@@ -13,8 +13,10 @@ import pytest
 import torch
 from conftest import (
     TRAINERS,
+    PanicException,
     RaisingAt,
     RaisingForward,
+    Unspeakable,
     assert_same_weights,
     grpo_trainer,
     journal,
@@ -383,19 +385,6 @@ def test_where_no_emergency_checkpoint_is_written_nothing_speaks_of_one(tmp_path
     assert [incident["steps_lost"] for incident in HealingReport.from_run_dir(tmp_path).incidents] == [2]
     assert resumed._session is not None
     assert resumed._session.trained_steps(8) == 8
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-    @property
-    def response(self) -> Any:
-        raise RuntimeError("no response")
-
-
-# As pyo3 raises it: a class that cannot be imported, and no `Exception`.
-PanicException = type("PanicException", (BaseException,), {})
 
 
 @pytest.mark.parametrize("kind", [Unspeakable, asyncio.CancelledError, PanicException])

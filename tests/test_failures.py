@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from conftest import Unspeakable
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from torch.distributed import DistBackendError
 
@@ -110,15 +111,6 @@ def test_an_exception_in_a_group_that_came_from_the_group_is_followed_once() -> 
     group = ExceptionGroup("b", [inner])
     inner.__cause__ = group
     assert classify_exception(group) is FailureType.USER_CODE
-
-
-class Unspeakable(RuntimeError):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-    @property
-    def response(self) -> Any:
-        raise ValueError("no response")
 
 
 def test_an_exception_that_cannot_be_put_into_words_is_classified_all_the_same() -> None:

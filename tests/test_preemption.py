@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from conftest import (
     TEXTS,
+    EvalLoss,
     RaisingForward,
     assert_same_weights,
+    best_model_trainer,
     job_result,
     journal,
     logged,
@@ -199,22 +201,8 @@ class SignalAtTheEndOf(TrainerCallback):
 def test_a_signal_in_the_last_step_costs_neither_its_evaluation_nor_the_best_model(
     tmp_path: Path, tokenizer: Any, asked: TrainerCallback
 ) -> None:
-    class Worse(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            metrics["eval_loss"] = float(state.global_step)
-
     def build(name: str, *callbacks: TrainerCallback) -> Any:
-        return sft_trainer(
-            tmp_path / name,
-            tokenizer,
-            callbacks=[Worse(), *callbacks],
-            trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
-            eval_strategy="steps",
-            eval_steps=2,
-            save_strategy="steps",
-            save_steps=2,
-            load_best_model_at_end=True,
-        )
+        return best_model_trainer(tmp_path / name, tokenizer, EvalLoss(rises=True), *callbacks)
 
     plain = build("plain")
     plain.train()
@@ -228,27 +216,13 @@ def test_a_signal_in_the_last_step_costs_neither_its_evaluation_nor_the_best_mod
 def test_a_last_evaluation_that_takes_too_long_is_left_and_may_still_be_the_best(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Better(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            metrics["eval_loss"] = -float(state.global_step)
-
     class Slow(TrainerCallback):
         def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == state.max_steps:
                 time.sleep(30)
 
     def build(name: str, *callbacks: TrainerCallback) -> Any:
-        return sft_trainer(
-            tmp_path / name,
-            tokenizer,
-            callbacks=[Better(), *callbacks],
-            trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
-            eval_strategy="steps",
-            eval_steps=2,
-            save_strategy="steps",
-            save_steps=2,
-            load_best_model_at_end=True,
-        )
+        return best_model_trainer(tmp_path / name, tokenizer, EvalLoss(rises=False), *callbacks)
 
     plain = build("plain")
     plain.train()
@@ -272,17 +246,13 @@ def test_a_stop_that_the_evaluation_left_out_asks_for_is_not_missed(
 ) -> None:
     """The loss rises from the first evaluation on, so that the second one is the last."""
 
-    class Worse(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            metrics["eval_loss"] = float(state.global_step)
-
     last = 2 * steps
 
     def build(name: str, *callbacks: TrainerCallback) -> Any:
         return sft_trainer(
             tmp_path / name,
             tokenizer,
-            callbacks=[Worse(), EarlyStoppingCallback(1), *callbacks],
+            callbacks=[EvalLoss(rises=True), EarlyStoppingCallback(1), *callbacks],
             trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
             max_steps=3 * steps,
             gradient_accumulation_steps=accumulation,
@@ -370,22 +340,7 @@ def test_an_evaluation_that_was_left_out_is_done_first_and_nothing_differs(
 
 
 def test_the_checkpoint_just_written_does_not_give_way_to_the_best_one(tmp_path: Path, tokenizer: Any) -> None:
-    class Worse(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            metrics["eval_loss"] = float(state.global_step)
-
-    trainer = sft_trainer(
-        tmp_path / "run",
-        tokenizer,
-        callbacks=[Worse(), SignalAt(4)],
-        trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-    )
+    trainer = best_model_trainer(tmp_path / "run", tokenizer, EvalLoss(rises=True), SignalAt(4), save_total_limit=1)
     with pytest.raises(SystemExit):
         SelfHealingTrainer(trainer).train()
     assert (tmp_path / "run" / "checkpoint-5" / "healing.json").is_file()

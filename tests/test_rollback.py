@@ -14,8 +14,10 @@ from conftest import (
     POISON_WORD,
     TEXTS,
     TRAINERS,
+    EvalLoss,
     OutputFault,
     assert_same_weights,
+    best_model_trainer,
     journal,
     logged,
     losses,
@@ -24,7 +26,6 @@ from conftest import (
     tiny_model,
     weights,
 )
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 from trl import SFTTrainer
@@ -769,29 +770,12 @@ class MomentFaultAtTheEnd(TrainerCallback):
             moments.view(-1)[0] = float("nan")
 
 
-class Rises(TrainerCallback):
-    """The first evaluation is the best."""
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        metrics["eval_loss"] = float(state.global_step)
-
-
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
 def test_the_best_model_outlasts_an_optimizer_state_that_is_not_finite_at_the_end(
     tmp_path: Path, tokenizer: Any, wrapped: bool
 ) -> None:
     def build(name: str, *callbacks: TrainerCallback) -> Any:
-        return sft_trainer(
-            tmp_path / name,
-            tokenizer,
-            callbacks=[Rises(), *callbacks],
-            trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
-            eval_strategy="steps",
-            eval_steps=2,
-            save_strategy="steps",
-            save_steps=2,
-            load_best_model_at_end=True,
-        )
+        return best_model_trainer(tmp_path / name, tokenizer, EvalLoss(rises=True), *callbacks)
 
     plain = build("plain")
     plain.train()
@@ -826,17 +810,7 @@ def test_a_best_model_that_is_not_finite_is_replaced_and_the_journal_says_by_wha
     def unused_row(model: Any) -> None:
         model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(POISON_WORD), 3] = float("nan")
 
-    trainer = sft_trainer(
-        tmp_path,
-        tokenizer,
-        callbacks=[Rises(), WeightFault(unused_row, 2)],
-        trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})},
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
-        load_best_model_at_end=True,
-    )
+    trainer = best_model_trainer(tmp_path, tokenizer, EvalLoss(rises=True), WeightFault(unused_row, 2))
     wrapper = SelfHealingTrainer(trainer)
     wrapper.train()
 

@@ -29,6 +29,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    PanicException,
+    Unspeakable,
     assert_same_weights,
     grpo_trainer,
     journal,
@@ -531,11 +533,6 @@ def test_a_request_the_vllm_server_refuses_surfaces_at_once(serve: Any) -> None:
 # ---- trackers ----
 
 
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
 class Unreachable(TensorBoardCallback):
     """A tracker whose server cannot be reached, and whose client draws the jitter of its own retries."""
 
@@ -596,7 +593,7 @@ def test_the_wrapper_survives_a_tracker_that_cannot_even_begin(tmp_path: Path, t
     assert journal(tmp_path, "detected")[0]["symptom"] == "PermissionError"
 
 
-@pytest.mark.parametrize("kind", [asyncio.CancelledError, type("PanicException", (BaseException,), {}), Unspeakable])
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, PanicException, Unspeakable])
 def test_an_odd_kind_of_exception_of_a_tracker_is_contained(
     tmp_path: Path, tokenizer: Any, kind: type[BaseException]
 ) -> None:
