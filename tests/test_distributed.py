@@ -16,20 +16,20 @@ import pytest
 from self_healing.vetting import vet
 
 
-def launch(directory: Path, *arguments: str) -> int:
+def launch(directory: Path, *arguments: str, script: str = "two_processes.py") -> int:
     return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-            *(str(Path(__file__).with_name("two_processes.py")), str(directory), *arguments),
+            *(str(Path(__file__).with_name(script)), str(directory), *arguments),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         timeout=300,
     ).returncode
 
 
-def on_two_processes(directory: Path, *arguments: str) -> list[dict[str, Any]]:
-    assert launch(directory, *arguments) == 0
+def on_two_processes(directory: Path, *arguments: str, **options: str) -> list[dict[str, Any]]:
+    assert launch(directory, *arguments, **options) == 0
     return [json.loads((directory / f"results.{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -190,3 +190,51 @@ def test_one_that_runs_out_of_memory_makes_the_next_start_split(tmp_path: Path) 
     assert healed[0]["weights"] == healed[1]["weights"]
     assert healed[0]["sum"] == pytest.approx(plain[0]["sum"], rel=1e-6)
     assert healed[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-5)
+
+
+# ---- FSDP2 ----
+
+
+def under(strategy: str, directory: Path) -> list[dict[str, Any]]:
+    return on_two_processes(directory, strategy, script="two_sharded_processes.py")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return under("fsdp2", tmp_path_factory.mktemp("sharded"))
+
+
+def test_fsdp2_shards_every_parameter_of_every_run(sharded: list[dict[str, Any]]) -> None:
+    assert all(run["sharded"] for rank in sharded for run in rank.values())
+
+
+def test_a_step_thrown_away_under_fsdp2_leaves_no_gradient(sharded: list[dict[str, Any]]) -> None:
+    assert [run["left_over"] for rank in sharded for run in rank.values()] == [0] * 10
+
+
+def test_a_nan_under_fsdp2_is_undone_bitwise(sharded: list[dict[str, Any]]) -> None:
+    for rank in sharded:
+        assert rank["transient"]["losses"] == rank["plain"]["losses"]
+        assert rank["transient"]["sum"] == rank["plain"]["sum"]
+    assert sharded[0]["transient"]["outcomes"] == [["nonfinite_transient", 0]]
+
+
+def test_a_skipped_step_under_fsdp2_spoils_no_later_one(sharded: list[dict[str, Any]]) -> None:
+    assert sharded[0]["skipped"]["outcomes"] == [["nonfinite_numerical", 1]] * 2
+
+
+@pytest.mark.parametrize("poison", ["poison", "gradient"])
+def test_poison_rows_are_found_under_fsdp2(sharded: list[dict[str, Any]], poison: str) -> None:
+    outcomes = sharded[0][poison]["outcomes"]
+    assert outcomes
+    assert all(outcome == ["nonfinite_poison_rows", 0] for outcome in outcomes)
+
+
+@pytest.mark.slow
+def test_fsdp2_heals_as_ddp_does(sharded: list[dict[str, Any]], tmp_path: Path) -> None:
+    replicated = under("ddp", tmp_path)
+    for rank, twin in zip(sharded, replicated, strict=True):
+        for name, run in rank.items():
+            assert run["outcomes"] == twin[name]["outcomes"]
+            assert run["losses"] == pytest.approx(twin[name]["losses"], rel=1e-6)
+            assert run["sum"] == pytest.approx(twin[name]["sum"], rel=1e-6)

@@ -12,6 +12,7 @@ from transformers import Trainer
 from transformers.integrations.neftune import deactivate_neftune
 
 from .bookkeeping import STORES
+from .gradients import discard_gradients
 from .random_state import RandomState
 
 
@@ -47,7 +48,7 @@ def preserved(trainer: Trainer) -> Iterator[None]:
         for name, value in _all_tensors(model):
             if name in tensors:
                 value.data.copy_(tensors[name])
-        model.zero_grad()
+        discard_gradients(model)
         for part, content in saved:
             part.load_state_dict(content)
         for name, module in model.named_modules():

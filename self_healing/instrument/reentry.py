@@ -13,6 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from .bookkeeping import METRIC_STORES, Bookkeeping, Ledger
+from .gradients import discard_gradients
 from .phase import Phase
 from .random_state import RandomState
 from .row_sources import DataPosition
@@ -232,7 +233,7 @@ class Reentry:
             self._ledger.rewind(bookkeeping)
             bookkeeping.rng = self._resume_rng(bookkeeping)
         bookkeeping.rng.restore()
-        trainer.model.zero_grad()
+        discard_gradients(trainer.model)
         scaler = trainer.accelerator.scaler
         if scaler is not None:
             scaler._per_optimizer_states.clear()

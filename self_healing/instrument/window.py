@@ -18,6 +18,7 @@ from ..failures import text_of
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
+from .gradients import discard_gradients, gradients_of
 from .phase import Phase
 from .random_state import RandomState
 from .row_sources import RowSource
@@ -336,7 +337,7 @@ class Window:
     def _is_finite(self, loss: torch.Tensor) -> bool:
         if not math.isfinite(float(loss)):
             return False
-        gradients = [p.grad for p in self._trainer.model.parameters() if p.grad is not None]
+        gradients = gradients_of(self._trainer.model)
         if self.scaler_active or not gradients:
             return True
         return math.isfinite(float(_as_tensor(torch.nn.utils.get_total_norm(gradients), loss.device)))
@@ -403,7 +404,7 @@ class Window:
         assert self._start is not None
         to = to or self._start
         self._touched = True
-        self._trainer.model.zero_grad()
+        discard_gradients(self._trainer.model)
         scaler = self._trainer.accelerator.scaler
         if scaler is not None:
             # `unscale_` refuses to run twice for one optimizer; what it noted belongs to gradients that are gone.
@@ -506,7 +507,7 @@ class Window:
         counts = self._start if step == self.step else self._instrument.ledger.capture()
 
         def compute() -> float:
-            self._trainer.model.zero_grad()
+            discard_gradients(self._trainer.model)
             recording.rng.restore()
             return self._run_again(recording.control)
 
@@ -518,7 +519,7 @@ class Window:
                 norm = self._step_again(recording.rates, recording)
         finally:
             state.global_step = step
-            self._trainer.model.zero_grad()
+            discard_gradients(self._trainer.model)
             self._instrument.ledger.rewind_counts(counts)
             state.num_input_tokens_seen = tokens
         return StepSignals(recording.step, loss, norm)
@@ -584,8 +585,7 @@ class Window:
         if not keep_buffers:
             self.restore_buffers()
         self._catch_up_generation()
-        for parameter in self._trainer.model.parameters():
-            parameter.grad = None
+        discard_gradients(self._trainer.model)
         total = torch.stack([loss.detach().float() for loss in self.losses]).sum()
         if self.scaler_active:
             norm = None if self.grad_norm is None else float(_as_tensor(self.grad_norm, total.device))
