@@ -328,7 +328,7 @@ class HealingActions:
         if shape is None:
             raise ValueError("split_batch needs the size of the call that did not fit")
         sizes.failed(shape, with_gradients=context.window is not None)
-        at_a_time = sizes.rows_for(shape)
+        at_a_time = sizes.known_rows(shape)
         return {"call": shape.kind, "did_not_fit": [shape.rows, shape.length], "at_a_time": at_a_time}
 
     def _checkpoint_activations(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:

@@ -190,7 +190,8 @@ class HealingConfig:
             What to do when memory runs out: `"heal"` frees what can be freed, tries once more, and then runs the model
             over fewer rows at a time, with the same result; `"raise"` lets the error pass.
         oom_probe_steps (`int`, *optional*, defaults to `50`):
-            Steps after which more rows at a time are tried again, and twice as many whenever that failed. At least 1.
+            Steps after which rows that did not fit are tried again, and twice as many whenever that failed. At least
+            1.
         oom_activation_checkpointing (`bool`, *optional*, defaults to `True`):
             Whether activation checkpointing may be switched on for the rest of the run when a single row does not fit.
         oom_reduce_batch (`bool`, *optional*, defaults to `True`):
@@ -534,7 +535,7 @@ class HealingConfig:
     oom_probe_steps: Annotated[int, Setting("memory", at_least=1)] = field(
         default=50,
         metadata={
-            "help": "Steps after which more rows at a time are tried again, and twice as many whenever that failed."
+            "help": "Steps after which rows that did not fit are tried again, and twice as many whenever that failed."
         },
     )
     oom_activation_checkpointing: Annotated[bool, Setting("memory")] = field(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import consensus
 from .actions import HealingActions, HealingContext
 from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, FailureType, classify_exception
@@ -24,6 +25,7 @@ from .instrument import (
     alloc_retries,
     free_memory,
     record_memory_history,
+    room_of,
     smaller_batch,
     write_memory_snapshot,
 )
@@ -95,6 +97,8 @@ class MemoryHealer:
         if session.entries == 1:
             self._recall()
         session.sizes.begin_step(instrument.step)
+        session.sizes.room = room_of(instrument.trainer.accelerator.device)
+        session.sizes.failure_is_fatal = consensus.world_size() > 1
         if session.checkpointing_activations:
             instrument.checkpoint_activations()
         if session.sizes.limits:
@@ -157,8 +161,10 @@ class MemoryHealer:
         if self._stepping:
             # While steps are applied again: the state gone back to is good as it is.
             return False
-        if sizes.is_probe() and self._context is None:
-            return self._take_back_the_try(ran_out, window)
+        shape = self._shape(ran_out)
+        if self._context is None and shape is not None and sizes.is_tried(shape):
+            self._take_back_the_try(shape, window)
+            return True
         context = self._begin(ran_out, window)
         self._free(context)
         if self._attempts == 1 and not self._passes_often:
@@ -166,7 +172,6 @@ class MemoryHealer:
             sizes.forget_attempt()
             self._watch_calls()
             return True
-        shape = self._shape(ran_out)
         if shape is not None and shape not in self._failed and shape.rows > 1:
             self._failed.add(shape)
             context.shape = shape
@@ -174,16 +179,13 @@ class MemoryHealer:
             return True
         return self._climb(ran_out, context, shape)
 
-    def _take_back_the_try(self, ran_out: OutOfMemory, window: Window | None) -> bool:
-        """A larger size was tried on purpose, and does not fit yet: no incident."""
-        sizes, step, shape = self.session.sizes, self._instrument.step, self._shape(ran_out)
-        if shape is None:
-            return False
+    def _take_back_the_try(self, shape: CallShape, window: Window | None) -> None:
+        """A size was tried on purpose, and does not fit yet: no incident."""
+        sizes, step = self.session.sizes, self._instrument.step
         sizes.failed(shape, with_gradients=window is not None)
         free_memory(self._instrument.trainer.accelerator.device)
         self.session.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
-        logger.info("Step %d: %s still does not fit; no step is lost, and it is tried again later.", step, shape)
-        return True
+        logger.info("Step %d: %s does not fit; no step is lost, and it is tried again later.", step, shape)
 
     def _shape(self, ran_out: OutOfMemory) -> CallShape | None:
         """What was running: in a backward pass the last call with gradients, else the last one that began."""

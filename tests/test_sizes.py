@@ -64,13 +64,35 @@ def test_everything_is_allowed_before_anything_has_failed() -> None:
     assert not sizes.changed
 
 
-def test_one_row_is_allowed_where_nothing_is_known_to_fit() -> None:
+@pytest.mark.parametrize("kind", ["train", "forward", "generate"])
+def test_what_failed_is_halved_until_it_fits(kind: Kind) -> None:
     sizes = begun()
+    for failed, left in ((8, 4), (4, 2), (2, 1)):
+        sizes.failed(CallShape(kind, failed, 512))
+        assert sizes.limits
+        assert sizes.changed
+        assert sizes.rows_for(CallShape(kind, 8, 512)) == left
+
+
+def test_half_of_what_failed_counts_in_tokens() -> None:
+    """Shorter rows need no more each, longer ones may need more."""
+    sizes = begun()
+    sizes.failed(train(8, 512))
+    assert [sizes.known_rows(train(64, length)) for length in (64, 256, 1024, 4096)] == [32, 8, 2, 1]
+
+
+def test_where_a_failure_ends_the_job_one_row_is_allowed() -> None:
+    sizes = begun()
+    sizes.failure_is_fatal = True
     sizes.failed(train(8))
-    assert sizes.limits
-    assert sizes.changed
     assert sizes.rows_for(train(8)) == 1
     assert sizes.rows_for(train(2, 64)) == 1
+    sizes.ran(train(1))
+    sizes.came_through()
+    sizes.begin_step(10)
+    assert sizes.rows_for(train(8)) == 1
+    sizes.begin_step(11)
+    assert sizes.rows_for(train(8)) == 2
 
 
 def test_what_has_fitted_is_allowed_for_what_is_no_longer() -> None:
@@ -78,22 +100,25 @@ def test_what_has_fitted_is_allowed_for_what_is_no_longer() -> None:
     sizes.failed(train(8, 512))
     sizes.ran(train(4, 512))
     sizes.came_through()
-    assert [sizes.rows_for(train(8, length)) for length in (256, 512, 513)] == [4, 4, 1]
+    assert [sizes.known_rows(train(8, length)) for length in (256, 512, 513)] == [4, 4, 3]
     assert sizes.rows_for(train(3, 512)) == 3
 
 
 def test_a_size_fits_once_its_step_came_through() -> None:
     sizes = begun()
-    sizes.failed(train(8))
-    sizes.ran(train(4))
-    assert sizes.rows_for(train(8)) == 1
+    sizes.failed(train(32))
+    sizes.ran(train(20))
+    assert sizes.known_rows(train(32)) == 16
     sizes.forget_attempt()
     sizes.came_through()
-    assert sizes.rows_for(train(8)) == 1
-    sizes.ran(train(4))
-    sizes.failed(train(4))
+    assert sizes.known_rows(train(32)) == 16
+    sizes.ran(train(20))
+    sizes.failed(train(20))
     sizes.came_through()
-    assert sizes.rows_for(train(8)) == 1
+    assert sizes.known_rows(train(32)) == 10
+    sizes.ran(train(8))
+    sizes.came_through()
+    assert sizes.known_rows(train(32)) == 8
 
 
 def test_what_failed_takes_back_what_had_fitted() -> None:
@@ -105,18 +130,59 @@ def test_what_failed_takes_back_what_had_fitted() -> None:
     assert sizes.rows_for(train(8)) == 1
 
 
-def test_a_larger_size_is_tried_after_a_while_and_more_rarely_when_it_fails() -> None:
+def test_a_size_that_failed_is_tried_again_ever_more_rarely() -> None:
     sizes = SizeMemory(probe_steps=4)
     device = Device(sizes, train=4 * 512)
     most = [max(device.train_step(train(8))[0]) for _ in range(60)]
-    assert most[0] == 1
-    assert max(most) == 4
-    # Of 8 rows there are chunks of 1, 2, 4 and 8: from 1 to 4 in two tries, and then 8 at ever longer intervals.
-    assert most.index(2) == 4
-    assert most.index(4) == 5
-    assert most[5:] == [4] * 55
-    # At first; and one try each after 1 step, 8, 16 and 32 more.
+    # Of 8 rows there are chunks of 1, 2, 4 and 8.
+    assert most == [4] * 60
+    # At first; and one try each after 4 steps, 8, 16 and 32 more.
     assert device.failures == 1 + 3
+
+
+@pytest.mark.parametrize(("rows", "room"), [(8, 4), (8, 1), (64, 27), (64, 9), (13, 5)])
+def test_the_largest_size_that_fits_is_found_within_a_few_steps(rows: int, room: int) -> None:
+    sizes = SizeMemory(probe_steps=1_000)
+    device = Device(sizes, train=room * 512)
+    best = max(size for size in (-(-rows // pieces) for pieces in range(1, rows + 1)) if size <= room)
+    most = [max(device.train_step(train(rows))[0]) for _ in range(12)]
+    assert most[-1] == best
+    # Those of halving, and those of the search between what fits and what does not.
+    assert device.failures <= 2 * rows.bit_length()
+
+
+def test_without_room_for_what_rows_hold_a_size_is_not_tried() -> None:
+    class Full:
+        """Every row holds 100 bytes a token, and so many are there."""
+
+        now, total = 0, 10 * 100 * 512
+
+        def held(self) -> int:
+            return self.now
+
+        def left(self) -> int:
+            return self.total - self.now
+
+    def ran(rows: int) -> None:
+        sizes.begins(train(rows))
+        room.now += rows * 100 * 512
+        sizes.ran(train(rows))
+        room.now = 0
+        sizes.came_through()
+
+    room = Full()
+    sizes = SizeMemory(probe_steps=2, room=room)
+    sizes.begin_step(1)
+    sizes.failed(train(64))
+    ran(8)
+    for step in range(2, 20):
+        sizes.begin_step(step)
+        assert sizes.rows_for(train(64)) == 8
+    # A longer row: half of what failed would be 16.
+    assert sizes.known_rows(train(64, 1024)) == 4
+    # Another process has left.
+    room.total *= 2
+    assert sizes.rows_for(train(64)) == 16
 
 
 def test_the_next_try_is_half_way_to_what_failed() -> None:
@@ -130,19 +196,21 @@ def test_the_next_try_is_half_way_to_what_failed() -> None:
 
 
 def test_after_a_try_that_went_well_the_wait_is_short_again() -> None:
-    sizes = begun(probe_steps=2)
-    sizes.failed(train(64))
-    sizes.begin_step(3)
-    assert sizes.rows_for(train(64)) == 2
-    sizes.failed(train(2))
-    sizes.begin_step(7)
-    assert sizes.rows_for(train(64)) == 2
-    sizes.ran(train(2))
-    sizes.came_through()
-    sizes.begin_step(8)
-    sizes.failed(train(4))
-    sizes.begin_step(10)
-    assert sizes.rows_for(train(64)) > 2
+    sizes = SizeMemory(probe_steps=2)
+    device = Device(sizes, train=4 * 512)
+    # It fails at the first step, then after 2, after 4, after 8 more.
+    for _ in range(15):
+        device.train_step(train(8))
+    assert device.failures == 4
+    device.room["train"] = 8 * 512
+    for _ in range(16):
+        device.train_step(train(8))
+    assert (device.failures, device.train_step(train(8))) == (4, [[8]])
+    device.room["train"] = 4 * 512
+    for _ in range(2):
+        assert device.train_step(train(8)) == [[4, 4]]
+    device.room["train"] = 8 * 512
+    assert device.train_step(train(8)) == [[8]]
 
 
 def test_what_did_not_fit_once_is_tried_again_in_the_end() -> None:
@@ -184,27 +252,34 @@ def test_each_kind_of_call_is_tried(kind: Kind) -> None:
 
 
 def test_one_larger_size_is_tried_at_a_time() -> None:
-    sizes = begun(probe_steps=0)
-    sizes.failed(train(8))
-    sizes.failed(CallShape("generate", 8, 512))
-    assert sizes.rows_for(train(8)) == 2
-    assert sizes.is_probe()
-    assert sizes.rows_for(train(8)) == 1
-    assert sizes.rows_for(CallShape("generate", 8, 512)) == 4
+    sizes = begun()
+    both: tuple[Kind, Kind] = ("train", "generate")
+    for kind in both:
+        sizes.failed(CallShape(kind, 64, 512))
+    for kind in both:
+        sizes.ran(CallShape(kind, 8, 512))
+    sizes.came_through()
+    sizes.begin_step(2)
+    assert sizes.rows_for(train(64)) == 16
+    assert sizes.trying
+    assert sizes.rows_for(train(64)) == 8
+    assert sizes.rows_for(CallShape("generate", 64, 512)) == 8
 
 
 def test_a_try_that_does_not_take_place_is_forgotten() -> None:
     """A call that is not split after all, or sequences that do not fill a chunk."""
-    sizes = begun(probe_steps=1)
+    sizes = begun()
     sizes.failed(train(8))
     sizes.ran(train(2))
     sizes.came_through()
-    sizes.begin_step(3)
+    sizes.begin_step(2)
     assert sizes.rows_for(train(8)) == 4
+    assert sizes.is_tried(train(4))
+    assert not sizes.is_tried(train(8))
     sizes.ran(train(2))
     sizes.came_through()
-    assert not sizes.is_probe()
-    sizes.begin_step(4)
+    assert not sizes.trying
+    sizes.begin_step(3)
     assert sizes.rows_for(train(8)) == 4
 
 
@@ -239,17 +314,17 @@ def test_a_call_without_gradients_goes_by_what_fits_with_them_until_it_has_faile
 def test_what_fails_without_gradients_is_not_tried_with_them() -> None:
     sizes = begun()
     sizes.failed(CallShape("forward", 8, 512))
-    assert sizes.rows_for(train(8)) == 1
+    assert sizes.rows_for(train(8)) == 4
 
 
 def test_a_flattened_batch_counts_by_its_tokens() -> None:
     sizes = SizeMemory(probe_steps=2)
     sizes.begin_step(1)
     sizes.failed(train(4096, 1))
-    assert sizes.rows_for(train(4096, 1)) == 1
+    assert sizes.known_rows(train(4096, 1)) == 2048
     sizes.ran(train(1024, 1))
     sizes.came_through()
-    assert sizes.rows_for(train(4096, 1)) == 1024
+    assert sizes.known_rows(train(4096, 1)) == 1024
     assert sizes.rows_for(train(900, 1)) == 900
     sizes.begin_step(3)
     assert sizes.rows_for(train(4096, 1)) == 2048
@@ -286,7 +361,7 @@ def test_what_is_known_goes_on_in_the_next_process() -> None:
     assert later.rows_for(train(8)) == 4
     later.begin_step(5010)
     assert later.rows_for(train(8)) == 8
-    assert later.is_probe()
+    assert later.trying
 
 
 def test_which_call_has_begun_is_known_for_each_kind() -> None:
@@ -297,12 +372,8 @@ def test_which_call_has_begun_is_known_for_each_kind() -> None:
     assert sizes.last_begun == CallShape("forward", 2, 64)
 
 
-def test_generation_and_evaluation_are_halved_until_they_fit() -> None:
+def test_an_evaluation_that_failed_says_nothing_about_training() -> None:
     sizes = begun()
-    for failed, left in ((64, 32), (32, 16)):
-        shape = CallShape("generate", failed, 512)
-        sizes.failed(shape)
-        assert sizes.rows_for(CallShape("generate", 64, 512)) == left
-        sizes.failed(CallShape("forward", failed, 512), with_gradients=False)
-        assert sizes.rows_for(CallShape("forward", 64, 512)) == left
+    sizes.failed(CallShape("forward", 64, 512), with_gradients=False)
+    assert sizes.rows_for(CallShape("forward", 64, 512)) == 32
     assert sizes.rows_for(train(8)) == 8

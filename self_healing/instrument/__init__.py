@@ -17,6 +17,7 @@ from .out_of_memory import (
     free_memory,
     let_go,
     record_memory_history,
+    room_of,
     write_memory_snapshot,
 )
 from .preservation import preserved
@@ -55,6 +56,7 @@ __all__ = [
     "load_generated",
     "preserved",
     "record_memory_history",
+    "room_of",
     "save_generated",
     "smaller_batch",
     "write_memory_snapshot",

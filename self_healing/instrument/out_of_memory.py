@@ -128,6 +128,35 @@ def memory_figures(device: torch.device) -> dict[str, int]:
     return found
 
 
+class DeviceRoom:
+    """
+    The memory of a CUDA device, as far as this process may have it.
+
+    Args:
+        device (`torch.device`):
+            The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def held(self) -> int:
+        """Bytes that tensors hold now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    def left(self) -> int:
+        """Bytes that could be taken beyond them: free on the device, or kept by the allocator, and allowed."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        # Not there in older versions of torch.
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(self._device)
+        return min(free + torch.cuda.memory_reserved(self._device), int(total * fraction)) - self.held()
+
+
+def room_of(device: torch.device) -> DeviceRoom | None:
+    """The memory of the device; `None` where it cannot be asked."""
+    return DeviceRoom(device) if device.type == "cuda" else None
+
+
 def alloc_retries(device: torch.device) -> int:
     """How often `cudaMalloc` failed at first: the memory is nearly full, and the step waits for it."""
     return 0 if device.type != "cuda" else int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

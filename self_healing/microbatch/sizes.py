@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 
 Kind = Literal["train", "forward", "generate"]
@@ -33,6 +33,20 @@ class CallShape:
         return f"{self.rows} tokens" if self.length == 1 else f"{rows} x {self.length}"
 
 
+class Room(Protocol):
+    """The memory of a device that says how much of it there is."""
+
+    def held(self) -> int:
+        """Bytes that tensors hold now."""
+
+    def left(self) -> int:
+        """Bytes that could be taken beyond them."""
+
+
+# A size nobody has: it says that something did fail, and so that only what is known to fit is safe.
+_BEYOND_ALL = 1 << 30
+
+
 @dataclass(slots=True)
 class _Frontier:
     """
@@ -40,17 +54,24 @@ class _Frontier:
 
     Args:
         wait (`int`):
-            Optimizer steps from a failure to the next try of a larger size.
-        next_probe (`int`):
-            The first step at which one is tried.
+            Optimizer steps from a failure to the next try of a size that has failed.
+        next_retry (`int`), next_try (`int`):
+            The first step at which a size that has failed is tried again, and at which one that has not been tried is.
+        try_wait (`int`):
+            Optimizer steps from the failure of a size that had not been tried to the next one.
         fits (`list[tuple[int, int]]`), fails (`list[tuple[int, int]]`):
             The largest sizes that did fit, the smallest that did not: rows and length.
+        bytes_per_token (`float`):
+            The most that a call was seen to hold.
     """
 
     wait: int
-    next_probe: int = 0
+    next_retry: int = 0
+    next_try: int = 0
+    try_wait: int = 1
     fits: list[tuple[int, int]] = field(default_factory=list)
     fails: list[tuple[int, int]] = field(default_factory=list)
+    bytes_per_token: float = 0.0
 
     def fit(self, rows: int, length: int) -> bool:
         """Takes in a size that fitted; whether that is news."""
@@ -73,6 +94,31 @@ class _Frontier:
         """The fewest rows of this length that are known to fail; `None` if none are."""
         return min((r for r, n in self.fails if n <= length), default=None)
 
+    def half_of_what_failed(self, length: int) -> int | None:
+        """Rows of this length with half as many tokens as the smallest call that failed; `None` if none is known."""
+        tokens = [r * n for r, n in self.fails if r < _BEYOND_ALL]
+        return min(tokens) // 2 // length if tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """
+    A size that is tried without being known to fit.
+
+    Args:
+        kind (`Kind`):
+            The kind of call.
+        known (`int`), rows (`int`):
+            Rows that were known to fit, and that are tried.
+        failed_before (`bool`):
+            Whether it is known to have failed.
+    """
+
+    kind: Kind
+    known: int
+    rows: int
+    failed_before: bool
+
 
 class SizeMemory:
     """
@@ -81,29 +127,34 @@ class SizeMemory:
     Sizes are compared in both directions at once (as many rows *and* as long): memory grows linearly with one and
     faster than that with the other, so their product alone says too little.
 
-    Before anything has failed, everything is allowed. After that only what is known to fit is, and one row where
-    nothing is (in generation and evaluation half of what failed); a larger size is tried again after `probe_steps`
-    optimizer steps, later after twice as many whenever that failed. Each kind of call waits by itself.
+    Before anything has failed, everything is allowed. After that only what is known to fit is, and where nothing is,
+    half of what failed: 8, 4, 2, 1. A failure costs at most the pass it ends, a size below what fits costs passes in
+    every step to come. From what fits, sizes that were not tried yet follow at once, one a step: up to twice as many
+    rows, and half-way to what failed. A size that failed is tried again after `probe_steps` optimizer steps, later
+    after twice as many whenever that failed. Each kind of call waits by itself.
 
     Args:
         probe_steps (`int`):
-            Optimizer steps until a larger size is tried again.
+            Optimizer steps until a size that failed is tried again.
+        room ([`Room`], *optional*):
+            The memory of the device, where it can be asked: sizes that need more than is left are not tried.
     """
 
-    def __init__(self, probe_steps: int) -> None:
+    def __init__(self, probe_steps: int, room: Room | None = None) -> None:
         self._base_wait = probe_steps
         self._frontiers: dict[Kind, _Frontier] = {
             "train": _Frontier(probe_steps),
             "forward": _Frontier(probe_steps),
             "generate": _Frontier(probe_steps),
         }
-        # Kinds in which what failed is halved until it fits; in the others the next attempt has to.
-        self._halving: set[Kind] = {"generate"}
         self._step = 0
         self._restored = False
         self._seen: list[CallShape] = []
-        # The kind that tries a larger size, and how many rows were known to fit.
-        self._probing: tuple[Kind, int] | None = None
+        self._trying: _Try | None = None
+        self._held_before = 0
+        self.room = room
+        # Where a failure ends the job (several processes): one row where nothing is known, and no tries in between.
+        self.failure_is_fatal = False
         self.begun: dict[Kind, CallShape] = {}
         self.last_begun: CallShape | None = None
         self.changed = False
@@ -119,61 +170,92 @@ class SizeMemory:
         if self._restored:
             self._restored = False
             for frontier in self._frontiers.values():
-                frontier.next_probe = step + frontier.wait
+                frontier.next_retry = frontier.next_try = step + frontier.wait
 
     def rows_for(self, shape: CallShape) -> int:
-        """How many rows of a call of this size may run at a time, at least 1."""
-        if not any(frontier.fails for frontier in self._frontiers_for(shape.kind)):
+        """How many rows of a call of this size may run at a time, at least 1; a size that is tried is noted."""
+        allowed = self.known_rows(shape)
+        if not self._has_failed(shape.kind) or self._trying is not None:
+            return allowed
+        if self._most(shape) == 0:
+            if allowed > 1:
+                self._trying = _Try(shape.kind, 0, allowed, failed_before=False)
+        elif allowed < shape.rows:
+            self._trying = self._next_try(shape, allowed)
+        return allowed if self._trying is None else self._trying.rows
+
+    def known_rows(self, shape: CallShape) -> int:
+        """How many of its rows are known to fit; half of what failed where nothing is known."""
+        if not self._has_failed(shape.kind):
             return shape.rows
-        known = self._known(shape)
-        frontier = self._frontiers[shape.kind]
-        if known < shape.rows and self._probing is None and self._step >= frontier.next_probe:
-            self._probing = (shape.kind, known)
-            return self._larger(shape, known)
-        return known
-
-    def _frontiers_for(self, kind: Kind) -> tuple[_Frontier, ...]:
-        """Without gradients a call needs no more than with; how much less is only known once it has run."""
-        own = self._frontiers[kind]
-        return (own, self._frontiers["train"]) if kind == "forward" else (own,)
-
-    def _known(self, shape: CallShape) -> int:
-        """How many of its rows are known to fit; 1 where nothing is known."""
-        most = max(frontier.most(shape.length) for frontier in self._frontiers_for(shape.kind))
-        if most == 0 and shape.kind in self._halving:
-            # One row at a time would take as many times as long as there are rows, which generation does not forgive.
-            fewest = min((rows for rows, _ in self._frontiers[shape.kind].fails), default=2)
-            return max(min(fewest // 2, shape.rows), 1)
+        most = self._most(shape) or self._half_of_what_failed(shape)
         # What has failed itself counts more than what fitted with gradients (another model, another state of memory).
         failed = self._frontiers[shape.kind].fewest(shape.length)
         if failed is not None:
             most = min(most, failed - 1)
         return max(min(most, shape.rows), 1)
 
-    def _larger(self, shape: CallShape, known: int) -> int:
+    def _has_failed(self, kind: Kind) -> bool:
+        return any(frontier.fails for frontier in self._frontiers_for(kind))
+
+    def _frontiers_for(self, kind: Kind) -> tuple[_Frontier, ...]:
+        """Without gradients a call needs no more than with; how much less is only known once it has run."""
+        own = self._frontiers[kind]
+        return (own, self._frontiers["train"]) if kind == "forward" else (own,)
+
+    def _most(self, shape: CallShape) -> int:
+        return max(frontier.most(shape.length) for frontier in self._frontiers_for(shape.kind))
+
+    def _half_of_what_failed(self, shape: CallShape) -> int:
+        if self.failure_is_fatal and shape.kind != "generate":
+            return 1
+        halves = [frontier.half_of_what_failed(shape.length) for frontier in self._frontiers_for(shape.kind)]
+        half = min((each for each in halves if each is not None), default=1)
+        while half > 1 and not self._may_have_room(shape, half):
+            half //= 2
+        return half
+
+    def _next_try(self, shape: CallShape, known: int) -> _Try | None:
         """
         The next size to try, of those that a call falls into evenly: up to twice as large and not known to fail, and
         when there is none left the next larger, which failed and may fit by now.
         """
+        frontier = self._frontiers[shape.kind]
         pieces = -(-shape.rows // known)
-        larger = sorted({-(-shape.rows // fewer) for fewer in range(-(-pieces // 2), pieces)})
+        larger = sorted({-(-shape.rows // fewer) for fewer in range(-(-pieces // 2), pieces)} - {known})
         failed = min(
             (rows for rows in (each.fewest(shape.length) for each in self._frontiers_for(shape.kind)) if rows),
             default=shape.rows + 1,
         )
-        open_ = [rows for rows in larger if known < rows < failed]
-        if open_:
+        untried = [rows for rows in larger if rows < failed]
+        due = self._step >= (frontier.next_retry if self.failure_is_fatal else frontier.next_try)
+        if untried:
             # Half-way to what failed.
-            return open_[-1] if failed > 2 * known else open_[len(open_) // 2]
-        return next(rows for rows in larger if rows > known)
+            rows = untried[-1] if failed > 2 * known else untried[len(untried) // 2]
+        else:
+            rows, due = larger[0], self._step >= frontier.next_retry
+        if not due or not self._may_have_room(shape, rows):
+            return None
+        return _Try(shape.kind, known, rows, failed_before=not untried)
+
+    def _may_have_room(self, shape: CallShape, rows: int) -> bool:
+        """Whether there is memory for at least what so many rows were seen to hold; what they need beyond is open."""
+        needed = self._frontiers[shape.kind].bytes_per_token * rows * shape.length
+        return self.room is None or needed == 0 or needed <= self.room.left()
 
     def begins(self, shape: CallShape) -> None:
         """A call of this size begins; if it does not fit, this is the one."""
         self.begun[shape.kind] = self.last_begun = shape
+        if self.room is not None:
+            self._held_before = self.room.held()
 
     def ran(self, shape: CallShape) -> None:
         """A call of this size came through its forward pass; what is known of it waits for its backward."""
         self._seen.append(shape)
+        if self.room is not None:
+            held = (self.room.held() - self._held_before) / (shape.rows * shape.length)
+            frontier = self._frontiers[shape.kind]
+            frontier.bytes_per_token = max(frontier.bytes_per_token, held)
 
     def came_through(self) -> None:
         """Everything that ran since the last failure fitted, backward included."""
@@ -184,15 +266,17 @@ class SizeMemory:
             return
         for shape in seen:
             self.changed |= self._frontiers[shape.kind].fit(shape.rows, shape.length)
-        if self._probing is not None:
-            kind, known = self._probing
-            frontier = self._frontiers[kind]
-            if any(shape.kind == kind and shape.rows > known for shape in seen):
-                # Growing as long as it goes well.
+        tried, self._trying = self._trying, None
+        if tried is None:
+            return
+        frontier = self._frontiers[tried.kind]
+        frontier.next_try, frontier.try_wait = self._step + 1, 1
+        if tried.failed_before or (self.failure_is_fatal and tried.known):
+            # Growing as long as it goes well.
+            frontier.next_retry = self._step + 1
+            if any(shape.kind == tried.kind and shape.rows > tried.known for shape in seen):
+                # Else it could not be tried: a call that is not split, sequences that do not fill a chunk.
                 frontier.wait = self._base_wait
-            # Else it could not be tried: a call that is not split, sequences that do not fill a chunk.
-            frontier.next_probe = self._step + 1
-            self._probing = None
 
     def failed(self, shape: CallShape, with_gradients: bool = True) -> None:
         """
@@ -206,29 +290,39 @@ class SizeMemory:
         """
         self._seen.clear()
         self._frontiers[shape.kind].fail(shape.rows, shape.length)
-        if not with_gradients:
-            self._halving.add(shape.kind)
         waiting = {shape.kind}
         if with_gradients and shape.kind == "forward" and self._frontiers["train"].most(shape.length) < shape.rows:
             # With gradients it needs more; unless it did fit, and another model is the larger one.
             self._frontiers["train"].fail(shape.rows, shape.length)
             waiting.add("train")
-        if self._probing is not None:
-            kind, _ = self._probing
-            self._frontiers[kind].wait *= 2
-            waiting.add(kind)
-        self._probing = None
+        tried, self._trying = self._trying, None
+        if tried is not None:
+            waiting.add(tried.kind)
+            self._wait_longer(tried)
         for kind in waiting:
-            self._frontiers[kind].next_probe = self._step + self._frontiers[kind].wait
+            self._frontiers[kind].next_retry = self._step + self._frontiers[kind].wait
         if shape.kind == "train":
             # Calls without gradients go by what failed with them.
             forward = self._frontiers["forward"]
-            forward.next_probe = max(forward.next_probe, self._step + forward.wait)
+            forward.next_retry = max(forward.next_retry, self._step + forward.wait)
         self.changed = True
 
-    def is_probe(self) -> bool:
-        """Whether a size that is larger than what is known to fit is being tried."""
-        return self._probing is not None
+    def _wait_longer(self, tried: _Try) -> None:
+        frontier = self._frontiers[tried.kind]
+        if tried.failed_before or self.failure_is_fatal:
+            frontier.wait *= 2
+        if tried.known:
+            frontier.try_wait *= 2
+            frontier.next_try = self._step + frontier.try_wait
+
+    @property
+    def trying(self) -> bool:
+        """Whether a size is being tried that is not known to fit."""
+        return self._trying is not None
+
+    def is_tried(self, shape: CallShape) -> bool:
+        """Whether a call of this size runs because it was to be tried, and not because it could not be split."""
+        return self._trying is not None and shape.kind == self._trying.kind and shape.rows <= self._trying.rows
 
     def forget_attempt(self) -> None:
         """What ran since the last failure says nothing: it runs again."""
@@ -239,10 +333,11 @@ class SizeMemory:
         for kind in ("train", "forward"):
             frontier = self._frontiers[kind]
             if frontier.fails:
-                # A size nobody has: it says that something did fail, and so that only what is known to fit is safe.
-                frontier.fails = [(1 << 30, 1 << 30)]
-            frontier.wait, frontier.next_probe = self._base_wait, self._step + 1
-        self._probing = None
+                frontier.fails = [(_BEYOND_ALL, _BEYOND_ALL)]
+            frontier.bytes_per_token = 0.0
+            frontier.wait, frontier.next_retry = self._base_wait, self._step + 1
+            frontier.try_wait, frontier.next_try = 1, self._step + 1
+        self._trying = None
         self.changed = True
 
     def state_dict(self) -> dict[str, Any]:
