@@ -38,6 +38,7 @@ from .failures import (
     text_of,
 )
 from .instrument import RandomState, ReportingGuard, let_go
+from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loader_workers import end_workers_that_failed
 from .journal import POSTMORTEM_FILE, Incident, where_to_go_on
 from .launcher import EXIT_FOR_RESTART, end_process_within, launch_of, restarts_on_exit
@@ -456,7 +457,8 @@ class SelfHealingTrainer:
         entry_rng = RandomState.capture(self.trainer.accelerator.device)
         while True:
             try:
-                output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume, **kwargs)
+                with entry_hooks_removed_on_exception(self.trainer):
+                    output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume, **kwargs)
                 return output
             except (UnrecoverableTrainingError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise

@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
@@ -150,6 +151,20 @@ def sft_trainer(
         callbacks=callbacks,
         **(trainer_kwargs or {}),
     )
+
+
+def scaled_half_precision_trainer(output_dir: Path, tokenizer: Any, **arguments: Any) -> SFTTrainer:
+    """What fp16 is on a GPU, and accelerate leaves out on the CPU: autocast, and gradients that are scaled."""
+    trainer = sft_trainer(output_dir, tokenizer, fp16=True, **arguments)
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+    return trainer
+
+
+def adapter_trainer(output_dir: Path, tokenizer: Any, **arguments: Any) -> SFTTrainer:
+    """Trains a LoRA adapter."""
+    adapter = {"peft_config": LoraConfig(target_modules=["q_proj"], r=2, lora_dropout=0.1)}
+    return sft_trainer(output_dir, tokenizer, trainer_kwargs=adapter, **arguments)
 
 
 def best_model_trainer(output_dir: Path, tokenizer: Any, *callbacks: TrainerCallback, **arguments: Any) -> SFTTrainer:

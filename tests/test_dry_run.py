@@ -13,9 +13,11 @@ from conftest import (
     TEXTS,
     TRAINERS,
     RaisingForward,
+    adapter_trainer,
     assert_same_weights,
     logged,
     plain_trainer,
+    scaled_half_precision_trainer,
     sft_trainer,
     tiny_model,
     weights,
@@ -92,6 +94,54 @@ def test_an_exception_in_it_leaves_no_trace_either(tmp_path: Path, tokenizer: An
     fault.handle.remove()
     SelfHealingTrainer(trainer).train()
     assert_same_weights(weights(trainer), weights(plain))
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments"),
+    [
+        pytest.param(sft_trainer, {"bf16": True, "neftune_noise_alpha": 5.0}, id="bf16 and NEFTune"),
+        pytest.param(scaled_half_precision_trainer, {}, id="fp16 with a scaler"),
+        pytest.param(
+            adapter_trainer, {"bf16": True, "gradient_checkpointing": True}, id="LoRA", marks=pytest.mark.slow
+        ),
+        pytest.param(sft_trainer, {"gradient_checkpointing": True}, id="checkpointing", marks=pytest.mark.slow),
+        pytest.param(sft_trainer, {"torch_compile": True}, id="torch.compile", marks=pytest.mark.slow),
+    ],
+)
+def test_training_after_a_dry_run_is_prepared_as_without_one(
+    tmp_path: Path, tokenizer: Any, build: Any, arguments: dict[str, Any]
+) -> None:
+    plain = build(tmp_path / "plain", tokenizer, max_steps=4, **arguments)
+    plain.train()
+    # Shapes that were compiled for one trainer would decide what is compiled for the next.
+    torch._dynamo.reset()
+    trainer = build(tmp_path / "healed", tokenizer, max_steps=4, **arguments)
+    wrapper = SelfHealingTrainer(trainer)
+    wrapper.dry_run(2)
+    wrapper.train()
+    assert_same_weights(weights(trainer), weights(plain))
+    assert type(trainer.model_wrapped) is type(plain.model_wrapped)
+    scaler = trainer.accelerator.scaler
+    assert scaler is None or scaler.state_dict() == plain.accelerator.scaler.state_dict()
+
+
+def attributes_of(trainer: Any) -> dict[str, dict[str, Any]]:
+    """What is set on the model, its modules and the accelerator, and what hooks are on them."""
+    holders = {f"model.{name}": module for name, module in trainer.model.named_modules()}
+    holders |= {"accelerator": trainer.accelerator, "gradients": trainer.accelerator.gradient_state}
+    plain = (bool, int, float, str, dict, list)
+    return {
+        name: {key: copy.copy(value) if type(value) in plain else id(value) for key, value in vars(holder).items()}
+        for name, holder in holders.items()
+    }
+
+
+def test_no_attribute_and_no_hook_stays_behind(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"bf16": True, "neftune_noise_alpha": 5.0, "gradient_checkpointing": True}
+    trainer = sft_trainer(tmp_path, tokenizer, debug="underflow_overflow", **arguments)
+    before = attributes_of(trainer)
+    SelfHealingTrainer(trainer).dry_run(1)
+    assert attributes_of(trainer) == before
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2"])

@@ -13,16 +13,19 @@ from conftest import (
     OutputFault,
     RaisingAt,
     RaisingForward,
+    adapter_trainer,
     assert_same_weights,
     common_arguments,
     journal,
     logged,
     lost_connection,
     quarantined,
+    scaled_half_precision_trainer,
     sft_trainer,
     weights,
 )
 from datasets import Dataset
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
@@ -167,6 +170,71 @@ def test_nothing_differs_from_the_run_without_the_fault(
     assert output.global_step == expected.global_step
     mine, theirs = (sorted(p.name for p in (tmp_path / name).glob("*")) for name in ("healed", "clean"))
     assert [name for name in mine if "healing" not in name and name != "last-known-good"] == theirs
+
+
+MIXED = {"bf16": True, "neftune_noise_alpha": 5.0, "gradient_checkpointing": True}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments"),
+    [
+        (adapter_trainer, MIXED),
+        pytest.param(scaled_half_precision_trainer, {}, marks=pytest.mark.slow),
+        pytest.param(sft_trainer, MIXED, marks=pytest.mark.slow),
+        pytest.param(sft_trainer, COMPILED, marks=pytest.mark.slow),
+    ],
+    ids=["LoRA, bf16, NEFTune, checkpointing", "fp16 with a scaler", "bf16, NEFTune, checkpointing", "torch.compile"],
+)
+def test_the_model_is_prepared_as_it_was_before_the_exception(
+    tmp_path: Path, tokenizer: Any, build: Any, arguments: dict[str, Any]
+) -> None:
+    plain = build(tmp_path / "plain", tokenizer, max_steps=4, **arguments)
+    plain.train()
+    trainer = build(tmp_path / "healed", tokenizer, max_steps=4, **arguments)
+    fault = RaisingAt("on_substep_end", 2)
+    trainer.add_callback(fault)
+    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    assert fault.fired == 1
+    assert_same_weights(weights(trainer), weights(plain))
+    assert number_of_hooks(trainer.model) == number_of_hooks(plain.model)
+    assert type(trainer.model_wrapped) is type(plain.model_wrapped)
+
+
+def number_of_hooks(model: torch.nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_noise_is_added_once_after_an_exception_before_the_first_step(tmp_path: Path, tokenizer: Any) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer, neftune_noise_alpha=5.0)
+    plain.train()
+    fault = RaisingAt("on_train_begin", 0)
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, neftune_noise_alpha=5.0, callbacks=[fault])
+    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    assert fault.fired == 1
+    assert_same_weights(weights(trainer), weights(plain))
+
+
+def test_a_scaled_step_that_raised_is_taken_again(tmp_path: Path, tokenizer: Any) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    plain = scaled_half_precision_trainer(tmp_path / "plain", tokenizer, **saved)
+    plain.train()
+    trainer = scaled_half_precision_trainer(tmp_path / "healed", tokenizer, **saved)
+    fired = []
+
+    def fail_once(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if trainer.state.global_step == 4 and not fired:
+            fired.append(True)
+            raise lost_connection()
+
+    handle = register_optimizer_step_pre_hook(fail_once)
+    try:
+        SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    finally:
+        handle.remove()
+    assert fired
+    assert_same_weights(weights(trainer), weights(plain))
+    assert trainer.accelerator.scaler.state_dict() == plain.accelerator.scaler.state_dict()
 
 
 def test_a_checkpoint_of_another_run_is_not_ours_to_take(tmp_path: Path, tokenizer: Any) -> None:

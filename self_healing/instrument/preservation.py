@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Trainer
-from transformers.integrations.neftune import deactivate_neftune
 
 from .bookkeeping import STORES
 from .gradients import discard_gradients
+from .live_state import innermost
 from .random_state import RandomState
 
 
@@ -20,57 +22,94 @@ from .random_state import RandomState
 def preserved(trainer: Trainer) -> Iterator[None]:
     """
     Puts a trainer back as it was, whatever happens inside: weights, buffers, optimizer, schedule, scaler, random
-    states, counters, metrics, callbacks and what accelerate holds on to.
+    states, counters, metrics, callbacks, and every attribute and hook that `train()` and `accelerator.prepare` leave
+    on the model, so that the next `train()` prepares it as the first one.
     """
     model: Any = trainer.model
     accelerator: Any = trainer.accelerator
     rng = RandomState.capture(accelerator.device)
-    training = {name: module.training for name, module in model.named_modules()}
-    gradients = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    tensors = {name: value.detach().to("cpu", copy=True) for name, value in _all_tensors(model)}
-    attributes = dict(vars(trainer))
-    stores = {name: copy.deepcopy(attributes[name]) for name in STORES if name in attributes}
+    attributes = [_Attributes.of(holder) for holder in _holders(trainer)]
+    tensors = [_Value.of(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    stores = {name: copy.deepcopy(getattr(trainer, name)) for name in STORES if name in vars(trainer)}
     state, control = copy.deepcopy(trainer.state), copy.copy(trainer.control)
-    handler = dict(vars(trainer.callback_handler))
-    held = {
-        name: list(getattr(accelerator, name)) for name in ("_models", "_optimizers", "_schedulers", "_dataloaders")
-    }
-    accelerator_step = accelerator.step
     moving_parts = [part for part in (trainer.optimizer, trainer.lr_scheduler, accelerator.scaler) if part is not None]
     saved = [(part, copy.deepcopy(part.state_dict())) for part in moving_parts]
-    forward = model.forward if "forward" in vars(model) else None
     try:
         yield
     finally:
-        handle = getattr(trainer, "neftune_hook_handle", None)
-        if trainer.is_in_train and trainer.neftune_noise_alpha is not None and handle is not None:
-            deactivate_neftune(model, handle, accelerator)
-        for name, value in _all_tensors(model):
-            if name in tensors:
-                value.data.copy_(tensors[name])
         discard_gradients(model)
+        for each in attributes:
+            each.put_back()
+        for value in tensors:
+            value.put_back()
         for part, content in saved:
             part.load_state_dict(content)
-        for name, module in model.named_modules():
-            module.training = training.get(name, module.training)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(gradients.get(name, parameter.requires_grad))
-        if forward is None:
-            vars(model).pop("forward", None)
-        else:
-            model.forward = forward
-        vars(trainer).clear()
-        vars(trainer).update(attributes)
         for name, store in stores.items():
             setattr(trainer, name, store)
         trainer.state, trainer.control = state, control
-        vars(trainer.callback_handler).clear()
-        vars(trainer.callback_handler).update(handler)
-        for name, items in held.items():
-            setattr(accelerator, name, items)
-        accelerator.step = accelerator_step
+        _forget_compiled_code(accelerator)
         rng.restore()
 
 
-def _all_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+def _holders(trainer: Trainer) -> list[object]:
+    """The objects that `train()` sets attributes of; each once."""
+    accelerator = trainer.accelerator
+    found: list[object] = [trainer, trainer.callback_handler, accelerator, accelerator.gradient_state]
+    parts = (trainer.optimizer, innermost(trainer.optimizer), trainer.lr_scheduler, accelerator.scaler)
+    found += [part for part in parts if part is not None]
+    for network in vars(trainer).values():
+        for module in network.modules() if isinstance(network, torch.nn.Module) else ():
+            configs = (vars(module).get(name) for name in ("config", "generation_config"))
+            found += [module, *(config for config in configs if hasattr(config, "__dict__"))]
+    return list({id(holder): holder for holder in found}.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Attributes:
+    """The attributes of one object, and what those of them that are containers hold (hooks, submodules, lists)."""
+
+    holder: object
+    attributes: dict[str, Any]
+    contents: dict[str, Any]
+
+    @classmethod
+    def of(cls, holder: object) -> _Attributes:
+        attributes = dict(vars(holder))
+        plain = (dict, OrderedDict, defaultdict, list, set)
+        contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in plain}
+        return cls(holder, attributes, contents)
+
+    def put_back(self) -> None:
+        now = vars(self.holder)
+        now.clear()
+        now.update(self.attributes)
+        for name, content in self.contents.items():
+            container = self.attributes[name]
+            container.clear()
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What one tensor holds, and whether it is trained."""
+
+    tensor: torch.Tensor
+    content: torch.Tensor
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Value:
+        return cls(tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad)
+
+    def put_back(self) -> None:
+        self.tensor.data.copy_(self.content)
+        self.tensor.requires_grad_(self.requires_grad)
+
+
+def _forget_compiled_code(accelerator: Any) -> None:
+    """The shapes seen so far decide what is compiled next: kernels for any shape round differently."""
+    if str(accelerator.state.dynamo_plugin.backend.value) != "NO":
+        torch._dynamo.reset()

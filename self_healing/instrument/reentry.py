@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.integrations.neftune import deactivate_neftune
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -234,9 +233,6 @@ class Reentry:
             bookkeeping.rng = self._resume_rng(bookkeeping)
         bookkeeping.rng.restore()
         discard_gradients(trainer.model)
-        scaler = trainer.accelerator.scaler
-        if scaler is not None:
-            scaler._per_optimizer_states.clear()
         leave = Leave(
             epoch_rng=self._epoch_rng,
             stop=self._stop or trainer.control.should_training_stop,
@@ -341,9 +337,7 @@ class Reentry:
     def release(self) -> None:
         """Gives back what the Trainer only gives back when it ends by itself."""
         trainer = self._trainer
-        handle = getattr(trainer, "neftune_hook_handle", None)
-        if trainer.is_in_train and trainer.neftune_noise_alpha is not None and handle is not None:
-            deactivate_neftune(trainer.model, handle, trainer.accelerator)
+        _end_scaled_step(trainer)
         gradient_state = trainer.accelerator.gradient_state
         for loader in list(gradient_state.dataloader_references):
             if loader is not None:
@@ -457,3 +451,14 @@ class Reentry:
         if pending.epoch_end:
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
             log_evaluate_save()
+
+
+def _end_scaled_step(trainer: Any) -> None:
+    """A step under a `GradScaler` that was left half-way is over: gradients that are unscaled twice are an error."""
+    scaler, optimizer = trainer.accelerator.scaler, trainer.optimizer
+    if scaler is not None:
+        scaler._per_optimizer_states.clear()
+    if hasattr(optimizer, "_optimizer_original_step_method"):
+        # accelerate sets both back only after a step that returns.
+        optimizer.optimizer.step = optimizer._optimizer_original_step_method
+        optimizer._accelerate_step_called = False
