@@ -82,11 +82,16 @@ def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
             Optimizer steps to run.
 
     Raises:
-        ValueError: For less than one step.
+        ValueError: For less than one step, and for a trainer that shards the model (FSDP, DeepSpeed).
         Exception: Whatever the training code raises; the state is put back first.
     """
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
         raise ValueError(f"num_steps is {num_steps!r}; please give the number of optimizer steps to run, at least 1.")
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "A dry run cannot put back a model that FSDP or DeepSpeed has sharded. Please train a few steps of a "
+            "trainer of their own instead: max_steps=2 and another output_dir."
+        )
     data, model = _inspected(trainer)
     clock = _Clock()
     device = trainer.accelerator.device

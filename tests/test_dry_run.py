@@ -150,6 +150,14 @@ def test_a_number_of_steps_that_makes_no_sense_is_refused(tmp_path: Path, tokeni
         SelfHealingTrainer(sft_trainer(tmp_path, tokenizer)).dry_run(steps)
 
 
+@pytest.mark.parametrize("sharding", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_a_model_that_cannot_be_put_back_is_refused(tmp_path: Path, tokenizer: Any, sharding: str) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer)
+    setattr(trainer, sharding, True)
+    with pytest.raises(ValueError, match="sharded"):
+        SelfHealingTrainer(trainer).dry_run(1)
+
+
 def prepared(*rows: list[int], labels: list[list[int]] | None = None) -> Dataset:
     return Dataset.from_dict({"input_ids": list(rows), "labels": labels or list(rows)})
 
