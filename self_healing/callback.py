@@ -36,12 +36,14 @@ from .instrument import (
     find_resume_path,
     find_trainer,
     is_training,
+    leave_out_of_uploads,
     load_generated,
     save_generated,
 )
 from .journal import Incident
 from .judge import StepJudge
 from .memory import MemoryHealer
+from .own_files import hide_from_uploads, own_patterns
 from .reporting import Reporting
 from .services import ServiceCalls
 from .session import Session
@@ -154,6 +156,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
         )
         session.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
+        self._hide_own_files(args)
         self._judge = judge = StepJudge(self.config, session, self.actions)
         memory = MemoryHealer(self.config, session, self.actions, judge.heal_interrupted_step)
         session.memory_metrics = memory.metrics
@@ -441,6 +444,29 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 session.rollback.checkpoint_saved(checkpoint, int(state.global_step))
         except Exception:
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
+
+    def _hide_own_files(self, args: TrainingArguments) -> None:
+        """From whatever uploads the folder, not only the trainer."""
+        if args.should_save:
+            folder = str(args.output_dir)
+            hide_from_uploads(folder, self.config.healing_dir, hide=not self.config.upload_healing_files)
+
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # Also after training, when `trainer.push_to_hub()` is called.
+        folder = str(args.output_dir)
+        try:
+            self._hide_own_files(args)
+            patterns = [] if self.config.upload_healing_files else own_patterns(folder, self.config.healing_dir)
+            leave_out_of_uploads(folder, patterns)
+        except Exception:
+            logger.warning(
+                "The files of self_healing in %s could not be taken out of the upload; please look at what is on the "
+                "Hub.",
+                folder,
+                exc_info=True,
+            )
 
     def reconfigure(self, config: HealingConfig) -> None:
         """Takes another configuration; between runs, not during one."""

@@ -278,6 +278,9 @@ class HealingConfig:
             of the training arguments, where checkpoints and the record of the run always are.
         save_offending_batch (`bool`, *optional*, defaults to `True`):
             Whether to keep the batch of a step that computing it again did not heal, so that it can be replayed.
+        upload_healing_files (`bool`, *optional*, defaults to `False`):
+            Whether what is uploaded to the Hub holds the files of this library: journal, quarantine, kept batches and
+            checkpoints.
         trackio_alerts (`bool`, *optional*, defaults to `True`):
             Whether to send an alert for each incident when the run reports to Trackio.
         healing_metrics (`bool`, *optional*, defaults to `True`):
@@ -696,6 +699,10 @@ class HealingConfig:
         metadata={
             "help": "Keep the batch of a step that computing it again did not heal, so that it can be replayed."
         },
+    )
+    upload_healing_files: Annotated[bool, Setting("journal")] = field(
+        default=False,
+        metadata={"help": "Upload journal, quarantine, kept batches and checkpoints to the Hub with everything else."},
     )
     trackio_alerts: Annotated[bool, Setting("journal")] = field(
         default=True, metadata={"help": "Send an alert for each incident when the run reports to Trackio."}

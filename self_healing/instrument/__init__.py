@@ -26,6 +26,7 @@ from .reentry import EMERGENCY_DIR, ResumePoint
 from .row_sources import RowSource
 from .saving import CheckpointSaving
 from .services import ReportingGuard, ServiceGuard
+from .uploads import leave_out_of_uploads
 from .window import Control, Recording, TrainingFault, Window
 from .wrapping import Instrument
 
@@ -52,6 +53,7 @@ __all__ = [
     "find_trainer",
     "free_memory",
     "is_training",
+    "leave_out_of_uploads",
     "let_go",
     "load_generated",
     "preserved",

@@ -1,0 +1,78 @@
+"""What the Trainer uploads to the Hub, without the files of self_healing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from transformers import trainer as trainer_module
+
+
+# Patterns of what is left out, by the folder they are relative to. Beyond the end of training: a trainer may be asked
+# to push long after.
+_left_out: dict[Path, Sequence[str]] = {}
+
+
+def leave_out_of_uploads(folder: str, patterns: Sequence[str]) -> None:
+    """
+    Has whatever the Trainer uploads from a folder, or from one inside of it, leave out some files, from here on.
+
+    The Trainer gives `upload_folder` the patterns of what it ignores as a constant, and a callback is told that an
+    upload begins but not that it is over: so the uploading itself is replaced, in the one place the Trainer takes it
+    from. Uploads of other folders are as before.
+
+    Args:
+        folder (`str`):
+            The folder.
+        patterns (`Sequence[str]`):
+            Patterns of `fnmatch`, relative to the folder; with none of them, everything is uploaded again.
+    """
+    _left_out[Path(folder).resolve()] = tuple(patterns)
+    # transformers 5.4 calls the function, later versions the client that they share.
+    module: Any = trainer_module
+    holder = module if hasattr(module, "upload_folder") else module.hf_api()
+    if not isinstance(holder.upload_folder, _Upload):
+        holder.upload_folder = _Upload(holder, holder.upload_folder)
+
+
+class _Upload:
+    """
+    `upload_folder` with more patterns to ignore.
+
+    Args:
+        holder (`Any`):
+            What it belongs to: the client of the Hub, or a module.
+        original (`Callable`):
+            What was there.
+    """
+
+    def __init__(self, holder: Any, original: Callable[..., Any]) -> None:
+        # A method is looked up at each call: its class may be changed by others, too.
+        self._class: Any = type(holder) if getattr(original, "__self__", None) is holder else None
+        self._holder, self._original = holder, original
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        left_out = _patterns_for(Path(kwargs["folder_path"]).resolve()) if "folder_path" in kwargs else []
+        if left_out:
+            ignored = kwargs.get("ignore_patterns") or []
+            kwargs["ignore_patterns"] = [*([ignored] if isinstance(ignored, str) else ignored), *left_out]
+        if self._class is None:
+            return self._original(*args, **kwargs)
+        return self._class.upload_folder(self._holder, *args, **kwargs)
+
+
+def _patterns_for(folder: Path) -> list[str]:
+    """The patterns that apply to a folder, relative to it."""
+    found: list[str] = []
+    for outer, patterns in _left_out.items():
+        if folder == outer:
+            found.extend(patterns)
+        elif folder.is_relative_to(outer):
+            inside = folder.relative_to(outer).as_posix()
+            parts = (pattern.rpartition("/") for pattern in patterns)
+            found.extend(name for directory, slash, name in parts if slash and fnmatchcase(inside, directory))
+    return found

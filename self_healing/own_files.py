@@ -1,0 +1,121 @@
+"""The files self_healing writes beside those of the Trainer: one list of them, and a `.gitignore` that hides them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+
+logger = logging.getLogger("self_healing")
+
+# In `output_dir`, or in `healing_dir`, as patterns of `fnmatch`.
+RUN_FILES = (
+    "healing_*",
+    ".healing_*",
+    "quarantine.jsonl",
+    "postmortem*.json",
+    "postmortem*.tmp",
+    "memory_snapshot.pickle",
+    "incidents/*",
+    "hangs/*",
+    "last-known-good/*",
+    "emergency/*",
+)
+# In each checkpoint.
+CHECKPOINT_FILES = ("healing.json", "healing.json.tmp", "generated.pt")
+GITIGNORE = ".gitignore"
+
+_HEADER = "# Written by self_healing: what it keeps here holds text of samples, and is not for the Hub or for git."
+# As the Trainer names them, here and on the Hub.
+_CHECKPOINTS = ("checkpoint-*", "last-checkpoint")
+
+
+def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None = None) -> list[str]:
+    """
+    Patterns of `fnmatch` for all files of self_healing in an `output_dir`, relative to it.
+
+    Args:
+        output_dir (`str` or `PathLike`):
+            Where the Trainer writes.
+        healing_dir (`str` or `PathLike`, *optional*):
+            Where the journal is, if not there.
+    """
+    patterns = [prefix + name for prefix in _prefixes(output_dir, healing_dir) for name in RUN_FILES]
+    patterns += [f"{checkpoint}/{name}" for checkpoint in _CHECKPOINTS for name in CHECKPOINT_FILES]
+    if _is_own_gitignore(Path(output_dir, GITIGNORE)):
+        patterns.append(GITIGNORE)
+    return patterns
+
+
+def is_own(path: str | os.PathLike[str], patterns: Iterable[str] = (*RUN_FILES, GITIGNORE)) -> bool:
+    """
+    Whether a file of an `output_dir` is one of self_healing.
+
+    Args:
+        path (`str` or `PathLike`):
+            The file, relative to `output_dir`.
+        patterns (`Iterable[str]`, *optional*):
+            Of [`own_patterns`]; needed for a `healing_dir` within.
+    """
+    relative = PurePosixPath(path)
+    in_checkpoint = len(relative.parts) == 2 and fnmatchcase(relative.parts[0], _CHECKPOINTS[0])
+    if in_checkpoint and relative.name in CHECKPOINT_FILES:
+        return True
+    return any(fnmatchcase(str(relative), pattern) for pattern in patterns)
+
+
+def hide_from_uploads(
+    output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None = None, hide: bool = True
+) -> None:
+    """
+    Writes a `.gitignore` that names the files of self_healing: the Hub leaves them out, whatever uploads the folder.
+    One that is not ours stays as it is. A folder that cannot be written to is left alone.
+
+    Args:
+        output_dir (`str` or `PathLike`):
+            Where the Trainer writes.
+        healing_dir (`str` or `PathLike`, *optional*):
+            Where the journal is, if not there.
+        hide (`bool`, *optional*, defaults to `True`):
+            Whether to; otherwise one that an earlier run has written is removed.
+    """
+    path = Path(output_dir, GITIGNORE)
+    try:
+        if path.exists() and not _is_own_gitignore(path):
+            return
+        if not hide:
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join([_HEADER, *_gitignore(output_dir, healing_dir)]) + "\n", encoding="utf-8")
+    except OSError as error:
+        logger.info("%s could not be written: %s.", path, error)
+
+
+def _gitignore(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None) -> Iterator[str]:
+    yield f"/{GITIGNORE}"
+    for prefix in _prefixes(output_dir, healing_dir):
+        for name in RUN_FILES:
+            yield f"/{prefix}{name.removesuffix('*') if name.endswith('/*') else name}"
+    for checkpoint in _CHECKPOINTS:
+        for name in CHECKPOINT_FILES:
+            yield f"/{checkpoint}/{name}"
+
+
+def _prefixes(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    if healing_dir is None:
+        return ("",)
+    inside = os.path.relpath(os.path.abspath(healing_dir), os.path.abspath(output_dir))
+    if inside == os.curdir or inside.startswith(os.pardir):
+        return ("",)
+    return ("", f"{Path(inside).as_posix()}/")
+
+
+def _is_own_gitignore(path: Path) -> bool:
+    try:
+        return path.read_text(encoding="utf-8").startswith(_HEADER)
+    except (OSError, ValueError):
+        return False
