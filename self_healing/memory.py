@@ -30,7 +30,7 @@ from .instrument import (
     write_memory_snapshot,
 )
 from .journal import Incident
-from .microbatch import CallShape, Kind, SplitCalls, SplitGeneration
+from .microbatch import CallShape, ComputedOtherwise, Kind, SplitCalls, SplitGeneration
 from .session import Session
 from .step_backup import StepBackup
 
@@ -172,6 +172,9 @@ class MemoryHealer:
             sizes.forget_attempt()
             self._watch_calls()
             return True
+        if isinstance(ran_out.error, ComputedOtherwise):
+            # No size failed. What one attempt saw need not be so; the next one tells.
+            return not any(calls.given_up for calls in self._splits) or self._climb(ran_out, context, shape)
         if shape is not None and shape not in self._failed and shape.rows > 1:
             self._failed.add(shape)
             context.shape = shape
@@ -247,6 +250,8 @@ class MemoryHealer:
         sizes = self.session.sizes
         if self._splits:
             sizes.came_through()
+        for calls in self._splits:
+            calls.came_through()
         if self._context is not None and not self._stepping:
             if self._attempts == 1:
                 self._passed.append(self._context.incident.step)

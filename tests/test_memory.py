@@ -753,6 +753,67 @@ class TestWithOtherFaults:
         assert losses(trainer) == losses(plain)
 
 
+class StrikingCalls:
+    """Changes what the model gives in some of its calls, counted from the first one that is split."""
+
+    def __init__(self, model: Any, rows: int, strike: Callable[[int], bool], change: Callable[[Any], Any]) -> None:
+        self.memory, self.calls, self.fired = TooManyRows(model, rows), 0, 0
+        self._rows, self._strike, self._change = rows, strike, change
+        model.model.norm.register_forward_hook(self._hook)
+
+    def _hook(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if not module.training or output.shape[0] > self._rows:
+            return None
+        self.calls += 1
+        if not self._strike(self.calls):
+            return None
+        self.fired += 1
+        return self._change(output)
+
+
+def nan(output: torch.Tensor) -> torch.Tensor:
+    return output * math.nan
+
+
+def flipped(output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+class TestFaultsInASplitBatch:
+    """A fault of the device that strikes one piece says nothing about splitting."""
+
+    @pytest.mark.parametrize(
+        ("name", "call", "change"),
+        [
+            pytest.param("SFTTrainer", 1, nan, id="SFT, NaN in a piece"),
+            pytest.param("SFTTrainer", 3, nan, id="SFT, NaN in a piece computed again"),
+            pytest.param("DPOTrainer", 1, flipped, id="DPO, another number in a piece"),
+            pytest.param("DPOTrainer", 5, flipped, id="DPO, another number in a piece computed again"),
+            pytest.param("SFTTrainer", 1, flipped, id="SFT, another number in a piece", marks=pytest.mark.slow),
+            pytest.param("SFTTrainer", 2, nan, id="SFT, NaN in the last piece", marks=pytest.mark.slow),
+            pytest.param("DPOTrainer", 2, nan, id="DPO, NaN in a piece", marks=pytest.mark.slow),
+            pytest.param("DPOTrainer", 6, nan, id="DPO, NaN in a piece computed again", marks=pytest.mark.slow),
+        ],
+    )
+    def test_is_computed_again(
+        self, tmp_path: Path, tokenizer: Any, name: str, call: int, change: Callable[[Any], Any]
+    ) -> None:
+        build = BUILDERS[name]
+        plain = build(tmp_path / "plain", tokenizer, dropout=0.0)
+        plain.train()
+        healed, fault = run(
+            build,
+            tmp_path / "healed",
+            tokenizer,
+            lambda model: StrikingCalls(model, 2, lambda number: number == call, change),
+            dropout=0.0,
+        )
+        assert fault.fired == 1
+        assert_same_run(healed, plain)
+        assert sum(outcome["steps_lost"] for outcome in journal(tmp_path / "healed", "outcome")) == 0
+        assert "not_split" not in json.dumps(journal(tmp_path / "healed"))
+
+
 class TestWhatIsTheUsers:
     def test_a_model_that_is_pickled_meanwhile_is_a_plain_one(self, tmp_path: Path, tokenizer: Any) -> None:
         class Saving(TrainerCallback):

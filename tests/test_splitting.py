@@ -41,7 +41,7 @@ from transformers import (
     set_seed,
 )
 
-from self_healing.microbatch import CallShape, SizeMemory, SplitCalls, SplitGeneration
+from self_healing.microbatch import CallShape, ComputedOtherwise, SizeMemory, SplitCalls, SplitGeneration
 from self_healing.microbatch.recomputing import recomputed
 
 
@@ -413,6 +413,58 @@ def test_a_loss_that_does_not_add_up_is_refused(tokenizer: Any) -> None:
     batch = batch_of(tokenizer)
     batch.pop("attention_mask")
     assert_refused(Scorer("root mean square"), "rows depend on each other", **batch)
+
+
+@pytest.mark.parametrize("fault", ["NaN", "another number", "out of memory"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_what_strikes_the_experiment_once_is_not_taken_for_an_answer(tokenizer: Any, nth: int, fault: str) -> None:
+    calls = 0
+
+    def strike(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        nonlocal calls
+        calls += 1
+        if calls != nth:
+            return None
+        if fault == "out of memory":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return output * (float("nan") if fault == "NaN" else 2.0)
+
+    batch = batch_of(tokenizer)
+    batch.pop("attention_mask")
+    _, expected, _ = one_call(Scorer("rows").double(), 0, **batch)
+    scorer = Scorer("rows").double()
+    scorer.embedding.register_forward_hook(strike)
+    _, found, split_calls = one_call(scorer, 2, **batch)
+    assert split_calls.refused == ""
+    assert split_calls.pieces == 3
+    assert distance(found, expected) < 1e-10
+
+
+class Switched(torch.nn.Module):
+    """A model of which the mode is another one in the backward pass than in the forward pass, as adapters may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        set_seed(0)
+        self.layer = torch.nn.Linear(8, 8)
+        self.mode = 1.0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) * self.mode
+
+
+def test_what_seemed_otherwise_is_forgotten_once_an_attempt_goes_through() -> None:
+    model, inputs = Switched(), torch.randn(6, 8)
+    with split(model, only(2)) as calls:
+        for _ in range(3):
+            model.mode = 1.0
+            output = model(inputs).sum()
+            model.mode = 2.0
+            with pytest.raises(ComputedOtherwise):
+                output.backward()
+            model(inputs).sum().backward()
+            calls.came_through()
+        assert not calls.given_up
 
 
 def test_an_answer_about_some_labels_is_not_taken_for_others(tokenizer: Any) -> None:
@@ -1155,18 +1207,20 @@ def test_a_hook_that_adds_to_the_loss_is_not_counted_once_for_each_chunk(tokeniz
     assert distance(found, expected) < 1e-7
 
 
-def test_a_mode_that_changes_before_the_backward_pass_is_noticed(tokenizer: Any) -> None:
+def test_a_mode_that_changes_before_the_backward_pass_is_refused_at_the_second_attempt(tokenizer: Any) -> None:
     model = tiny_model(tokenizer, 0.5)
-    model.eval()
     with split(model, only(2)) as calls:
-        loss = model(**batch_of(tokenizer))["loss"]
-        model.train()
-        with pytest.raises(RuntimeError, match="computed again in the backward pass"):
-            loss.backward()
+        for refused in (False, True):
+            model.eval()
+            loss = model(**batch_of(tokenizer))["loss"]
+            model.train()
+            with pytest.raises(ComputedOtherwise, match="computed again in the backward pass"):
+                loss.backward()
+            assert bool(calls.given_up) == refused
         model.zero_grad()
         model.eval()
         model(**batch_of(tokenizer))["loss"].backward()
-    assert "computed again" in calls.refused
+    assert "another adapter or mode" in calls.refused
 
 
 def test_what_the_model_gives_without_a_gradient_has_none() -> None:

@@ -11,8 +11,9 @@ one.
 
 from .calls import SplitCalls
 from .generation import SplitGeneration
+from .recomputing import ComputedOtherwise
 from .sizes import CallShape, Kind, SizeMemory
 from .slicing import CannotSplit
 
 
-__all__ = ["CallShape", "CannotSplit", "Kind", "SizeMemory", "SplitCalls", "SplitGeneration"]
+__all__ = ["CallShape", "CannotSplit", "ComputedOtherwise", "Kind", "SizeMemory", "SplitCalls", "SplitGeneration"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from ..failures import describe_exception
+from ..instrument.out_of_memory import free_memory
 from .outputs import alike, flattened, merged, without_caches
 from .recomputing import random_states_kept
 from .sizes import CallShape
@@ -26,8 +28,11 @@ from .slicing import (
 )
 
 
+logger = logging.getLogger("self_healing")
+
 Rule = Literal["sum", "rows", "tokens", "labels", "none"]
 _RULES: tuple[Rule, ...] = ("sum", "tokens", "labels", "rows")
+_ALL: tuple[Rule, ...] = (*_RULES, "none")
 # The outputs that are the loss: by name, first of a tuple, or all there is.
 _LOSS = ("loss", "0", "")
 # Rotary embeddings of these kinds depend on the longest row of the batch.
@@ -236,9 +241,8 @@ class Additivity:
         if rules is None or asked & (asked - 1) == 0 or not _agree(rules, chunks, whole):
             shape = dataclasses.replace(chunks[0].shape, rows=total)
             picks = ([low], [high], [low, high], [low, low], [high, high])
-            found = self._experiment(original, [picked_rows(args, whole, shape, pick) for pick in picks])
-            rules = tuple(rule for rule in found if rules is None or rule in rules)
-            self._rules[signature] = rules
+            tried = [picked_rows(args, whole, shape, pick) for pick in picks]
+            rules = self._rules[signature] = self._find_out(original, tried, _ALL if rules is None else rules)
         if not rules:
             raise CannotSplit(_DEPEND)
         if not _agree(rules, chunks, whole):
@@ -257,10 +261,25 @@ class Additivity:
             assert segments is not None
             picks: tuple[tuple[list[int], bool], ...] = (([0], True), ([1], False), ([0, 1], False))
             tried = [segment_chunk(shape, whole, segments, pick, gap) for pick, gap in picks]
-            self._rules[signature] = tuple(rule for rule in self._experiment(original, tried) if rule == known)
+            self._rules[signature] = self._find_out(original, tried, (known,))
         if not self._rules[signature]:
             raise CannotSplit("sequences of the flattened batch see each other")
         return known
+
+    def _find_out(
+        self, original: Callable[..., Any], tried: Sequence[Chunk], possible: Sequence[Rule]
+    ) -> tuple[Rule, ...]:
+        """Of the possible rules those that an experiment bears out. That there are none is only believed twice."""
+        found: tuple[Rule, ...] = ()
+        try:
+            found = tuple(rule for rule in self._experiment(original, tried) if rule in possible)
+        except CannotSplit as refusal:
+            logger.debug("The experiment is repeated: %s", refusal)
+        if not found:
+            # Outside of the handler: what a failed one held is gone.
+            free_memory(self._device)
+            found = tuple(rule for rule in self._experiment(original, tried) if rule in possible)
+        return found
 
     def _experiment(self, original: Callable[..., Any], tried: Sequence[Chunk]) -> list[Rule]:
         """

@@ -28,6 +28,11 @@ from .slicing import (
 )
 
 
+_OTHERWISE = (
+    "computed again in the backward pass, its forward gives something else (another adapter or mode was set meanwhile)"
+)
+
+
 class SplitCalls:
     """
     Runs the calls of one module over as many rows at a time as fit.
@@ -49,7 +54,8 @@ class SplitCalls:
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._additivity = Additivity(module, self._device)
         self._proven = False
-        self._given_up = ""
+        self.given_up = ""
+        self._suspected = False
         self.refused = ""
         self.pieces = 1
 
@@ -65,8 +71,8 @@ class SplitCalls:
         if allowed < shape.rows:
             before = _Before(self._module, self._device, self._proven)
             try:
-                if self._given_up:
-                    raise CannotSplit(self._given_up)
+                if self.given_up:
+                    raise CannotSplit(self.given_up)
                 chunks = self._chunks(shape, allowed, args, kwargs)
                 if len(chunks) > 1:
                     return self._split(original, chunks, args, kwargs)
@@ -149,7 +155,7 @@ class SplitCalls:
             elif self._wants_whole_gradients():
                 outputs.append(recomputed_at_once(run, self._device))
             else:
-                outputs.append(recomputed(run, self._device, self._trained(), self._give_up))
+                outputs.append(recomputed(run, self._device, self._trained(), self._differs))
             if index == 0 and self._kept_state() != before:
                 raise CannotSplit("a forward pass changes what the model keeps (its buffers)")
             self._sizes.ran(chunk.shape)
@@ -158,8 +164,15 @@ class SplitCalls:
         self.pieces = max(self.pieces, len(chunks))
         return result
 
-    def _give_up(self, why: str) -> None:
-        self._given_up = why
+    def _differs(self) -> None:
+        """A piece computed again gave something else: believed when it does so in the next attempt as well."""
+        if self._suspected:
+            self.given_up = self.refused = _OTHERWISE
+        self._suspected = True
+
+    def came_through(self) -> None:
+        """A backward pass is through: what seemed to be otherwise in an attempt before was a fault that has passed."""
+        self._suspected = False
 
     def _wants_whole_gradients(self) -> bool:
         """

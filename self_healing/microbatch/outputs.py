@@ -138,7 +138,8 @@ def alike(one: Any, other: Any, looseness: float) -> bool:
             continue
         # In numbers of few bits, rounding alone may be more.
         allowed = max(looseness, 2 * torch.finfo(right.dtype).eps)
-        scale = float(right.detach().abs().max()) if right.numel() else 0.0
+        finite = torch.nan_to_num(right.detach().abs(), nan=0.0, posinf=0.0)
+        scale = float(finite.max()) if right.numel() else 0.0
         if not torch.allclose(left.double(), right.double(), rtol=0.0, atol=allowed * scale + 1e-9, equal_nan=True):
             return False
     return True

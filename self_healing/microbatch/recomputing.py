@@ -16,16 +16,22 @@ from .outputs import filled, flattened
 
 # By how much the sums of what is computed again may differ: kernels that are not deterministic, in bf16.
 _SAME = 1e-3
-_OTHERWISE = (
-    "computed again in the backward pass, its forward gives something else (another adapter or mode was set meanwhile)"
-)
+
+
+class ComputedOtherwise(RuntimeError):
+    """What a piece gives when it is computed again is not what it gave before, twice in a row."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "out of memory, and computed again in the backward pass a part of the batch gives something else"
+        )
 
 
 def recomputed(
     run: Callable[[], Any],
     device: torch.device,
     parameters: Sequence[torch.Tensor],
-    otherwise: Callable[[str], None],
+    otherwise: Callable[[], None],
 ) -> Any:
     """
     What `run` gives, kept without its activations: in the backward pass it is run again.
@@ -37,8 +43,8 @@ def recomputed(
             Where it draws random numbers, besides the CPU.
         parameters (`Sequence[torch.Tensor]`):
             What gets gradients in it.
-        otherwise (`Callable[[str], None]`):
-            Told if something else comes out when it is run again.
+        otherwise (`Callable[[], None]`):
+            Told if something else comes out when it is run again, and again; [`ComputedOtherwise`] is raised then.
     """
     structure: list[Any] = []
     with warnings.catch_warnings():
@@ -81,7 +87,7 @@ class _Recomputed(torch.autograd.Function):
         run: Callable[[], Any],
         held: list[Any],
         device: torch.device,
-        otherwise: Callable[[str], None],
+        otherwise: Callable[[], None],
         *parameters: torch.Tensor,
     ) -> Any:
         ctx.run, ctx.rng, ctx.device, ctx.otherwise = run, RandomState.capture(device), device, otherwise
@@ -106,16 +112,14 @@ class _Recomputed(torch.autograd.Function):
                 "A model call was split because it did not fit in memory; gradients of it can be computed by "
                 "`backward()`, but not by `torch.autograd.grad` or for some inputs only."
             )
-        tensors: list[torch.Tensor] = []
-        with random_states_kept(ctx.device), contextlib.ExitStack() as stack:
-            ctx.rng.restore()
-            for context in ctx.autocast:
-                stack.enter_context(torch.autocast(**context))
-            with torch.enable_grad():
-                flattened(ctx.run(), tensors)
+        tensors = _run_again(ctx)
         if not _agree(ctx.sums, _sums(tensors)):
-            ctx.otherwise(_OTHERWISE)
-            raise RuntimeError(f"out of memory, and the call cannot be split: {_OTHERWISE}")
+            # A single observation may be a fault of the device; its activations go before the next.
+            tensors.clear()
+            tensors = _run_again(ctx)
+            if not _agree(ctx.sums, _sums(tensors)):
+                ctx.otherwise()
+                raise ComputedOtherwise
         pairs = [
             (tensor, gradient)
             for tensor, gradient in zip(tensors, gradients, strict=True)
@@ -125,6 +129,18 @@ class _Recomputed(torch.autograd.Function):
             torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         # Theirs have been added.
         return (None,) * len(ctx.needs_input_grad)
+
+
+def _run_again(ctx: Any) -> list[torch.Tensor]:
+    """What comes out with the random states and the precision of the first time, this time with activations."""
+    tensors: list[torch.Tensor] = []
+    with random_states_kept(ctx.device), contextlib.ExitStack() as stack:
+        ctx.rng.restore()
+        for context in ctx.autocast:
+            stack.enter_context(torch.autocast(**context))
+        with torch.enable_grad():
+            flattened(ctx.run(), tensors)
+    return tensors
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -143,7 +159,8 @@ def _agree(before: torch.Tensor | None, again: torch.Tensor | None) -> bool:
     # Sums are as exact as what they are large against: every second one is of absolute values.
     scale = before[1::2].abs().repeat_interleave(2)
     near = (before - again).abs() <= _SAME * scale + 1e-6
-    return bool((near | ~torch.isfinite(before)).all())
+    # A number that is not finite says nothing about splitting; the step is judged by it soon enough.
+    return bool((near | ~torch.isfinite(before) | ~torch.isfinite(again)).all())
 
 
 def _autocast_now(device: torch.device) -> list[dict[str, Any]]:
