@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -40,6 +41,7 @@ from .failures import (
 from .instrument import RandomState, ReportingGuard, let_go
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loader_workers import end_workers_that_failed
+from .instrument.loading import skipping_any_loader
 from .journal import POSTMORTEM_FILE, Incident, where_to_go_on
 from .launcher import EXIT_FOR_RESTART, end_process_within, launch_of, restarts_on_exit
 from .report import HealingReport
@@ -457,7 +459,8 @@ class SelfHealingTrainer:
         entry_rng = RandomState.capture(self.trainer.accelerator.device)
         while True:
             try:
-                with entry_hooks_removed_on_exception(self.trainer):
+                skipping = skipping_any_loader(self.trainer) if resume else contextlib.nullcontext()
+                with entry_hooks_removed_on_exception(self.trainer), skipping:
                     output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume, **kwargs)
                 return output
             except (UnrecoverableTrainingError, KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -110,6 +110,6 @@ class _Value:
 
 
 def _forget_compiled_code(accelerator: Any) -> None:
-    """The shapes seen so far decide what is compiled next: kernels for any shape round differently."""
+    """The shapes seen so far decide what is compiled next, and kernels for any shape may round differently."""
     if str(accelerator.state.dynamo_plugin.backend.value) != "NO":
         torch._dynamo.reset()
