@@ -67,6 +67,8 @@ class HealingContext:
             Which state to go back to, for `ROLL_BACK`.
         rate_scale (`float`, *optional*):
             Factor on the schedule's learning rate that an experiment has found, for `REDUCE_LEARNING_RATE`.
+        blamed_step (`int`, *optional*):
+            The step whose learning rate did the damage, if not the one that is judged, for `REDUCE_LEARNING_RATE`.
         shape ([`CallShape`], *optional*):
             Size of the model call that did not fit, for `SPLIT_BATCH`.
         batch ([`BatchPlan`], *optional*):
@@ -86,6 +88,7 @@ class HealingContext:
     clip_to: float | None = None
     target: Target = Target.NEWEST
     rate_scale: float | None = None
+    blamed_step: int | None = None
     shape: CallShape | None = None
     batch: BatchPlan | None = None
     went_back: WentBack | None = None
@@ -216,6 +219,7 @@ class HealingActions:
 
     def _skip_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         gone_back, before = context.went_back is not None, _window(context).skipped
+        self.session.missing.left_out(_window(context).step)
         _window(context).skip(self.session.detector.last_loss, keep_buffers=gone_back)
         if gone_back:
             # It is one of the steps that going back has lost.
@@ -248,6 +252,8 @@ class HealingActions:
         if went is None:
             return {"why": "there is no trusted state, neither in memory nor on disk", "happened": False}
         self.session.went_back(incident)
+        # Asked for between two steps, no step is left out for it.
+        self.session.missing.went_back(step + (context.window is not None), went.trained)
         # One that was left out before is among them.
         incident.steps_lost = max(incident.steps_lost, went.steps_lost)
         incident.figures.append(f"back to the state of step {went.step}")
@@ -261,6 +267,7 @@ class HealingActions:
         if replayed is None:
             return self._skip_step(context, args)
         window.accept()
+        session.missing.applied_again(replayed + 1)
         session.ladder.healed(context.incident.failure)
         context.incident.steps_lost = 0
         context.incident.figures.append(f"{replayed} steps since then applied again")
@@ -270,7 +277,7 @@ class HealingActions:
     def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = _instrument(context)
         before = instrument.learning_rate
-        self.session.learning_rate.reduce(instrument.step, context.rate_scale)
+        self.session.learning_rate.reduce(instrument.step, context.rate_scale, context.blamed_step)
         self.session.note_rate(instrument.learning_rate)
         context.incident.figures.append(f"learning rate from {before:.3g} to {instrument.learning_rate:.3g}")
         control = self.session.learning_rate
@@ -413,7 +420,11 @@ class HealingActions:
         checkpoint = None
         if point is not None and point.step == step:
             checkpoint = point.path = publish(point.path, str(trainer.args.output_dir))
-        older = None if checkpoint else newest_checkpoint_of(session.run_id, str(trainer.args.output_dir))
+        # Of a run that came to nothing the newest checkpoint is no better than its end.
+        verified = failure is FailureType.NOT_TRAINED
+        older = None
+        if checkpoint is None:
+            older = newest_checkpoint_of(session.run_id, str(trainer.args.output_dir), verified=verified)
         session.rollback.release()
         advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
         advice += f" {where_to_go_on(checkpoint or older)}"

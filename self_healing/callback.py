@@ -18,6 +18,7 @@ from .bad_samples import SampleHealer
 from .checkpoints import (
     OWES_EVALUATION,
     find_trusted_checkpoint,
+    healing_state_of,
     loosen,
     owe_evaluation,
     read_marker,
@@ -186,6 +187,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.recall_memory()
             session.first_resume = resumed_from
             session.learning_rate.begin(int(state.max_steps), instrument.beta2)
+            session.begin_counting(int(state.global_step))
+        else:
+            session.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
         session.entries += 1
         session.journal.attempt = session.entries_before + session.entries
         if session.entries == 1:
@@ -309,8 +313,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         saved = self._saved_state
         if saved is None and state.global_step > 0:
             # Without restore_callback_states_from_checkpoint the state is in the checkpoint all the same.
-            entry = state.stateful_callbacks.get(type(self).__name__)
-            saved = entry.get("attributes", {}).get("healing_state") if isinstance(entry, dict) else None
+            saved = healing_state_of(state.stateful_callbacks)
         if saved is not None and state.global_step > 0:
             session.load_state_dict(saved)
         self._saved_state = None
@@ -324,6 +327,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if not session.broken and session.instrument.attached and self._judge is not None:
             with session.instrument.contained(), session.heartbeat.section("judge"):
                 self._judge.run_ends()
+                if not session.leaving:
+                    self._judge.stop_unless_trained()
         session.close_outcomes(unfollowed="resolved")
         if session.saves is not None:
             session.saves.run_ends(int(state.global_step))

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -355,6 +355,26 @@ def step_of(checkpoint: str, default: int) -> int:
     """The step a checkpoint was written at, from its marker."""
     marker = read_marker(Path(checkpoint))
     return default if marker is None else int(marker["step"])
+
+
+def healing_state_of(stateful_callbacks: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the callback keeps in a trainer's state, whatever it is called; `None` if there is none."""
+    for entry in stateful_callbacks.values():
+        attributes = entry.get("attributes") if isinstance(entry, Mapping) else None
+        state = attributes.get("healing_state") if isinstance(attributes, Mapping) else None
+        if isinstance(state, dict):
+            return state
+    return None
+
+
+def missing_steps_in(checkpoint: str) -> int:
+    """How many of the steps up to a checkpoint are not in its weights; 0 where that is not known."""
+    try:
+        state = json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))
+        kept = healing_state_of(state["stateful_callbacks"]) or {}
+        return int(kept["missing_steps"]["count"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 0
 
 
 def standing_of(checkpoint: str) -> str:

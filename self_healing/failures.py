@@ -31,6 +31,7 @@ class FailureType(StrEnum):
     DIVERGENCE = "divergence"
     HARDER_DATA = "harder_data"
     LEARNING_RATE = "learning_rate"
+    NOT_TRAINED = "not_trained"
     PLATEAU = "plateau"
     VANISHING_GRADIENT = "vanishing_gradient"
     DEAD_LOSS = "dead_loss"
@@ -234,6 +235,14 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "resume would take the rate from the checkpoint). If that one "
         "was already low for a model like this, it is not the rate: look at what the checks of data and model say, "
         "and at custom losses.",
+        severity="error",
+    ),
+    FailureType.NOT_TRAINED: Recipe(
+        diagnosis="Most of the steps of the run, or all since it was resumed, were left out or lost to rollbacks: "
+        "what there is at its end is not the model that was asked for.",
+        ladder=(Action.STOP,),
+        advice="Look at what the incidents have in common (`self-healing report`): the first of them names the cause, "
+        "which has to be removed before the run is started again.",
         severity="error",
     ),
     FailureType.PLATEAU: Recipe(

@@ -35,6 +35,8 @@ _FAILURES = {
 
 # Causes of a divergence that going back may cure, or has to end.
 _MAY_GO_BACK = frozenset({"weights", "the computation, not the weights"})
+# Share of a run's steps that have to be in its weights at its end.
+_LEAST_TRAINED = 0.5
 # With fewer steps to try learning rates on, the ladder is climbed rung by rung.
 _LEAST_TRIAL_STEPS = 3
 
@@ -176,6 +178,8 @@ class StepJudge:
             may_reduce=instrument.can_scale_rate and not control.exhausted,
             rate=f"{instrument.learning_rate:.3g}, after {_times(control.reductions)}",
         )
+        # The last one that was applied; those since then were left out.
+        context.blamed_step = max(step - session.policy.unhealed_in_a_row, 0)
         incident.evidence["rung"] = decision.rung
         context.verdict = "; ".join(each for each in (verdict, decision.verdict) if each)
         context.target = decision.target or context.target
@@ -268,9 +272,11 @@ class StepJudge:
             self.actions.apply((Action.STOP,), context, self._args)
             return
         session.journal.acted(incident, Action.ROLL_BACK.value, **went.to_dict())
+        session.missing.went_back(step, went.trained)
         replayed = session.rollback.replay(window, session.is_well, finished=True)
         incident.steps_lost = went.steps_lost if replayed is None else 0
         if replayed is not None:
+            session.missing.applied_again(replayed)
             session.journal.acted(incident, Action.REPLAY_STEPS.value, replayed=replayed)
         if best is not None:
             reached = went.step if replayed is None else step
@@ -279,6 +285,24 @@ class StepJudge:
             )
         session.journal.dealt_with(incident)
         session.journal.closed(incident, "resolved")
+
+    def stop_unless_trained(self) -> None:
+        """
+        At the end of the run: one most of whose steps are not in the weights, or none of those since it was resumed,
+        has failed, however well it seems to have come to its end.
+        """
+        session, instrument, step = self.session, self._instrument, self._instrument.step
+        trained, since = session.trained_steps(step), step - session.entry_step
+        none_since = since > 0 and trained <= session.trained_at_entry
+        if trained >= _LEAST_TRAINED * step and not none_since:
+            return
+        evidence = {"steps": step, "trained": trained, "since_entry": since}
+        incident = session.journal.open(step, "steps_missing", evidence)
+        session.journal.diagnosed(incident, FailureType.NOT_TRAINED, "most steps are not in the weights", {})
+        of_these = f", none of the {since} since step {session.entry_step} among them" if none_since else ""
+        verdict = f"the run has come to its end, but only {trained} of its {step} steps are in the weights{of_these}"
+        context = HealingContext(incident, instrument, instrument.window, verdict=verdict)
+        self.actions.apply((Action.STOP,), context, self._args)
 
     def _on_any_rank(self, flag: bool) -> bool:
         return consensus.any_rank(flag, self._instrument.trainer.accelerator.device)

@@ -105,24 +105,27 @@ class LearningRateControl:
             return self._level
         return self._level + (self._ceiling - self._level) * min(ramped / self.ramp, 1.0)
 
-    def reduce(self, step: int, to: float | None = None) -> float:
+    def reduce(self, step: int, to: float | None = None, blamed: int | None = None) -> float:
         """
         Cuts the rate after a failure at a step.
 
         Args:
             step (`int`):
-                Where it failed.
+                Where the run is when that is decided.
             to (`float`, *optional*):
                 A factor that an experiment has found: as many reductions are taken at once as lead there, and there
                 is no ramp.
+            blamed (`int`, *optional*):
+                The step whose rate did the damage, if that was an earlier one: a failure takes a few steps to be
+                told, in which a short hold may be over. Defaults to `step`.
 
         Returns:
             `float`: the factor from now on.
         """
-        self._cut(step)
+        self._cut(step, step if blamed is None else blamed)
         if to is not None:
             while self._level > to and not self.exhausted:
-                self._cut(step)
+                self._cut(step, step)
             self._level = self._ceiling = max(to, self._level)
         return self._level
 
@@ -132,12 +135,12 @@ class LearningRateControl:
         trial.hold, trial.ramp = self.hold, self.ramp
         trial.load_state_dict(self.state_dict())
         while not trial.exhausted:
-            trial._cut(step)
+            trial._cut(step, step)
         return trial._level
 
-    def _cut(self, step: int) -> None:
-        self._settle(step)
-        now, held = self._scale(step), step - self._changed_at < self.hold
+    def _cut(self, step: int, blamed: int) -> None:
+        self._settle(blamed)
+        now, held = self._scale(blamed), blamed - self._changed_at < self.hold
         if now > 1.0:
             # What was raised on request is given up first.
             self._level = self._ceiling = 1.0
@@ -168,8 +171,11 @@ class LearningRateControl:
         return self.warmup
 
     def _settle(self, step: int) -> None:
-        """Takes in that a ramp has come to its end; back at the schedule's rate, earlier reductions are forgotten."""
-        if step - self._changed_at >= self.hold + self.ramp:
+        """
+        Takes in that a ramp has come to its end; back at the schedule's rate, earlier reductions are forgotten. In a
+        short run it ends within a few steps, which is no more progress there than anywhere else.
+        """
+        if step - self._changed_at >= max(self.hold + self.ramp, self.config.budget_refund_steps):
             self._level = self._ceiling
             if self._level == 1.0:
                 self.reductions = 0

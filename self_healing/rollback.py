@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from . import consensus
-from .checkpoints import CheckpointKeeper, newest_checkpoint_of, step_of
+from .checkpoints import CheckpointKeeper, missing_steps_in, newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .failures import FailureType, classify_exception
 from .instrument import Control, Instrument, RandomState, Recording, TrainingFault, Window
@@ -71,6 +71,8 @@ class WentBack:
             Which state that is.
         steps_lost (`int`):
             Optimizer steps whose effect on the weights is gone.
+        trained (`int`):
+            Steps that are in the weights of that state.
         checkpoint (`str`, *optional*):
             Where it came from, if not from memory.
     """
@@ -78,6 +80,7 @@ class WentBack:
     step: int
     target: Target
     steps_lost: int
+    trained: int
     checkpoint: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -452,7 +455,7 @@ class Rollback:
         self._recall(snapshot.extras)
         lost = step + 1 - snapshot.as_of
         self._gone_back_to = snapshot
-        return WentBack(snapshot.step, target, lost)
+        return WentBack(snapshot.step, target, lost, snapshot.step - snapshot.extras["missing"])
 
     def _restore(self, snapshot: Snapshot) -> None:
         self.ring.restore(snapshot, self._running.live_state())
@@ -472,7 +475,7 @@ class Rollback:
             return None
         self._recall({})
         reached = step_of(found, default=number_of(Path(found)) or step)
-        return WentBack(reached, Target.DISK, max(step + 1 - reached, 1), found)
+        return WentBack(reached, Target.DISK, max(step + 1 - reached, 1), reached - missing_steps_in(found), found)
 
     def settled(self, step: int) -> None:
         """The steps since the state that was gone back to are lost for good: from now on the run is in that state."""

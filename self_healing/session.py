@@ -23,6 +23,7 @@ from .journal import Incident, Journal
 from .launcher import launch_of
 from .learning_rate import LearningRateControl, ScheduleWatch
 from .microbatch import SizeMemory
+from .missing_steps import MissingSteps
 from .objectives import content_hash, row_text
 from .policy import RecoveryBudget, RollbackLadder, StepPolicy
 from .preemption import Preemption
@@ -86,6 +87,9 @@ class Session:
         self.ladder = RollbackLadder(config, self.budget)
         self.learning_rate = LearningRateControl(config)
         self.schedule = ScheduleWatch()
+        self.missing = MissingSteps()
+        # Steps finished when `train()` was entered first, and how many of them were in the weights.
+        self.entry_step = self.trained_at_entry = 0
         self.rollback = Rollback(config, self.journal, self._remember, self._recall)
         self.sizes = SizeMemory(config.oom_probe_steps)
         self.checkpointing_activations = False
@@ -248,7 +252,8 @@ class Session:
 
     def _remember(self) -> dict[str, Any]:
         """What detectors and statistics know, to be put back together with the weights they speak of."""
-        return {"detectors": {name: part.state_dict() for name, part in self._detectors().items()}}
+        detectors = {name: part.state_dict() for name, part in self._detectors().items()}
+        return {"detectors": detectors, "missing": self.missing.count}
 
     def _recall(self, extras: dict[str, Any]) -> None:
         for name, part in self._detectors().items():
@@ -283,9 +288,19 @@ class Session:
         return panel.loss_is_usual
 
     def trained_steps(self, step: int) -> int:
-        """Of so many steps, those that are in the weights, at least."""
-        gone = (each for each in self.journal.incidents if not may_be_repeated(each))
-        return step - sum(incident.steps_lost for incident in gone)
+        """Of so many steps, those that are in the weights."""
+        return step - self.missing.count
+
+    def begin_counting(self, step: int) -> None:
+        """Takes in where the run is when `train()` is entered for the first time."""
+        self.missing.goes_on_at(step)
+        self.entry_step, self.trained_at_entry = step, self.trained_steps(step)
+
+    def go_on_counting(self, step: int, state: Mapping[str, Any]) -> None:
+        """Takes in the checkpoint that `train()` is entered again from: which of its steps are in the weights."""
+        if "missing_steps" in state:
+            self.missing.load_state_dict(state["missing_steps"])
+        self.missing.goes_on_at(step)
 
     def nothing_lost_since(self, step: int) -> None:
         """Steps from here on that were left out have been applied after all."""
@@ -503,6 +518,7 @@ class Session:
             "learning_rate": self.learning_rate,
             "budget": self.budget,
             "ladder": self.ladder,
+            "missing_steps": self.missing,
         }
 
 

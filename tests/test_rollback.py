@@ -143,10 +143,10 @@ class TestCorruptedWeights:
     @pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer", "KTOTrainer"])
     def test_are_rolled_back_under_any_trainer(self, tmp_path: Path, tokenizer: Any, name: str) -> None:
         callbacks = [SelfHealingCallback(), WeightFault(a_few_nans, 3)]
-        trainer = TRAINERS[name](tmp_path, tokenizer, callbacks=callbacks, max_steps=5)
+        trainer = TRAINERS[name](tmp_path, tokenizer, callbacks=callbacks, max_steps=9)
         trainer.train()
 
-        assert trainer.state.global_step == 5
+        assert trainer.state.global_step == 9
         assert len(rollbacks(tmp_path)) == 1
         assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
@@ -154,7 +154,7 @@ class TestCorruptedWeights:
         trainer = sft_trainer(
             tmp_path,
             tokenizer,
-            callbacks=[SelfHealingCallback()],
+            callbacks=[SelfHealingCallback(HealingConfig(snapshot_interval=5))],
             max_steps=60,
             save_strategy="steps",
             save_steps=5,
@@ -206,7 +206,10 @@ class TestCorruptedWeights:
         healed = sft_trainer(
             tmp_path / "healed",
             tokenizer,
-            callbacks=[SelfHealingCallback(), WeightFault(in_a_row_no_batch_reads, 14)],
+            callbacks=[
+                SelfHealingCallback(HealingConfig(snapshot_interval=5)),
+                WeightFault(in_a_row_no_batch_reads, 14),
+            ],
             max_steps=40,
         )
         healed.train()
@@ -572,7 +575,8 @@ class TestDeadWeights:
     def test_that_had_learned_something_are_rolled_back_for_their_loss(self, tmp_path: Path, tokenizer: Any) -> None:
         fault = WeightFault(lambda model: model.lm_head.weight.zero_(), 25)
         config = HealingConfig(vanishing_gradient_steps=3, on_divergence="heal", on_spike="warn", divergence_limit=1e9)
-        arguments = {"max_steps": 35, "optim": "sgd", "learning_rate": 0.5, "gradient_accumulation_steps": 1}
+        # Back at the beginning, more than half of the run is still to come.
+        arguments = {"max_steps": 60, "optim": "sgd", "learning_rate": 0.5, "gradient_accumulation_steps": 1}
         trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], **arguments)
         # No gradient reaches anything but the head, which is out of reach itself.
         trainer.model.lm_head.weight.register_hook(
@@ -612,8 +616,8 @@ class TestRedFlag:
     def test_whose_action_is_to_roll_back_does(self, tmp_path: Path, tokenizer: Any) -> None:
         rules = tmp_path / "rules.toml"
         rules.write_text(
-            '[mine]\nmetric = "entropy"\nobjectives = ["sft"]\nhealthy = "low"\n'
-            'red_flag = [{ is = "above", value = 0.0 }]\nsteps = 12\nobservations = 12\n'
+            '[mine]\nmetric = "learning_rate"\nobjectives = ["sft"]\nhealthy = "low"\n'
+            'red_flag = [{ is = "above", value = 0.0006 }]\nsteps = 6\nobservations = 6\n'
             'severity = "error"\naction = "rollback"\ndiagnosis = "It is there."\nremedy = "None."\n'
         )
         trainer = sft_trainer(

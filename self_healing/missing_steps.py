@@ -1,0 +1,62 @@
+"""How many of a run's steps are not in its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class MissingSteps:
+    """
+    Counts the steps that are not in the weights: those that were left out, and those that went with a state the run
+    went back from.
+
+    A step belongs to the state it led to, so the count is that of the weights as they are: it goes back with them.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._newest = -1
+
+    def left_out(self, step: int) -> None:
+        """
+        A step is not applied.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished before it. The same step again, after an exception, is counted once.
+        """
+        if step > self._newest:
+            self.count += 1
+            self._newest = step
+
+    def went_back(self, finished: int, trained: int) -> None:
+        """
+        The weights are those of an earlier state.
+
+        Args:
+            finished (`int`):
+                Steps of the run that are over, one that is not applied because of it included.
+            trained (`int`):
+                Those that are in the weights of that state.
+        """
+        self.count = finished - trained
+        self._newest = finished - 1
+
+    def applied_again(self, steps: int) -> None:
+        """Steps that were gone are in the weights after all."""
+        self.count -= steps
+
+    def goes_on_at(self, step: int) -> None:
+        """
+        The run goes on from so many finished steps; one that was left out and not finished is decided about again.
+        """
+        if self._newest >= step:
+            self.count -= 1
+            self._newest = step - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "newest": self._newest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count, self._newest = state["count"], state["newest"]

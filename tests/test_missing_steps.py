@@ -1,0 +1,119 @@
+"""Which steps are in the weights at the end of a run, and that one most of whose steps are not has failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import OutputFault, journal, sft_trainer
+from transformers import TrainerCallback
+
+from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing.checkpoints import missing_steps_in
+from self_healing.missing_steps import MissingSteps
+
+
+def always(forward: int) -> bool:
+    return True
+
+
+class Stopping(TrainerCallback):
+    """Ends the run long before its last step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+class TestCounting:
+    def test_a_step_that_is_decided_about_twice_is_missing_once(self) -> None:
+        missing = MissingSteps()
+        for step in (3, 3, 4):
+            missing.left_out(step)
+        assert missing.count == 2
+
+    def test_going_back_over_steps_that_were_left_out_counts_them_once(self) -> None:
+        missing = MissingSteps()
+        missing.left_out(6)
+        missing.left_out(7)
+        # In step 7, to the state of step 4.
+        missing.went_back(8, 4)
+        assert missing.count == 4
+
+    def test_steps_that_are_applied_again_are_not_missing(self) -> None:
+        missing = MissingSteps()
+        missing.went_back(8, 4)
+        missing.applied_again(4)
+        assert missing.count == 0
+
+    def test_a_step_that_was_not_finished_is_decided_about_again(self) -> None:
+        missing = MissingSteps()
+        missing.left_out(2)
+        missing.left_out(5)
+        again = MissingSteps()
+        again.load_state_dict(missing.state_dict())
+        again.goes_on_at(5)
+        assert again.count == 1
+        again.left_out(5)
+        assert again.count == 2
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback alone"])
+def test_a_run_none_of_whose_steps_count_has_failed_however_short(
+    tmp_path: Path, tokenizer: Any, wrapped: bool
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=2)
+    OutputFault(trainer.model, always)
+    with pytest.raises(UnrecoverableTrainingError, match="only 0 of its 2 steps are in the weights") as raised:
+        (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+    assert raised.value.failure == "not_trained"
+    assert (tmp_path / "postmortem.json").is_file()
+    # The trainer is its plain self again.
+    assert "training_step" not in vars(trainer)
+
+
+def test_a_hopeless_learning_rate_ends_a_short_run_with_an_error(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=24, learning_rate=1e9)
+    with pytest.raises(UnrecoverableTrainingError):
+        trainer.train()
+    cuts = [event["scale"] for event in journal(tmp_path, "action") if event["action"] == "reduce_learning_rate"]
+    # Each failure lies in the hold of the cut before it, short as that is.
+    assert cuts == [0.5, 0.125, 0.5**7][: len(cuts)]
+    assert len(cuts) >= 2
+
+
+def test_a_run_half_of_whose_steps_count_is_warned_about_and_returns(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=4)
+    OutputFault(trainer.model, lambda _: trainer.state.global_step in (1, 3))
+    trainer.train()
+    assert "2 of 4 steps are not in the weights" in caplog.text
+
+
+def test_a_run_that_is_stopped_early_has_not_failed(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(), Stopping()], max_steps=50)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_resume_none_of_whose_steps_count_has_failed(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 4}
+    sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=4, **arguments).train()
+    resumed = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=5, **arguments)
+    OutputFault(resumed.model, always)
+    with pytest.raises(UnrecoverableTrainingError, match=r"4 of its 5 steps .* none of the 1 since step 4 among them"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_what_is_missing_is_known_to_the_process_that_resumes(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 3}
+    first = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=3, **arguments)
+    OutputFault(first.model, lambda _: first.state.global_step == 1)
+    first.train()
+    assert missing_steps_in(str(tmp_path / "checkpoint-3")) == 1
+    callback = SelfHealingCallback()
+    resumed = sft_trainer(tmp_path, tokenizer, callbacks=[callback], max_steps=4, **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert callback.session is not None
+    assert callback.session.trained_steps(4) == 3
