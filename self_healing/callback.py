@@ -175,6 +175,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             started_at=session.started_at,
             heartbeat=session.heartbeat,
         )
+        # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
+        before = session.instrument
+        instrument.weights_moved |= before.weights_moved if before is not None else int(state.global_step) > 0
         session.instrument = instrument
         # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
         # does not know (Trainer._save_checkpoint, 5.23).

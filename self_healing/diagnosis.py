@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from .snapshots import Snapshot
 
 
 logger = logging.getLogger(__name__)
+
+# Rows from elsewhere in the data that are tried where no earlier batch can be compared with. If none of so many is
+# finite, it is not a few bad rows.
+_CONTROL_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Diagnosis:
             Rows in the step, on all ranks.
         poison_rows (`int`):
             How many of them are poison, on all ranks.
+        everywhere (`bool`):
+            Whether neither a row of the step nor any of those from elsewhere in the data is finite.
     """
 
     failure: FailureType
@@ -48,6 +54,7 @@ class Diagnosis:
     poison: dict[int, list[int]] = field(default_factory=dict)
     rows: int = 0
     poison_rows: int = 0
+    everywhere: bool = False
 
 
 def diagnose(window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any) -> Diagnosis:
@@ -67,7 +74,7 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
     for attempt in range(1, config.reexecute_attempts + 1):
         window.reexecute()
         if window.signals().finite:
-            return Diagnosis(FailureType.NONFINITE_TRANSIENT, "transient", {"reexecutions": attempt})
+            return _transient(attempt)
     device = instrument.trainer.accelerator.device
     # What a failing forward left in batch norm statistics is a consequence, not a cause.
     window.restore_buffers()
@@ -80,6 +87,17 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
         )
     if config.reexecute_attempts == 0:
         window.reexecute()
+    return _look_at_rows(window, instrument, config, healthy_inputs, device)
+
+
+def _transient(computed: int) -> Diagnosis:
+    return Diagnosis(FailureType.NONFINITE_TRANSIENT, "transient", {"reexecutions": computed})
+
+
+def _look_at_rows(
+    window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any, device: torch.device
+) -> Diagnosis:
+    """Whether some rows are non-finite by themselves, and others are not."""
     layouts = [window.layout(index) for index in range(window.size)]
     if consensus.any_rank(any(layout is None for layout in layouts), device):
         return _numerical("the rows of this batch cannot be told apart")
@@ -95,13 +113,13 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
     if count == 0:
         return _numerical("no row is non-finite by itself")
     if count > config.max_poison_fraction * total:
-        # Many bad rows look the same as a model that overflows on most of them. A batch that was fine before tells.
-        control_is_finite = healthy_inputs is not None and window.probe_batch(healthy_inputs)
-        if consensus.any_rank(not control_is_finite, device):
-            control = (
-                "there is no earlier batch to compare with" if healthy_inputs is None else "so is an earlier batch"
-            )
-            return _numerical(f"{count} of {total} rows are non-finite, and {control}")
+        # Many bad rows look the same as a model that overflows on most of them. Rows that are fine tell.
+        controls = instrument.rows_elsewhere(window, _CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
+        tried = _fewest_of_ranks(len(controls), device)
+        if not any(_is_finite_on_all_ranks(window, control, device) for control in controls[:tried]):
+            found = _numerical(f"{count} of {total} rows are non-finite, and {_compared(healthy_inputs, tried)}")
+            # Where an earlier batch was finite with weights like these, it may pass.
+            return replace(found, everywhere=healthy_inputs is None and tried > 0 and count == total)
     return Diagnosis(
         FailureType.NONFINITE_POISON_ROWS,
         "poison rows",
@@ -112,6 +130,53 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
     )
 
 
+def _compared(healthy_inputs: Any, tried: int) -> str:
+    if tried == 0:
+        return "there is no earlier batch to compare with"
+    return f"so are {tried} others of the data" if healthy_inputs is None else "so is an earlier batch"
+
+
+def _fewest_of_ranks(count: int, device: Any) -> int:
+    return -round(consensus.largest_of_ranks(-count, device))
+
+
+def _is_finite_on_all_ranks(window: Window, inputs: Any, device: Any) -> bool:
+    return not consensus.any_rank(not window.probe_batch(inputs), device)
+
+
+def diagnose_start(window: Window, why: str) -> Diagnosis:
+    """
+    Finds out where a computation fails with weights that no update has changed yet: in the batch, in a module (the
+    first whose output is not finite), in the loss, in its gradient, or only in mixed precision.
+
+    Args:
+        window ([`Window`]):
+            The step; there are no gradients on return.
+        why (`str`):
+            What has been found out so far.
+    """
+    failure = FailureType.NONFINITE_FROM_THE_START
+    try:
+        in_full_precision = window.finite_in_full_precision()
+        origin = window.origin()
+    except TrainingFault as fault:
+        logger.info("The step could not be looked into.", exc_info=fault.error)
+        in_full_precision = origin = None
+    evidence: dict[str, Any] = {"why": why} | ({} if origin is None else origin.to_dict())
+    if in_full_precision is not None:
+        evidence["finite_in_full_precision"] = in_full_precision
+    told = [str(origin)] if origin is not None else []
+    told += ["without mixed precision the same step is finite"] if in_full_precision else []
+    evidence["diagnosis"] = f"{'; '.join(told)}." if told else "Where it begins could not be seen."
+    evidence["diagnosis"] = evidence["diagnosis"][0].upper() + evidence["diagnosis"][1:]
+    if in_full_precision:
+        return Diagnosis(failure, "precision", evidence)
+    if origin is None:
+        return Diagnosis(failure, "model, precision or data", evidence)
+    causes = {"inputs": "data", "module": "model", "loss": "loss or labels", "gradient": "gradient"}
+    return Diagnosis(failure, causes[origin.place], evidence)
+
+
 def _numerical(why: str) -> Diagnosis:
     return Diagnosis(FailureType.NONFINITE_NUMERICAL, "numerical", {"why": why})
 
@@ -120,13 +185,17 @@ def find_poison_rows(window: Window, sizes: Sequence[int], device: Any) -> dict[
     """
     Rows of each micro-batch that are non-finite by themselves, in forward or backward.
 
-    One process bisects. Several probe row by row in lockstep, because a loss may contain collectives.
+    One process bisects. Several probe row by row in lockstep, because a loss may contain collectives. What is found is
+    tried once more: a fault that passes may have struck while another row was tried.
     """
     if consensus.world_size() > 1:
-        return _probe_in_lockstep(window, sizes, device)
+        return _probe_in_lockstep(
+            window, _probe_in_lockstep(window, dict(enumerate(map(range, sizes))), device), device
+        )
     # Every micro-batch, also those with a finite loss: a row may be bad in its gradient alone.
     found = {index: _bisect(window, index, list(range(sizes[index]))) for index in range(window.size)}
-    return {index: rows for index, rows in found.items() if rows}
+    again = {index: [row for row in rows if not _is_finite_alone(window, index, row)] for index, rows in found.items()}
+    return {index: rows for index, rows in again.items() if rows}
 
 
 def _bisect(window: Window, index: int, rows: list[int]) -> list[int]:
@@ -143,15 +212,18 @@ def _is_finite_alone(window: Window, index: int, row: int) -> bool:
     return window.probe(index, [row, row])
 
 
-def _probe_in_lockstep(window: Window, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
+def _probe_in_lockstep(window: Window, candidates: Mapping[int, Sequence[int]], device: Any) -> dict[int, list[int]]:
+    """Of some rows of each micro-batch, those that are non-finite by themselves."""
     found: dict[int, list[int]] = {}
     for index in range(window.size):
-        row = 0
-        while consensus.any_rank(row < sizes[index], device):
-            finite = _is_finite_alone(window, index, min(row, sizes[index] - 1))
-            if not finite and row < sizes[index]:
-                found.setdefault(index, []).append(row)
-            row += 1
+        rows = candidates.get(index, ())
+        place = 0
+        while consensus.any_rank(place < len(rows), device):
+            # A rank with fewer of them computes one all the same.
+            finite = _is_finite_alone(window, index, rows[place] if place < len(rows) else 0)
+            if not finite and place < len(rows):
+                found.setdefault(index, []).append(rows[place])
+            place += 1
     return found
 
 

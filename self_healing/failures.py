@@ -24,6 +24,7 @@ class FailureType(StrEnum):
     NONFINITE_POISON_ROWS = "nonfinite_poison_rows"
     NONFINITE_NUMERICAL = "nonfinite_numerical"
     NONFINITE_UNDIAGNOSED = "nonfinite_undiagnosed"
+    NONFINITE_FROM_THE_START = "nonfinite_from_the_start"
     CORRUPTED_STATE = "corrupted_state"
     SPIKE_TRANSIENT = "spike_transient"
     GRADIENT_SPIKE = "gradient_spike"
@@ -158,6 +159,15 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "take the rate from the checkpoint) with a lower learning rate, or in bf16 or fp32 instead of "
         "fp16; check custom losses for log(0) or division by zero.",
         severity="warning",
+    ),
+    FailureType.NONFINITE_FROM_THE_START: Recipe(
+        diagnosis="The computation is not finite, and no update has changed the weights yet: neither the learning "
+        "rate nor the optimizer can be to blame. It is the model, the precision it computes in, or the data.",
+        ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY, Action.STOP),
+        advice="Look at what is named as the first that is not finite: weights that were converted to a type they do "
+        "not fit in (fp16 ends at 65504: load the model in bf16 or fp32), a layer or a loss with log(0) or a division "
+        "by zero, features that are not numbers, labels that are all masked. Another learning rate does not help.",
+        severity="error",
     ),
     FailureType.NONFINITE_UNDIAGNOSED: Recipe(
         diagnosis="Loss or gradient norm is not finite; the cause was not looked for.",

@@ -7,13 +7,13 @@ import math
 import time
 from collections.abc import Mapping
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 from . import consensus
 from .actions import HealingActions, HealingContext, save_offending_batch
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
-from .diagnosis import Diagnosis, diagnose, diagnose_rise, diagnose_stillness
+from .diagnosis import Diagnosis, diagnose, diagnose_rise, diagnose_start, diagnose_stillness
 from .failures import FAILURE_RECIPES, Action, FailureType
 from .instrument import Instrument, TrainingFault, Window
 from .journal import Incident
@@ -37,6 +37,15 @@ _FAILURES = {
 _MAY_GO_BACK = frozenset({"weights", "the computation, not the weights"})
 # Share of a run's steps that have to be in its weights at its end.
 _LEAST_TRAINED = 0.5
+# What is to blame where weights that were never changed give numbers that are not finite.
+_NOT_THE_RATE = {
+    "model": "the model or the precision it computes in",
+    "precision": "the precision it computes in",
+    "data": "the data",
+    "loss or labels": "the loss or the labels",
+    "gradient": "the model, the loss or the precision they are computed in",
+    "model, precision or data": "the model, the precision it computes in, or the data",
+}
 # With fewer steps to try learning rates on, the ladder is climbed rung by rung.
 _LEAST_TRIAL_STEPS = 3
 
@@ -114,6 +123,8 @@ class StepJudge:
             self._climb(context, diagnosis.failure)
             self._after_rollback(incident, began, window)
             return
+        if diagnosis.everywhere and not self._instrument.weights_moved:
+            self._stop_at_the_start(context, began)
         decision = session.policy.decide(diagnosis, acts=self._acts)
         if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT and self.config.save_offending_batch:
             incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
@@ -133,6 +144,8 @@ class StepJudge:
         )
         if stop is not None:
             if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and session.policy.out_of_patience:
+                if not self._instrument.weights_moved:
+                    self._stop_at_the_start(context, began)
                 self._climb(context, diagnosis.failure, verdict=stop)
                 self._after_rollback(incident, began, window)
                 return
@@ -140,6 +153,28 @@ class StepJudge:
             session.policy.start_anew()
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
         session.journal.dealt_with(incident)
+
+    def _stop_at_the_start(self, context: HealingContext, began: float) -> NoReturn:
+        """
+        Ends a run whose weights no update has changed: they are what they were given as, and no state to go back to
+        and no lower rate makes them others.
+        """
+        session, incident, window = self.session, context.incident, context.window
+        if window is None:
+            raise ValueError("ending a run at its start needs `context.window`")
+        found = diagnose_start(window, str(incident.evidence.get("why", "")))
+        session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        incident.evidence.pop("why", None)
+        window.skip(None)
+        context.verdict = (
+            "loss or gradient is not finite, and no update has changed the weights yet, so it is neither the learning "
+            f"rate nor the optimizer, but {_NOT_THE_RATE[found.cause]}. {found.evidence['diagnosis']}"
+        )
+        incident.steps_lost = max(incident.steps_lost, 1)
+        incident.seconds_lost = time.perf_counter() - began
+        session.policy.start_anew()
+        self.actions.apply(FAILURE_RECIPES[found.failure].ladder, context, self._args)
+        raise AssertionError("the last of these actions raises")
 
     @property
     def _acts(self) -> bool:

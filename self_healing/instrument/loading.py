@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -77,6 +77,23 @@ class TrainingLoader:
         with contextlib.suppress(Exception):
             return len(self.dataset)
         return None
+
+    def rows_elsewhere(self, count: int, without: Collection[int]) -> list[Any]:
+        """
+        Batches of one sample, twice, from all over the data.
+
+        Args:
+            count (`int`):
+                How many batches, at most.
+            without (`Collection[int]`):
+                Samples that are not to be among them.
+        """
+        samples = None if self.streams else self.samples
+        if not samples or self.collate is None:
+            return []
+        stride = max(samples // (count + len(without)), 1)
+        chosen = [index for index in range(0, samples, stride) if index not in without][:count]
+        return [self.collate([self.dataset[index], self.dataset[index]]) for index in chosen]
 
 
 @contextlib.contextmanager

@@ -133,6 +133,11 @@ class DataPosition:
 
     # ---- where rows came from ----
 
+    def sampled(self, size: int) -> set[int]:
+        """Samples that the micro-batches of the current step were made of, as far as that is known."""
+        positions = range(self.micro_batches, self.micro_batches + size)
+        return {int(index) for position in positions for index in self._sampled.get(position, ())}
+
     def sources(self, layout: Layout, index: int, earlier: Sequence[Any]) -> list[RowSource]:
         """
         Where each row of a micro-batch of the current step came from.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from ..objectives import Layout, Objective, layout_of, own_token_count, select_r
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
 from .gradients import discard_gradients, gradients_of
+from .origin import Origin, nonfinite_in
 from .phase import Phase
 from .random_state import RandomState
 from .row_sources import RowSource
@@ -216,7 +218,7 @@ class Window:
         self._until_it_fits(lambda: self._reexecute(keep))
 
     def _until_it_fits(self, compute: Callable[[], _T]) -> _T:
-        """Something that begins with rewinding the step, so that it can be begun anew with more memory."""
+        """Something that begins with rewinding the step: it can be begun again with more memory, or once more."""
         while True:
             try:
                 result = compute()
@@ -333,6 +335,61 @@ class Window:
             return self._is_finite(self._run(index, lambda _: batch, last=True, synchronise=False))
         finally:
             self._rewind()
+
+    def origin(self) -> Origin | None:
+        """
+        Where the step first gives a number that is not finite; `None` where that cannot be seen. Computes it with a
+        look at the output of every module; what there was of gradients is gone on return.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        found: Origin | None = None
+        for index in range(self.size):
+            if found is None or consensus.world_size() > 1:
+                # Several processes compute equally many, because a loss may contain collectives.
+                here = self._until_it_fits(functools.partial(self._origin_in, index))
+                found = found or here
+        return found
+
+    def _origin_in(self, index: int) -> Origin | None:
+        self._rewind()
+        spoiled: list[str] = []
+
+        def look(batch: Any) -> Any:
+            spoiled.extend(nonfinite_in(batch))
+            return batch
+
+        try:
+            with self._instrument.watching_outputs() as seen:
+                loss = self._run(index, look, last=True, synchronise=False)
+            if spoiled:
+                return Origin("inputs", tuple(spoiled))
+            if seen:
+                return seen[0]
+            if not math.isfinite(float(loss)):
+                return Origin("loss")
+            named = self._trainer.model.named_parameters()
+            bad = [name for name, each in named if each.grad is not None and not bool(each.grad.isfinite().all())]
+            return Origin("gradient", tuple(bad)) if bad else None
+        finally:
+            self._rewind()
+
+    def finite_in_full_precision(self) -> bool | None:
+        """
+        Whether the step is finite without mixed precision; `None` where there is none. What there was of gradients is
+        gone on return.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        with self._instrument.full_precision() as changed:
+            if not changed:
+                return None
+            self.reexecute()
+            finite = self.signals().finite
+        self._rewind()
+        return finite
 
     def _is_finite(self, loss: torch.Tensor) -> bool:
         if not math.isfinite(float(loss)):

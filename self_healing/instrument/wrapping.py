@@ -23,7 +23,9 @@ from .bookkeeping import Ledger
 from .interception import Interception
 from .less_memory import ActivationCheckpointing, UpdateOneByOne
 from .live_state import LiveState, beta2_of, innermost, live_state_of, reload_checkpoint, reset_moments
+from .loading import TrainingLoader
 from .models import fingerprint, models_of
+from .origin import Origin, watching_outputs
 from .out_of_memory import OutOfMemory, Place, caught
 from .phase import Phase
 from .random_state import RandomState
@@ -151,6 +153,8 @@ class Instrument:
         # What others have done to the trainer, and take back with what we have.
         self.on_detach: list[Callable[[], None]] = []
         self._in_training_step = False
+        # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
+        self.weights_moved = not isinstance(innermost(trainer.optimizer), torch.optim.Optimizer)
 
     @property
     def can_reexecute(self) -> bool:
@@ -496,8 +500,11 @@ class Instrument:
     def _before_optimizer_step(self, *_: Any) -> None:
         self.reentry.phase = Phase.STEPPING
 
-    def _after_optimizer_step(self, *_: Any) -> None:
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.reentry.phase = Phase.STEPPED
+        if not self.weights_moved and (self.window is None or not self.window.skipped):
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            self.weights_moved = any(rate is None or float(rate) != 0.0 for rate in rates)
 
     def _optimizer_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """
@@ -781,6 +788,51 @@ class Instrument:
             return self.trainer._prepare_inputs(inputs)
         except Exception as error:
             raise TrainingFault(error) from error
+
+    def watching_outputs(self) -> contextlib.AbstractContextManager[list[Origin]]:
+        """Notes the modules whose outputs are not finite, in the order in which they are computed."""
+        trainer, models = self.trainer, self.models()
+        named = {name: value for name, value in vars(trainer).items() if isinstance(value, torch.nn.Module)}
+
+        def prefix(model: torch.nn.Module) -> str:
+            return next((name for name, value in named.items() if value is model), type(model).__name__)
+
+        trained, *others = models
+        return watching_outputs({"": trained} | {prefix(model): model for model in others})
+
+    @contextlib.contextmanager
+    def full_precision(self) -> Iterator[bool]:
+        """Takes off the model what accelerate puts around its forward for mixed precision; whether there was any."""
+        model = self.trainer.model
+        mixed, plain = vars(model).get("forward"), vars(model).get("_original_forward")
+        if mixed is None or plain is None:
+            yield False
+            return
+        model.forward = plain
+        try:
+            yield True
+        finally:
+            model.forward = mixed
+
+    def rows_elsewhere(self, window: Window, count: int) -> list[Any]:
+        """
+        Batches of one row each from all over the training data, none of them in this step, for each twice the same:
+        what is computed from a batch may need more than one. Empty for a stream, and where rows are generated.
+
+        Args:
+            window ([`Window`]):
+                The step.
+            count (`int`):
+                How many, at most.
+        """
+        if self.objective.online:
+            return []
+        taken = self.position.sampled(window.size)
+        try:
+            return TrainingLoader(self.trainer).rows_elsewhere(count, taken)
+        except Exception:
+            logger.info("Other rows of the data could not be loaded to compare with.", exc_info=True)
+            return []
 
     # ---- when memory is short ----
 

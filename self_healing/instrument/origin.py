@@ -1,0 +1,124 @@
+"""Where a computation first gives a number that is not finite: in the batch, in a module, in the loss or backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """
+    Where a computation first gave a number that is not finite.
+
+    Args:
+        place (`str`):
+            `"inputs"` of the model, the output of a `"module"`, the `"loss"` made of finite outputs, or the
+            `"gradient"` of a finite loss.
+        names (`tuple[str, ...]`):
+            Of the inputs, of the module, or of the parameters whose gradients are not finite.
+        details (`dict`):
+            Of a module: its class, the type of its output, whether its inputs were finite and the largest of them.
+    """
+
+    place: Literal["inputs", "module", "loss", "gradient"]
+    names: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"first_nonfinite": self.place, "first_nonfinite_names": list(self.names[:20]), **self.details}
+
+    def __str__(self) -> str:
+        name = self.names[0] if self.names else "?"
+        if self.place == "inputs":
+            return f"the batch itself holds NaN or Inf ({', '.join(self.names[:5])})"
+        if self.place == "loss":
+            return "the outputs of all modules are finite, and the loss made of them is not"
+        if self.place == "gradient":
+            return f"the loss is finite, and the gradient is not ({', '.join(self.names[:5])})"
+        of = f"{self.details.get('module_class', '?')}, {self.details.get('output_dtype', '?')}"
+        largest = self.details.get("largest_input")
+        given = "" if largest is None else f"; its inputs are finite, up to {largest:.3g}"
+        return f"the first module whose output is not finite is {name} ({of}{given})"
+
+
+@contextlib.contextmanager
+def watching_outputs(models: Mapping[str, torch.nn.Module]) -> Iterator[list[Origin]]:
+    """
+    Notes the modules whose outputs are not finite, in the order in which they are computed, for one computation.
+
+    Compiled code calls no hooks: it runs as it was written meanwhile.
+
+    Args:
+        models (`Mapping[str, torch.nn.Module]`):
+            The models, by what their modules' names begin with.
+    """
+    found: list[Origin] = []
+    hooks = []
+    compiled = False
+    try:
+        for prefix, model in models.items():
+            for name, module in model.named_modules():
+                compiled |= type(module).__name__ == "OptimizedModule"
+                compiled |= getattr(module, "_compiled_call_impl", None) is not None
+                called = ".".join(part for part in (prefix, name) if part).replace("_orig_mod.", "")
+                with contextlib.suppress(RuntimeError):
+                    # A scripted module takes no such hook.
+                    hooks.append(module.register_forward_hook(_note(called, found), with_kwargs=True))
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+            yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note(name: str, found: list[Origin]) -> Callable[..., None]:
+    def note(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # Only the first matters, and each look waits for the device.
+        bad = None if found else next((each for each in _floats(output) if _is_bad(each)), None)
+        if bad is None:
+            return
+        inputs = list(_floats((args, kwargs)))
+        finite = not any(_is_bad(each) for each in inputs)
+        largest = max((float(each.detach().abs().max()) for each in inputs if each.numel()), default=None)
+        found.append(
+            Origin(
+                "module",
+                (name or type(module).__name__,),
+                {
+                    "module_class": type(module).__name__,
+                    "output_dtype": str(bad.dtype),
+                    "inputs_finite": finite,
+                    "largest_input": largest if finite else None,
+                },
+            )
+        )
+
+    return note
+
+
+def nonfinite_in(batch: Any) -> list[str]:
+    """Names of the entries of a batch that hold NaN or Inf."""
+    entries = batch.items() if isinstance(batch, Mapping) else [("batch", batch)]
+    return [str(name) for name, value in entries if any(_is_bad(each) for each in _floats(value))]
+
+
+def _floats(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _floats(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _floats(inner)
+
+
+def _is_bad(value: torch.Tensor) -> bool:
+    # Masks hold -inf on purpose.
+    return not bool(torch.isfinite(value.detach().masked_fill(value.detach() == -torch.inf, 0)).all())

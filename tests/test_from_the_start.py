@@ -1,0 +1,191 @@
+"""Numbers that are not finite before any update has changed the weights: named for what they are, and the run ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    POISON_WORD,
+    TEXTS,
+    TRAINERS,
+    OutputFault,
+    PoisonToken,
+    dpo_trainer,
+    journal,
+    quarantined,
+    sft_trainer,
+    tiny_model,
+)
+from torch import nn
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing.instrument.origin import nonfinite_in, watching_outputs
+
+
+def ending(trainer: Any, output_dir: Path) -> dict[str, Any]:
+    """The postmortem of a run that ends by itself."""
+    with pytest.raises(UnrecoverableTrainingError):
+        trainer.train()
+    return json.loads((output_dir / "postmortem.json").read_text())
+
+
+# ---- which module ----
+
+
+class Broken(nn.Module):
+    """Its second layer gives NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 2)
+        self.second.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(values)))
+
+
+def test_the_first_module_whose_output_is_not_finite_is_named() -> None:
+    model = Broken()
+    with watching_outputs({"": model}) as found:
+        model(torch.ones(1, 2))
+    assert found[0].names == ("second",)
+    assert found[0].details["module_class"] == "Identity"
+    assert found[0].details["inputs_finite"]
+    assert [len(module._forward_hooks) for module in model.modules()] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["compile()", "torch.compile"])
+def test_a_module_inside_of_a_compiled_model_is_named(in_place: bool) -> None:
+    model = Broken()
+    compiled: Any = model
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(1, 2))
+    with watching_outputs({"": compiled}) as found:
+        compiled(torch.ones(1, 2))
+    assert found[0].names == ("second",)
+
+
+def test_masks_of_minus_infinity_are_no_fault() -> None:
+    model = nn.Identity()
+    with watching_outputs({"": model}) as found:
+        model(torch.tensor([0.0, -torch.inf]))
+    assert not found
+
+
+def test_entries_of_a_batch_that_are_not_finite_are_named() -> None:
+    batch = {"ids": torch.ones(2, dtype=torch.long), "pixels": [torch.tensor([1.0, torch.nan])]}
+    assert nonfinite_in(batch) == ["pixels"]
+
+
+# ---- a run that cannot begin ----
+
+
+@pytest.mark.parametrize("learning_rate", [0.0, 1e-3])
+def test_nan_in_the_very_first_forward_ends_the_run_at_once(
+    tmp_path: Path, tokenizer: Any, learning_rate: float
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, learning_rate=learning_rate, callbacks=[SelfHealingCallback()])
+    OutputFault(trainer.model, strike=lambda _: True)
+    told = ending(trainer, tmp_path)
+    assert told["step"] == 0
+    assert told["failure"] == "nonfinite_from_the_start"
+    assert "neither the learning rate" in told["verdict"]
+    assert "model.norm (LlamaRMSNorm" in told["verdict"]
+    assert len(told["chain"]) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"learning_rate": 0.0}, {"warmup_steps": 4, "max_steps": 8}],
+    ids=["rate 0", "warm-up from 0"],
+)
+def test_a_rate_that_has_changed_nothing_is_not_blamed(
+    tmp_path: Path, tokenizer: Any, arguments: dict[str, Any]
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **arguments)
+    OutputFault(trainer.model, strike=lambda _: trainer.state.global_step >= 1)
+    told = ending(trainer, tmp_path)
+    assert told["failure"] == "nonfinite_from_the_start"
+    assert not journal(tmp_path, "noticed")
+    # An earlier batch was finite with the same weights: it might have passed.
+    assert [incident["step"] for incident in told["chain"]] == [1, 2, 3]
+
+
+def test_rows_that_are_bad_by_themselves_are_left_out_of_the_first_step(tmp_path: Path, tokenizer: Any) -> None:
+    texts = [f"{POISON_WORD} {text}" if index < 4 else text for index, text in enumerate(TEXTS)]
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        texts=texts,
+        train_sampling_strategy="sequential",
+        gradient_accumulation_steps=1,
+        callbacks=[SelfHealingCallback()],
+    )
+    PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    trainer.train()
+    assert {row["dataset_index"] for row in quarantined(tmp_path)} == {0, 1, 2, 3}
+    assert trainer.state.global_step == 6
+
+
+def test_what_is_finite_without_mixed_precision_is_blamed_on_it(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, bf16=True, callbacks=[SelfHealingCallback()])
+    narrow = "cpu"
+    OutputFault(
+        trainer.model,
+        strike=lambda _: True,
+        change=lambda hidden: hidden * torch.nan if torch.is_autocast_enabled(narrow) else hidden,
+    )
+    told = ending(trainer, tmp_path)
+    assert told["chain"][0]["cause"] == "precision"
+    assert "without mixed precision the same step is finite" in told["verdict"]
+
+
+def test_a_loss_of_finite_outputs_is_told_from_the_model(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    original = trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) * torch.nan
+
+    trainer.compute_loss = compute_loss
+    told = ending(trainer, tmp_path)
+    assert told["chain"][0]["cause"] == "loss or labels"
+
+
+def test_the_reference_model_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = dpo_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    trainer.ref_model.model.norm.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+    told = ending(trainer, tmp_path)
+    assert told["chain"][0]["evidence"]["first_nonfinite_names"] == ["ref_model.model.norm"]
+
+
+def test_a_policy_that_cannot_even_generate_is_not_blamed_on_the_rate(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = TRAINERS["GRPOTrainer"](tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    trainer.model.model.norm.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+    told = ending(trainer, tmp_path)
+    assert told["failure"] == "nonfinite_from_the_start"
+    assert told["chain"][-1]["evidence"]["first_nonfinite_names"] == ["model.norm"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"gradient_checkpointing": True}, {"lora": True}], ids=["checkpointing", "lora"]
+)
+def test_the_module_is_named_however_the_model_is_wrapped(
+    tmp_path: Path, tokenizer: Any, arguments: dict[str, Any]
+) -> None:
+    lora = arguments.pop("lora", False)
+    model = tiny_model(tokenizer)
+    if lora:
+        peft = pytest.importorskip("peft")
+        arguments["trainer_kwargs"] = {"peft_config": peft.LoraConfig(target_modules=["q_proj"])}
+    trainer = sft_trainer(tmp_path, tokenizer, model=model, **arguments)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+    with pytest.raises(UnrecoverableTrainingError, match=r"layers\.1\.mlp \(LlamaMLP"):
+        SelfHealingTrainer(trainer, HealingConfig()).train()
