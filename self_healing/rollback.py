@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from . import consensus
 from .checkpoints import CheckpointKeeper, missing_steps_in, newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .failures import FailureType, classify_exception
-from .instrument import Control, Instrument, RandomState, Recording, TrainingFault, Window
+from .instrument import Control, Instrument, RandomState, Recording, TrainingFault, Window, free_memory
 from .journal import Journal
 from .signals import StepSignals
 from .snapshots import Snapshot, SnapshotRing, free_host_memory, size_of
@@ -57,6 +57,20 @@ _OTHERWISE = {
     Target.INITIAL: (Target.INITIAL, Target.OLDER, Target.NEWEST, Target.DISK),
     Target.DISK: (Target.DISK, Target.INITIAL, Target.NEWEST),
 }
+
+
+class _Played(Enum):
+    """How applying steps again went."""
+
+    WELL = auto()
+    # A step does not look as it should: that is where training leads.
+    UNWELL = auto()
+    # A step is not finite, raises, or is another one than it was: it may have been a fault that passes.
+    STRUCK = auto()
+
+
+# How often steps are applied again from the state that was gone back to, where a fault strikes meanwhile.
+_REPLAYS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,8 +455,8 @@ class Rollback:
             snapshot = self.ring.initial if target is Target.INITIAL else next(reversed(self.ring.trusted), None)
             if snapshot is None:
                 return None
-            self._restore(snapshot)
-            if not consensus.any_rank(bool(self._running.nonfinite_tensors()), self._device):
+            in_place = self._restored(snapshot)
+            if not consensus.any_rank(not in_place or bool(self._running.nonfinite_tensors()), self._device):
                 break
             # What is wrong is not in the snapshot (frozen weights), or the snapshot is wrong as well.
             if target is Target.INITIAL:
@@ -460,6 +474,20 @@ class Rollback:
     def _restore(self, snapshot: Snapshot) -> None:
         self.ring.restore(snapshot, self._running.live_state())
         self._running.optimizer_in_training_mode()
+
+    def _restored(self, snapshot: Snapshot) -> bool:
+        """Puts a state in place, at the second attempt if need be; whether it is."""
+        for _ in range(2):
+            try:
+                self._restore(snapshot)
+            except Exception as error:
+                if classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED):
+                    raise
+                logger.warning("The state of step %d could not be put in place.", snapshot.step, exc_info=True)
+                free_memory(self._device)
+            else:
+                return True
+        return False
 
     def _to_disk(self, step: int) -> WentBack | None:
         instrument = self._running
@@ -508,15 +536,18 @@ class Rollback:
         recordings = [each for each in self._tape if each.step in wanted]
         if [each.step for each in recordings] != list(wanted):
             return None
-        well = False
-        try:
-            well = self._play(window, recordings, still_well, finished)
-        finally:
-            if not well:
-                # Also if it was interrupted: half-way is nowhere.
-                self._restore(snapshot)
-                self._recall(snapshot.extras)
-        if not well:
+        for _ in range(_REPLAYS):
+            played = _Played.STRUCK
+            try:
+                played = self._play(window, recordings, still_well, finished)
+            finally:
+                if played is not _Played.WELL:
+                    # Also if it was interrupted: half-way is nowhere.
+                    self._restore(snapshot)
+                    self._recall(snapshot.extras)
+            if played is not _Played.STRUCK:
+                break
+        if played is not _Played.WELL:
             return None
         self._gone_back_to = None
         return len(recordings)
@@ -527,7 +558,7 @@ class Rollback:
         recordings: Sequence[Recording],
         still_well: Callable[[StepSignals], bool],
         finished: bool,
-    ) -> bool:
+    ) -> _Played:
         as_it_was = True
         try:
             for recording in recordings:
@@ -536,19 +567,21 @@ class Rollback:
                 # Until the fault every step has to be the one it was, or more than weights and optimizer make it up (a
                 # callback that writes into the weights, a loss that changes); from there on they were worse.
                 if as_it_was and not same and not _clearly_worse(recording.control.loss, signals.loss):
-                    return False
+                    return _Played.STRUCK
                 as_it_was = as_it_was and same
                 if not signals.finite or not still_well(signals):
-                    return False
+                    return _Played.UNWELL if signals.finite else _Played.STRUCK
             if finished:
-                return True
+                return _Played.WELL
             window.begin_anew()
             window.reexecute()
         except TrainingFault as fault:
             logger.info("The steps since then could not be applied again.", exc_info=fault.error)
-            return False
+            return _Played.STRUCK
         signals = window.signals()
-        return signals.finite and still_well(signals)
+        if not signals.finite:
+            return _Played.STRUCK
+        return _Played.WELL if still_well(signals) else _Played.UNWELL
 
     def can_go_back(self) -> bool:
         """Whether there is a trusted state, in memory or on disk. Collective."""

@@ -219,6 +219,7 @@ class Window:
 
     def _until_it_fits(self, compute: Callable[[], _T]) -> _T:
         """Something that begins with rewinding the step: it can be begun again with more memory, or once more."""
+        repeated = False
         while True:
             try:
                 result = compute()
@@ -228,8 +229,11 @@ class Window:
                 self._instrument.memory_came_through()
                 return result
             # Outside of the handler: what the failed attempt held is gone.
-            if not self._instrument.may_try_again(error):
+            if self._instrument.may_try_again(error):
+                continue
+            if repeated or not self._instrument.may_have_passed(error):
                 raise TrainingFault(error) from error
+            repeated = True
 
     def _reexecute(self, keep: Mapping[int, Sequence[int]] | None) -> None:
         # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.

@@ -412,6 +412,17 @@ class Instrument:
         ran_out = self._memory_ran_out(error)
         return ran_out is not None and self._relieved(ran_out, self._memory.relieve)
 
+    def may_have_passed(self, error: Exception) -> bool:
+        """
+        After an exception in a computation that is to heal another fault: whether to try it once more. Not for memory,
+        about which all has been done that can be, nor on several processes, where the others are waiting.
+        """
+        lasting = (FailureType.OUT_OF_MEMORY, FailureType.DEVICE, FailureType.PROCESS_DIED)
+        if consensus.world_size() > 1 or classify_exception(error) in lasting:
+            return False
+        logger.info("Step %d: computed once more.", self.step, exc_info=error)
+        return True
+
     def _relieved(self, ran_out: OutOfMemory, relieve: Callable[[OutOfMemory, Window | None], bool]) -> bool:
         for section in ("step", "optimizer", "prediction", "generate"):
             # Row by row, a part takes many times as long.
