@@ -38,7 +38,7 @@ from .failures import (
     describe_exception,
     text_of,
 )
-from .instrument import RandomState, ReportingGuard, let_go
+from .instrument import CannotReduce, RandomState, ReportingGuard, let_go, smaller_batch
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loader_workers import end_workers_that_failed
 from .instrument.loading import skipping_any_loader
@@ -66,6 +66,8 @@ logger = logging.getLogger("self_healing")
 
 # How long the interpreter may take to end beside a broken device, in seconds.
 _LAST_WORDS = 60.0
+# Out of memory outside of the model twice within so many steps is no accident.
+_LATELY = 50
 
 
 @dataclass(slots=True)
@@ -513,7 +515,7 @@ class SelfHealingTrainer:
         if failure is FailureType.DEVICE and restarts_on_exit(self.config):
             self._exit_for_restart(session, incident, error)
         point, unmoved = self._resume_from(session, incident, error, failure, resume)
-        remedies = self._remedies(session, failure, step)
+        remedies = self._remedies(session, incident, failure, step)
         if not remedies or consensus.world_size() > 1:
             self._end(session, incident, failure, error, point)
             return None
@@ -550,16 +552,32 @@ class SelfHealingTrainer:
                 logger.warning("The state before the interrupted step could not be saved.", exc_info=error)
         session.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir, path)
 
-    def _remedies(self, session: Session, failure: FailureType, step: int) -> tuple[Action, ...]:
+    def _remedies(self, session: Session, incident: Incident, failure: FailureType, step: int) -> tuple[Action, ...]:
         """What is done before `train()` is entered again; nothing if it is not."""
         if failure is FailureType.OUT_OF_MEMORY and self.config.on_oom == "heal":
             if session.batch_plan is not None:
                 return (Action.REDUCE_BATCH_SIZE,)
-            # Somewhere nothing could be split (a callback, the data): once more, with the memory freed.
-            again, self._memory_ran_out_at = step > self._memory_ran_out_at, step
-            return (Action.FREE_MEMORY,) if again else ()
+            return self._remedies_outside_of_the_model(session, incident, step)
         ladder = FAILURE_RECIPES[failure].ladder
         return tuple(action for action in (Action.WAIT_AND_RESUME, Action.RESUME) if action in ladder)[:1]
+
+    def _remedies_outside_of_the_model(self, session: Session, incident: Incident, step: int) -> tuple[Action, ...]:
+        """
+        Where nothing could be split (a callback, the data): once more with the memory freed; soon again, a smaller
+        batch, which leaves more memory to everything else.
+        """
+        last, self._memory_ran_out_at = self._memory_ran_out_at, step
+        if last < 0 or step - last > _LATELY:
+            return (Action.FREE_MEMORY,)
+        if self.config.oom_reduce_batch and session.instrument is not None:
+            try:
+                session.batch_plan = smaller_batch(self.trainer, session.instrument.objective.name)
+            except CannotReduce as refusal:
+                incident.evidence["not_reduced"] = str(refusal)
+                logger.warning("Step %d: the batch cannot be made smaller: %s.", step, refusal)
+            else:
+                return (Action.REDUCE_BATCH_SIZE,)
+        return (Action.FREE_MEMORY,) if step > last else ()
 
     def _reduce_batch_size(self, session: Session, incident: Incident) -> None:
         callback, plan = self._find_callback(), session.batch_plan

@@ -861,6 +861,17 @@ class TestWhatIsTheUsers:
         assert "switched itself off" not in caplog.text
 
 
+class GreedyAbove(TrainerCallback):
+    """Something outside of the model for which there is no memory beside batches of more than so many rows."""
+
+    def __init__(self, rows: int, event: str) -> None:
+        def greedy(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if args.per_device_train_batch_size > rows:
+                raise out_of_memory(args.per_device_train_batch_size)
+
+        setattr(self, event, greedy)
+
+
 class TestOtherwise:
     def test_on_oom_raise_lets_it_pass(self, tmp_path: Path, tokenizer: Any) -> None:
         with pytest.raises(torch.OutOfMemoryError):
@@ -907,6 +918,61 @@ class TestOtherwise:
         trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[Greedy()])
         SelfHealingTrainer(trainer).train()
         assert_same_weights(weights(trainer), weights(plain))
+
+    @pytest.mark.parametrize("auto_find", [True, pytest.param(False, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("build", [sft_trainer, plain_trainer])
+    @pytest.mark.parametrize("fitting", [2, pytest.param(1, marks=pytest.mark.slow)])
+    def test_what_runs_out_elsewhere_again_and_again_gets_a_smaller_batch(
+        self, tmp_path: Path, tokenizer: Any, build: Callable[..., Any], auto_find: bool, fitting: int
+    ) -> None:
+        plain = build(tmp_path / "plain", tokenizer, dropout=0.0)
+        plain.train()
+        trainer = build(
+            tmp_path / "healed",
+            tokenizer,
+            dropout=0.0,
+            auto_find_batch_size=auto_find,
+            callbacks=[GreedyAbove(fitting, "on_step_end")],
+        )
+        SelfHealingTrainer(trainer).train()
+        assert trainer.args.per_device_train_batch_size == fitting
+        assert trainer.args.gradient_accumulation_steps * fitting == 4 * plain.args.gradient_accumulation_steps
+        assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
+        for name, value in weights(plain).items():
+            torch.testing.assert_close(weights(trainer)[name], value, rtol=0, atol=1e-5, msg=name)
+        outcomes = journal(tmp_path / "healed", "outcome")
+        assert [outcome["steps_lost"] for outcome in outcomes] == [0] * len(outcomes)
+        assert "reduce_batch_size" in [event["action"] for event in journal(tmp_path / "healed", "action")]
+
+    @pytest.mark.parametrize("event", ["on_step_begin", "on_log"])
+    @pytest.mark.slow
+    def test_in_whatever_callback_it_runs_out(self, tmp_path: Path, tokenizer: Any, event: str) -> None:
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[GreedyAbove(2, event)])
+        SelfHealingTrainer(trainer).train()
+        assert trainer.args.per_device_train_batch_size == 2
+        assert trainer.state.global_step == 6
+
+    def test_a_collator_that_runs_out_of_memory_gets_smaller_batches(self, tmp_path: Path, tokenizer: Any) -> None:
+        trainer = sft_trainer(tmp_path, tokenizer)
+        collate = trainer.data_collator
+
+        def greedy(rows: list[Any]) -> Any:
+            if len(rows) > 2:
+                raise MemoryError
+            return collate(rows)
+
+        trainer.data_collator = greedy
+        SelfHealingTrainer(trainer).train()
+        assert trainer.args.per_device_train_batch_size == 2
+        assert trainer.state.global_step == 6
+
+    def test_a_batch_that_cannot_be_smaller_says_why(
+        self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        trainer = grpo_trainer(tmp_path, tokenizer, callbacks=[GreedyAbove(0, "on_step_begin")])
+        with pytest.raises(torch.OutOfMemoryError):
+            SelfHealingTrainer(trainer).train()
+        assert "the batch cannot be made smaller: generations are made for batches of the size there is" in caplog.text
 
     def test_a_dataset_of_rows_of_very_different_length(self, tmp_path: Path, tokenizer: Any) -> None:
         """Long rows fail, short ones do not: only the long ones are split."""
