@@ -190,7 +190,8 @@ class HealingActions:
         window, diagnosis, trainer = _window(context), context.diagnosis, _instrument(context).trainer
         if diagnosis is None:
             raise ValueError("quarantine_rows needs the diagnosis that names the rows")
-        rows = quarantined_rows(window, diagnosis.poison, trainer.processing_class)
+        keep_text = self.config.quarantine_text
+        rows = quarantined_rows(window, diagnosis.poison, trainer.processing_class, keep_text)
         self.session.quarantine.add(rows, window.step, window.epoch, context.incident.id)
         context.incident.evidence["rows"] = [
             {"dataset_index": row.dataset_index, "content_hash": row.content_hash, "prompt": row.prompt}

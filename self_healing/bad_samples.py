@@ -72,7 +72,9 @@ class SampleHealer:
         fingerprint = dataset_fingerprint(loading.dataset)
         names_only = self.config.on_bad_sample == "raise"
         if names_only:
-            findings = Findings(session.quarantine.path, session.run_id, fingerprint, {})
+            findings = Findings(
+                session.quarantine.path, session.run_id, fingerprint, {}, keep_text=self.config.quarantine_text
+            )
         else:
             findings = session.quarantine.watch(session.run_id, fingerprint, args.process_index)
             findings.take()

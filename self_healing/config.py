@@ -278,6 +278,9 @@ class HealingConfig:
             of the training arguments, where checkpoints and the record of the run always are.
         save_offending_batch (`bool`, *optional*, defaults to `True`):
             Whether to keep the batch of a step that computing it again did not heal, so that it can be replayed.
+        quarantine_text (`bool`, *optional*, defaults to `True`):
+            Whether what is written about rows and samples holds their text. If `False`, only where they are in the
+            data and a hash: in `quarantine.jsonl`, the journal, the log and the postmortem; no batch is kept either.
         upload_healing_files (`bool`, *optional*, defaults to `False`):
             Whether what is uploaded to the Hub holds the files of this library: journal, quarantine, kept batches and
             checkpoints.
@@ -698,6 +701,13 @@ class HealingConfig:
         default=True,
         metadata={
             "help": "Keep the batch of a step that computing it again did not heal, so that it can be replayed."
+        },
+    )
+    quarantine_text: Annotated[bool, Setting("journal")] = field(
+        default=True,
+        metadata={
+            "help": "Write down the text of quarantined rows and samples. If not, only their place and a hash, and no "
+            "batch is kept."
         },
     )
     upload_healing_files: Annotated[bool, Setting("journal")] = field(

@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,8 @@ class BadSample:
             The index of the sample in its place; in a stream it is the one that comes next.
         worker (`int`, *optional*):
             The data loader worker that found it; `None` for the training process.
+        text_hash (`str`, *optional*):
+            What tells it apart where neither its text nor that of the exception is kept.
     """
 
     problem: str
@@ -101,6 +103,7 @@ class BadSample:
     attempts: int = 2
     replaced_by: int | None = None
     worker: int | None = None
+    text_hash: str | None = None
 
     @property
     def name(self) -> SampleName:
@@ -109,14 +112,22 @@ class BadSample:
             return self.dataset_index
         if self.stream_ordinal is None:
             # Unknown where it is: told apart from others by what it looks like.
-            return f"?:{content_name(self.preview, self.error)}"
+            return f"?:{self.text_hash or content_name(self.preview, self.error)}"
         stage = "" if self.stage is None else f"@{self.stage}"
         return f"{self.shard}:{self.stream_ordinal}{stage}"
 
     @property
     def why(self) -> str:
         """What is wrong with it, in a line."""
-        return f"{self.error_type}: {self.error}" if self.error_type else self.error
+        return ": ".join(part for part in (self.error_type, self.error) if part)
+
+    def without_text(self) -> BadSample:
+        """The same without its text, and without that of what was raised, which may quote it."""
+        if self.text_hash is not None:
+            return self
+        # Without a type, the text is our own.
+        error = "" if self.error_type else self.error
+        return replace(self, preview=None, error=error, text_hash=content_name(self.preview, self.error))
 
     def __str__(self) -> str:
         return f"{describe_name(self.name)} ({self.why[:PREVIEW_LENGTH]})"
@@ -186,9 +197,20 @@ class Findings:
             What is not to be used, by name, and why. Shared with whoever keeps it.
         rank (`int`, *optional*, defaults to 0):
             This process.
+        keep_text (`bool`, *optional*, defaults to `True`):
+            Whether the text of samples may be written down.
     """
 
-    def __init__(self, path: Path, run: str, fingerprint: str, blocked: dict[SampleName, str], rank: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run: str,
+        fingerprint: str,
+        blocked: dict[SampleName, str],
+        rank: int = 0,
+        keep_text: bool = True,
+    ) -> None:
+        self._keep_text = keep_text
         self.path = str(path)
         self.run = run
         self.fingerprint = fingerprint
@@ -209,8 +231,13 @@ class Findings:
         """Where the processes tell each other of what they find, if it cannot be `quarantine.jsonl`."""
         self.path, self._read = str(path), 0
 
+    def as_written(self, sample: BadSample) -> BadSample:
+        """A sample with what may be said about it."""
+        return sample if self._keep_text else sample.without_text()
+
     def add(self, sample: BadSample) -> None:
         """Takes in a sample, and writes it down for the other processes. A file that cannot be written is reported."""
+        sample = self.as_written(sample)
         if sample.name in self.blocked:
             return
         self.blocked[sample.name] = sample.why
@@ -234,7 +261,7 @@ class Findings:
 
     def loaded_after_all(self, what: str, error: BaseException) -> None:
         """A second attempt has succeeded."""
-        raised = describe_exception(error)
+        raised = describe_exception(error) if self._keep_text else type(error).__name__
         self.retried.append(f"{what} ({raised})")
         logger.warning("%s raised %s; the second attempt succeeded.", what, raised)
 
@@ -313,10 +340,13 @@ class Quarantine:
     Args:
         directory (`Path`):
             The run directory.
+        keep_text (`bool`, *optional*, defaults to `True`):
+            Whether the text of rows and samples may be written down.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, keep_text: bool = True) -> None:
         self.path = directory / QUARANTINE_FILE
+        self._keep_text = keep_text
         self.seen: set[str] = set()
         # By the fingerprint of the data set.
         self.blocked: dict[str, dict[SampleName, str]] = {}
@@ -335,7 +365,7 @@ class Quarantine:
                 This process.
         """
         blocked = self.blocked.setdefault(fingerprint, {})
-        self.findings = Findings(self.path, run, fingerprint, blocked, rank)
+        self.findings = Findings(self.path, run, fingerprint, blocked, rank, self._keep_text)
         self.findings.learn()
         return self.findings
 

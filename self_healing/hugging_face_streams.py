@@ -409,15 +409,14 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
                 raise LetPass(failure)
             for key, example in culprits:
                 where = place(f"{key}@{stage}")
-                bad.append(
-                    BadSample(
-                        "loading",
-                        **what_was_raised(failure),
-                        **where,
-                        preview=preview_of(example),
-                        worker=worker_id(),
-                    )
+                raised = BadSample(
+                    "loading",
+                    **what_was_raised(failure),
+                    **where,
+                    preview=preview_of(example),
+                    worker=worker_id(),
                 )
+                bad.append(guard.findings.as_written(raised))
                 guard.findings.add(bad[-1])
             if len(bad) > SUBSTITUTES:
                 last = "; ".join(str(each) for each in bad[-3:])

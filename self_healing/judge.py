@@ -126,8 +126,8 @@ class StepJudge:
         if diagnosis.everywhere and not self._instrument.weights_moved:
             self._stop_at_the_start(context, began)
         decision = session.policy.decide(diagnosis, acts=self._acts)
-        if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT and self.config.save_offending_batch:
-            incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
+        if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT:
+            self._keep_batch(window, incident)
         context.verdict = decision.verdict
         self.actions.apply(decision.actions, context, self._args)
         incident.seconds_lost = time.perf_counter() - began
@@ -450,8 +450,8 @@ class StepJudge:
         cause = "transient" if transient else "the same again" if again.finite else "not finite when computed again"
         evidence = {"again": {"loss": again.loss, "grad_norm": again.grad_norm}}
         session.journal.diagnosed(incident, failure, cause, evidence)
-        if not transient and self.config.save_offending_batch:
-            incident.evidence["batch_file"] = save_offending_batch(window, session.directory, incident)
+        if not transient:
+            self._keep_batch(window, incident)
         if not transient and again.finite and self._weights_spike(incident, window, symptom, again):
             self._climb(HealingContext(incident, self._instrument, window), FailureType.DIVERGENCE)
             self._after_rollback(incident, began, window)
@@ -497,6 +497,11 @@ class StepJudge:
     def _take_in(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         self.session.healthy_step(window, signals)
         self._observe(window, signals, clipped_to)
+
+    def _keep_batch(self, window: Window, incident: Incident) -> None:
+        # A batch is text in another alphabet.
+        if self.config.save_offending_batch and self.config.quarantine_text:
+            incident.evidence["batch_file"] = save_offending_batch(window, self.session.directory, incident)
 
     def _observe(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Shows the detectors a step that will be applied, and clips its gradient."""

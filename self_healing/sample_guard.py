@@ -466,7 +466,8 @@ class GuardedDataset(PassesThrough):
         where = self.describe(index) | {"attempts": attempts}
         if loaded.error is not None:
             preview = self._preview(index)
-            bad.append(BadSample("loading", preview=preview, **what_was_raised(loaded.error), **where))
+            raised = BadSample("loading", preview=preview, **what_was_raised(loaded.error), **where)
+            bad.append(guard.findings.as_written(raised))
             return None, loaded.error
         sample = loaded.value[0]
         if is_empty(sample):
@@ -689,7 +690,8 @@ class GuardedCollator(PassesThrough):
         return found
 
     def _bad(self, name: SampleName, sample: Any, error: BaseException) -> BadSample:
-        return BadSample("collation", preview=preview_of(sample), **what_was_raised(error), **self._where(name, 2))
+        bad = BadSample("collation", preview=preview_of(sample), **what_was_raised(error), **self._where(name, 2))
+        return self.guard.findings.as_written(bad)
 
     def _where(self, name: SampleName, attempts: int) -> dict[str, Any]:
         return self.supply.describe(name) | {"attempts": attempts}

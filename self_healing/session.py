@@ -74,7 +74,7 @@ class Session:
         self.sleep = self.heartbeat.pausing(sleep or self._sleep_until_preempted)
         self.run_id = run_id or new_run_id()
         self.journal = Journal(directory, config, self.run_id, rank)
-        self.quarantine = Quarantine(directory)
+        self.quarantine = Quarantine(directory, config.quarantine_text)
         self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
         self.panel: DetectorPanel | None = None
         self.rules: MetricRules | None = None
@@ -534,8 +534,10 @@ def new_run_id() -> str:
     return str(consensus.from_first_rank(f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"))
 
 
-def quarantined_rows(window: Window, poison: Mapping[int, list[int]], tokenizer: Any) -> list[QuarantinedRow]:
-    """Everything that is known about the rows to be dropped."""
+def quarantined_rows(
+    window: Window, poison: Mapping[int, list[int]], tokenizer: Any, keep_text: bool = True
+) -> list[QuarantinedRow]:
+    """Everything that is known about the rows to be dropped; without their text, if that is not to be kept."""
     rows = []
     for index, bad in poison.items():
         layout, batch = window.layout(index), window.prepared[index]
@@ -544,8 +546,9 @@ def quarantined_rows(window: Window, poison: Mapping[int, list[int]], tokenizer:
             continue
         for row in bad:
             source = sources[row] if row < len(sources) else RowSource()
-            prompt_keys = ("prompt_ids", "prompt_input_ids") if window.objective.online else ()
-            text = row_text(batch, layout, row, tokenizer, ("input_ids", "completion_ids", "prompt_ids"))
+            prompt_keys = ("prompt_ids", "prompt_input_ids") if window.objective.online and keep_text else ()
+            text_keys = ("input_ids", "completion_ids", "prompt_ids") if keep_text else ()
+            text = row_text(batch, layout, row, tokenizer, text_keys) if text_keys else None
             rows.append(
                 QuarantinedRow(
                     dataset_index=source.dataset_index,

@@ -110,7 +110,8 @@ class Reading:
         self._guard.passes(error)
         failed: list[BadSample] = []
         while True:
-            failed.append(BadSample("loading", **what_was_raised(error), **self._where(self.ordinal + len(failed))))
+            raised = BadSample("loading", **what_was_raised(error), **self._where(self.ordinal + len(failed)))
+            failed.append(self._guard.findings.as_written(raised))
             if len(failed) > SUBSTITUTES:
                 raise LetPass(_cannot_be_passed(failed, error))
             assert self.source is not None
@@ -162,7 +163,8 @@ class Reading:
         except StopIteration:
             raise
         except _CannotBeReopened:
-            failed = BadSample("loading", **what_was_raised(error), **self._where(self.ordinal))
+            raised = BadSample("loading", **what_was_raised(error), **self._where(self.ordinal))
+            failed = self._guard.findings.as_written(raised)
             failure = _cannot_be_passed([failed], error)
         except Exception as again:
             failure = again

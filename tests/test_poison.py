@@ -285,8 +285,9 @@ def test_preference_rows_are_named_by_position(tmp_path: Path, tokenizer: Any, b
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
 
-def test_grpo_names_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(max_quarantined_fraction=1.0)
+@pytest.mark.parametrize("text", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["text", "no text"])
+def test_grpo_names_the_prompt(tmp_path: Path, tokenizer: Any, text: bool) -> None:
+    config = HealingConfig(max_quarantined_fraction=1.0, quarantine_text=text)
     trainer = grpo_trainer(tmp_path, tokenizer, max_steps=3, callbacks=[SelfHealingCallback(config)])
     spoiled: list[str] = []
 
@@ -318,7 +319,7 @@ def test_grpo_names_the_prompt(tmp_path: Path, tokenizer: Any) -> None:
     assert spoiled
     rows = quarantined(tmp_path)
     assert rows
-    prompts = {" ".join(text.split()[:3]) for text in TEXTS}
+    prompts = {" ".join(each.split()[:3]) for each in TEXTS} if text else {None}
     assert all(row["prompt"] in prompts for row in rows)
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
