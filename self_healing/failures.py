@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import re
 import socket
 import ssl
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from . import consensus
+
+
+logger = logging.getLogger(__name__)
 
 
 class FailureType(StrEnum):
@@ -542,6 +546,14 @@ def text_of(error: BaseException) -> str:
 def describe_exception(error: BaseException) -> str:
     """Type and text of an exception."""
     return f"{type(error).__name__}: {text_of(error)}"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a line to the traceback of an exception; one that cannot take it stays as it is."""
+    try:
+        error.add_note(note)
+    except Exception:
+        logger.warning("%s (%s takes no note.)", note, type(error).__name__)
 
 
 def attribute_of(holder: Any, name: str) -> Any:

@@ -118,6 +118,27 @@ class Incident:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Directions:
+    """
+    Where to read what ended a run, and how to go on.
+
+    Args:
+        postmortem (`str`, *optional*):
+            Its path; `None` if it could not be written.
+        resume_with (`str`, *optional*):
+            The line that resumes; `None` if there is no checkpoint.
+    """
+
+    postmortem: str | None
+    resume_with: str | None
+
+    def __str__(self) -> str:
+        told = self.postmortem or "could not be written; the log above says why"
+        go_on = self.resume_with or "not possible: there is no checkpoint of this run, it has to start again"
+        return f"self_healing: the postmortem: {told}\nself_healing: to go on: {go_on}"
+
+
 class Journal:
     """
     Writes events to `healing_events.jsonl` and tells log, trackio and callbacks.
@@ -150,6 +171,8 @@ class Journal:
         self.attempt = 0
         self.incidents: list[Incident] = []
         self.notify = notify
+        # Those of the last postmortem.
+        self.directions: Directions | None = None
         # What is told to whoever keeps the run's record, and what of it belongs into a postmortem.
         self.changed: Callable[[], None] | None = None
         self.attempts: Callable[[], list[dict[str, Any]]] = list
@@ -371,6 +394,7 @@ class Journal:
         path = self.directory / self._postmortem_file
         recipe = FAILURE_RECIPES[failure]
         resume = checkpoint or older_checkpoint
+        resume_with = None if resume is None else f"trainer.train(resume_from_checkpoint={resume!r})"
         content = {
             "schema": SCHEMA_VERSION,
             "time": time.time(),
@@ -390,7 +414,7 @@ class Journal:
             },
             "other_ranks": list(other_ranks),
             "emergency_checkpoint": checkpoint,
-            "resume_with": None if resume is None else f"trainer.train(resume_from_checkpoint={resume!r})",
+            "resume_with": resume_with,
             "attempts": self.attempts(),
             "chain": [incident.to_dict() for incident in self.incidents],
             "initiating_incident": self.incidents[0].id if self.incidents else None,
@@ -414,7 +438,9 @@ class Journal:
         self._contained(str(path), write)
         self.event("postmortem", step, verdict=verdict, failure=failure.value, path=str(path))
         self.alert("self_healing: run ended", verdict, "error")
-        return str(path) if str(path) not in self._broken_sinks else None
+        written = str(path) if str(path) not in self._broken_sinks else None
+        self.directions = Directions(written, resume_with)
+        return written
 
 
 # What is still going on when it is told: the reader may want to do something about it.

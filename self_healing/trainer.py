@@ -34,6 +34,7 @@ from .failures import (
     Action,
     FailureType,
     UnrecoverableTrainingError,
+    add_note,
     classify_exception,
     describe_exception,
     text_of,
@@ -202,6 +203,7 @@ class SelfHealingTrainer:
                 session.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
         except BaseException as error:
             self._note_end(session, error)
+            self._give_directions(session, error)
             raise
         else:
             session.end_attempt(Ending.FINISHED)
@@ -428,6 +430,12 @@ class SelfHealingTrainer:
         except Exception:
             logger.exception("How the run ended could not be written down; what ended it is raised unchanged.")
 
+    def _give_directions(self, session: Session, error: BaseException) -> None:
+        """Adds to the exception where to read on, and how to go on: its traceback is what is looked at first."""
+        directions = session.journal.directions
+        if directions is not None:
+            add_note(error, str(directions))
+
     def _write_down_the_end(self, session: Session, error: BaseException) -> None:
         why = describe_exception(error)
         if session.ended:
@@ -440,6 +448,8 @@ class SelfHealingTrainer:
             session.end_attempt(Ending.INTERRUPTED, why)
         else:
             gave_up = isinstance(error, UnrecoverableTrainingError)
+            if not gave_up and session.journal.directions is None:
+                self._write_postmortem(session, classify_exception(error), error, why)
             session.end_attempt(Ending.GAVE_UP if gave_up else Ending.FAILED, why)
 
     def _at_the_end(self) -> bool:
@@ -459,6 +469,7 @@ class SelfHealingTrainer:
 
     def _enter_until_done(self, session: Session, resume: Any, kwargs: dict[str, Any]) -> TrainOutput:
         entry_rng = RandomState.capture(self.trainer.accelerator.device)
+        cause: BaseException | None = None
         while True:
             try:
                 skipping = skipping_any_loader(self.trainer) if resume else contextlib.nullcontext()
@@ -469,10 +480,15 @@ class SelfHealingTrainer:
                 raise
             except BaseException as error:
                 # A panic of a library in Rust, or a cancelled coroutine, is no `Exception`, and an error all the same.
-                recovery = self._recover(session, error, resume)
-                if recovery is None:
+                if cause is None or self._trains_again(session):
+                    cause = error
+                recovery = self._recover(session, error, resume, cause)
+                if recovery is None and cause is error:
                     raise
                 let_go(error)
+            if recovery is None:
+                # Outside the handler, which would put another exception in the place of what it came from.
+                raise cause
             # Outside the handler: the exception and with it the failed step's activations are gone.
             self._let_go(session)
             began = time.perf_counter()
@@ -490,19 +506,43 @@ class SelfHealingTrainer:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
 
-    def _recover(self, session: Session, error: BaseException, resume: Any) -> _Recovery | None:
-        """What to do about an exception that left `train()`; `None` if it cannot be healed."""
+    def _trains_again(self, session: Session) -> bool:
+        """Whether this entry has come as far as the data, so that what it is left by is a failure of its own."""
+        return session.broken or (session.instrument is not None and session.instrument.reentry.has_fetched)
+
+    def _recover(self, session: Session, error: BaseException, resume: Any, cause: BaseException) -> _Recovery | None:
+        """
+        Decides what to do about an exception that left `train()`.
+
+        Args:
+            session ([`Session`]):
+                Of this run.
+            error (`BaseException`):
+                The exception.
+            resume (`Any`):
+                What the entry it left had resumed from.
+            cause (`BaseException`):
+                The same, or where `train()` could not be entered again, what it had been left by before.
+
+        Returns:
+            How it is healed; `None` if it cannot be, and `cause` ends the run.
+        """
         try:
             if classify_exception(error) is FailureType.PROCESS_DIED:
                 end_workers_that_failed(error)
-            return self._plan_recovery(session, error, resume)
+            recovery = self._plan_recovery(session, error, resume, cause)
         except UnrecoverableTrainingError:
             raise
         except Exception:
             logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
-            return None
+            recovery = None
+        if recovery is None and cause is not error:
+            add_note(cause, f"self_healing: {_entered_in_vain(error)}.")
+        return recovery
 
-    def _plan_recovery(self, session: Session, error: BaseException, resume: Any) -> _Recovery | None:
+    def _plan_recovery(
+        self, session: Session, error: BaseException, resume: Any, cause: BaseException
+    ) -> _Recovery | None:
         began = time.perf_counter()
         failure = classify_exception(error)
         step = int(self.trainer.state.global_step)
@@ -517,7 +557,11 @@ class SelfHealingTrainer:
         point, unmoved = self._resume_from(session, incident, error, failure, resume)
         remedies = self._remedies(session, incident, failure, step)
         if not remedies or consensus.world_size() > 1:
-            self._end(session, incident, failure, error, point)
+            if cause is error:
+                self._end(session, incident, failure, error, point)
+            else:
+                verdict = f"{describe_exception(cause)}; {_entered_in_vain(error)}"
+                self._end(session, incident, classify_exception(cause), cause, point, verdict)
             return None
         why = ""
         if point is None and not unmoved:
@@ -624,7 +668,13 @@ class SelfHealingTrainer:
             session.instrument = None
 
     def _end(
-        self, session: Session, incident: Incident, failure: FailureType, error: BaseException, point: Any
+        self,
+        session: Session,
+        incident: Incident,
+        failure: FailureType,
+        error: BaseException,
+        point: Any,
+        verdict: str | None = None,
     ) -> str:
         """Writes down that an exception ends the run, and gives what to do about it."""
         session.journal.acted(incident, Action.STOP.value)
@@ -640,7 +690,8 @@ class SelfHealingTrainer:
             # What this entry began with need not be the newest.
             older = newest_checkpoint_of(session.run_id, output_dir) or path
         advice = f"{FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
-        self._write_postmortem(session, failure, error, describe_exception(error), emergency, advice, older)
+        verdict = verdict or describe_exception(error)
+        self._write_postmortem(session, failure, error, verdict, emergency, advice, older)
         session.journal.dealt_with(incident)
         return advice
 
@@ -725,3 +776,7 @@ class SelfHealingTrainer:
         return HealingReport.from_incidents(
             session.journal.incidents, str(session.journal.path), session.rate_in_force()
         )
+
+
+def _entered_in_vain(error: BaseException) -> str:
+    return f"train() was entered again and failed before the first batch: {describe_exception(error)}"

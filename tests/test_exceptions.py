@@ -513,6 +513,78 @@ def test_an_interruption_passes_through_after_a_postmortem(
     assert "training_step" not in vars(trainer)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError,
+        pytest.param(TypeError, marks=pytest.mark.slow),
+        KeyboardInterrupt,
+        pytest.param(lost_connection, id="budget spent"),
+        pytest.param(Unspeakable, marks=pytest.mark.slow),
+        pytest.param(PanicException, marks=pytest.mark.slow),
+    ],
+)
+def test_what_leaves_the_wrapper_says_how_to_go_on(tmp_path: Path, tokenizer: Any, error: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, save_strategy="steps", save_steps=2)
+    RaisingForward(trainer.model, lambda forward: forward >= 7, error)
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        SelfHealingTrainer(trainer, HealingConfig(max_recovery_attempts=1), sleep=lambda _: None).train()
+    (note,) = caught.value.__notes__
+    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
+    assert str(tmp_path / "postmortem.json") in note
+    assert postmortem["resume_with"] in note
+    resumed = sft_trainer(tmp_path, tokenizer)
+    eval(postmortem["resume_with"], {"trainer": resumed})
+    assert resumed.state.global_step == 6
+
+
+def test_without_a_checkpoint_it_says_that_the_run_has_to_start_again(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer)
+    RaisingForward(trainer.model, lambda forward: forward == 3, raise_value_error)
+    with pytest.raises(ValueError, match="a bug") as caught:
+        SelfHealingTrainer(trainer, HealingConfig(emergency_checkpoint=False)).train()
+    assert "has to start again" in caught.value.__notes__[0]
+
+
+class KeyErrorIn(TrainerCallback):
+    """Raises a `KeyError` in one event, once the run was interrupted."""
+
+    def __init__(self, event: str, interrupted: Callable[[], bool]) -> None:
+        def handler(*_: Any, **__: Any) -> None:
+            if interrupted():
+                raise KeyError("text")
+
+        setattr(self, event, handler)
+
+
+@pytest.mark.parametrize(
+    ("event", "raised"),
+    [("on_train_begin", ConnectionError), ("on_epoch_begin", ConnectionError), ("on_step_begin", KeyError)],
+)
+def test_where_training_cannot_be_entered_again_the_first_exception_is_raised(
+    tmp_path: Path, tokenizer: Any, event: str, raised: type[Exception]
+) -> None:
+    errors: list[Exception] = []
+
+    def lost() -> Exception:
+        errors.append(lost_connection())
+        return errors[0]
+
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[KeyErrorIn(event, lambda: bool(errors))])
+    RaisingForward(trainer.model, lambda forward: forward == 6, lost)
+    with pytest.raises(raised) as caught:
+        SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    postmortem = json.loads((tmp_path / "postmortem.json").read_text())
+    assert postmortem["error"]["type"].endswith(raised.__name__)
+    assert "KeyError" in postmortem["verdict"]
+    assert postmortem["emergency_checkpoint"] is not None
+    if raised is ConnectionError:
+        assert caught.value is errors[0]
+        assert caught.value.__context__ is None
+        assert "entered again and failed before the first batch: KeyError: 'text'" in caught.value.__notes__[0]
+        assert postmortem["resume_with"] in caught.value.__notes__[1]
+
+
 def test_an_exception_out_of_the_optimizer_falls_back_on_the_newest_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
     arguments = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}
     clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)

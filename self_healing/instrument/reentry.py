@@ -107,6 +107,7 @@ class Reentry:
         self._epoch_end_done = False
         self._schedule_before: Any = None
         self._learning_rate: float | None = None
+        self.has_fetched = False
 
     # ---- what the Trainer is doing ----
 
@@ -134,6 +135,7 @@ class Reentry:
     def fetched(self, window: Window | None) -> None:
         """The batches of a step are there; a resume in mid-epoch loads its random state at this point."""
         self.phase = Phase.COMPUTING
+        self.has_fetched = True
         self._window = window
         self._after_fetch_rng = self._rng_now()
 
