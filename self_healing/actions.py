@@ -270,6 +270,8 @@ class HealingActions:
         window.accept()
         session.missing.applied_again(replayed + 1)
         session.ladder.healed(context.incident.failure)
+        if context.incident.failure is FailureType.CORRUPTED_STATE:
+            context.went_back = session.rollback.reinstate(context.went_back)
         context.incident.steps_lost = 0
         context.incident.figures.append(f"{replayed} steps since then applied again")
         session.nothing_lost_since(context.went_back.step)

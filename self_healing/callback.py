@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from .actions import HealingActions
 from .bad_samples import SampleHealer
 from .checkpoints import (
     OWES_EVALUATION,
+    PINNED_DIR,
+    Standing,
     find_trusted_checkpoint,
     healing_state_of,
     loosen,
@@ -29,6 +32,8 @@ from .detectors.rules import MetricRule, load_rules
 from .disk import SaveHealer
 from .failures import FailureType, UnrecoverableTrainingError
 from .instrument import (
+    BestChoice,
+    BestModel,
     CheckpointSaving,
     Instrument,
     ReportingGuard,
@@ -168,6 +173,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             hold=session.watch,
             rate_scale=session.learning_rate.scale,
             before_step=session.rollback.join,
+            vouch=judge.vouch_for_state,
             before_save=session.rollback.about_to_save,
             memory=memory,
             broken=self._give_up_quietly,
@@ -195,14 +201,15 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
         session.entries += 1
         session.journal.attempt = session.entries_before + session.entries
-        if session.entries == 1:
-            self._refuse_nonfinite_weights(instrument, resumed_from)
+        finite = session.entries > 1 or self._refuse_nonfinite_weights(instrument, resumed_from)
         instrument.attach()
         memory.attach()
         SampleHealer(self.config, session, self.actions).attach()
         if self.config.on_save_failure == "continue":
             session.saves = session.saves or SaveHealer(self.config, session)
             instrument.saving = CheckpointSaving(trainer, session.saves, instrument.contained)
+        places = [Path(args.output_dir), Path(args.output_dir, PINNED_DIR)]
+        instrument.best_model = BestModel(trainer, places, partial(self._tell_of_best_model, session))
         ServiceGuard(instrument, ServiceCalls(self.config, session)).attach()
         if session.reporting is None:
             self._guard_reporting(trainer, session, instrument)
@@ -231,7 +238,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             **session.rate_in_force(),
         )
         self._warn_about_the_rate(instrument, resumed_from)
-        session.rollback.begin(instrument, cold=not session.warm, resumed_from=resumed_from)
+        session.rollback.begin(instrument, not session.warm, resumed_from, finite)
         if not instrument.can_reexecute:
             logger.warning(
                 "self_healing: %s runs the backward pass itself; steps are watched, but not healed.",
@@ -284,11 +291,16 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 resumed_from,
             )
 
-    def _refuse_nonfinite_weights(self, instrument: Instrument, resumed_from: str | None) -> None:
-        """There is nothing to be gained by training on weights that are not finite: no step can heal them."""
+    def _refuse_nonfinite_weights(self, instrument: Instrument, resumed_from: str | None) -> bool:
+        """
+        There is nothing to be gained by training on weights that are not finite: no step can heal them.
+
+        Returns:
+            Whether they are finite, where training goes on all the same.
+        """
         found = instrument.nonfinite_tensors()
         if not consensus.any_rank(bool(found), instrument.trainer.accelerator.device) or self.session is None:
-            return
+            return True
         step, names = instrument.step, ", ".join(found[:5]) or "on another rank"
         origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"
         incident = self.session.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
@@ -297,7 +309,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if self.config.on_nonfinite == "warn":
             logger.warning("%s Training goes on all the same, because on_nonfinite='warn'.", text)
             self.session.journal.closed(incident, "reported")
-            return
+            return False
         trusted = find_trusted_checkpoint(str(instrument.trainer.args.output_dir))
         self.session.journal.closed(incident, "fatal")
         advice = (
@@ -351,6 +363,24 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.healthy_inputs = None
         if session.leaving and session.record is None and state.global_step < state.max_steps:
             session.leave(int(state.global_step), str(args.output_dir))
+
+    def _tell_of_best_model(self, session: Session, best: str, choice: BestChoice) -> None:
+        """The best checkpoint could not be loaded: what the model holds in its place."""
+        step = 0 if session.instrument is None else session.instrument.step
+        session.journal.event(
+            "best_model_passed_over", step, path=best, reason=choice.refused, instead=choice.path, metric=choice.metric
+        )
+        instead = "they are those of the last step"
+        if choice.path is not None:
+            instead = f"they are those of the next best, {choice.path} ({choice.metric:.4g})"
+        logger.error(
+            "Step %d: the best checkpoint, %s, is not loaded, because its weights are no good: %s. The weights at the "
+            "end of this run are not the best: %s. Nothing of the run is lost; evaluate them before you use them.",
+            step,
+            best,
+            choice.refused,
+            instead,
+        )
 
     def _sum_up(self, session: Session, steps: int) -> None:
         """What one should know before one trusts, or resumes, a run that has come to its end."""
@@ -448,7 +478,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 exported = session.instrument.ledger.export()
                 exported[OWES_EVALUATION] = session.instrument.owes_evaluation
                 save_generated(session.instrument.trainer, checkpoint)
-                write_marker(checkpoint, session.run_id, state.global_step, exported, emergency=False)
+                finite = session.rollback.finite_at(int(state.global_step))
+                standing: Standing = "suspect" if finite is False else "unverified"
+                write_marker(checkpoint, session.run_id, state.global_step, exported, False, standing, finite)
                 session.rollback.checkpoint_saved(checkpoint, int(state.global_step))
         except Exception:
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ def write_marker(
     bookkeeping: dict[str, Any],
     emergency: bool,
     standing: Standing = "unverified",
+    finite: bool | None = None,
 ) -> None:
     """
     Marks a checkpoint as complete, after everything else in it was written; the marker appears whole or not at all.
@@ -65,6 +66,9 @@ def write_marker(
             Whether it was written because of an exception.
         standing (`str`, *optional*, defaults to `"unverified"`):
             `"verified"` once enough healthy steps came after it, `"suspect"` if it was written while the run was bad.
+        finite (`bool`, *optional*):
+            Whether every weight, buffer and optimizer state was finite when it was written; `None` if that was not
+            looked at, and then it never becomes verified.
     """
     content = {
         "schema": MARKER_SCHEMA,
@@ -73,6 +77,7 @@ def write_marker(
         "step": step,
         "emergency": emergency,
         "standing": standing,
+        "finite": finite,
         "files": {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files(checkpoint)},
         "bookkeeping": bookkeeping,
     }
@@ -298,7 +303,7 @@ def save_emergency_checkpoint(instrument: Instrument, run: str) -> ResumePoint |
     try:
         instrument.reentry.save_checkpoint()
         save_generated(instrument.trainer, Path(path))
-        write_marker(Path(path), run, step, exported | {OWES_EVALUATION: pending.evaluate}, emergency=True)
+        write_marker(Path(path), run, step, exported | {OWES_EVALUATION: pending.evaluate}, True, finite=True)
     except Exception:
         # Half a checkpoint is worse than none: somebody may resume from it.
         shutil.rmtree(path, ignore_errors=True)
@@ -451,6 +456,7 @@ class _Followed:
 
     path: Path
     standing: Standing
+    finite: bool
     pinned: bool
 
 
@@ -498,7 +504,7 @@ class CheckpointKeeper:
                 if file.stat().st_nlink > 1:
                     file.unlink()
 
-    def saved(self, checkpoint: str | Path, step: int) -> None:
+    def saved(self, checkpoint: str | Path, step: int, finite: bool | None = None) -> None:
         """
         Called after a checkpoint was completely written and marked, or resumed from: it is followed from now on.
 
@@ -507,26 +513,31 @@ class CheckpointKeeper:
                 The checkpoint directory.
             step (`int`):
                 Optimizer steps finished.
+            finite (`bool`, *optional*):
+                Whether all of its state was found to be finite. Defaults to what its marker says.
         """
         checkpoint = Path(os.path.abspath(checkpoint))
         marker = load_marker(checkpoint)
         if marker is None:
             # Of the plain trainer: there is nowhere to write what standing it has.
             return
-        verified = marker.get("standing") == "verified"
-        followed = _Followed(checkpoint, "verified" if verified else "unverified", pinned=False)
+        if finite is None:
+            finite = marker.get("finite") is True
+        standing: Standing = marker["standing"] if finite or marker.get("standing") == "suspect" else "unverified"
+        followed = _Followed(checkpoint, standing, finite, pinned=False)
         self._followed[step] = followed
         with self._contained("Following a checkpoint"):
             self._sweep()
             followed.pinned = self._is_pinned(checkpoint, step)
             if self._pending == step and not followed.pinned:
                 self._pending = None
-            if not verified:
+            if step in self._waiting():
                 self._pin_as_pending(step)
 
     def verified_up_to(self, step: int) -> None:
         """
-        Enough healthy steps came after this one: the run's checkpoints up to it are good.
+        Enough healthy steps came after this one: the run's checkpoints up to it are good, if they are finite. A NaN
+        in a row of an embedding that no batch reads is seen in no loss.
 
         Args:
             step (`int`):
@@ -546,30 +557,56 @@ class CheckpointKeeper:
             if waiting := self._waiting():
                 self._pin_as_pending(max(waiting))
 
-    def distrust_after(self, step: int, incident: str) -> None:
+    def distrust(self, after: int, until: int, incident: str, verified: bool = False) -> list[int]:
         """
-        Something went wrong: what was written after a step, and is not verified, is not to be resumed from.
+        The run goes back: what was written between the state it goes back to and the fault is not to be resumed from.
 
         Args:
-            step (`int`):
-                The newest step that is still trusted.
+            after (`int`):
+                The step of the state gone back to.
+            until (`int`):
+                The step of the fault: checkpoints of later steps do not hold it.
             incident (`str`):
                 What it was, for those who ask why.
+            verified (`bool`, *optional*, defaults to `False`):
+                Whether verified ones are suspect, too: states as good as they were have turned out to be bad.
+
+        Returns:
+            `list[int]`: the steps of those that are suspect now.
         """
-        for number in self._waiting():
-            if number <= step:
-                continue
+        trusted = ("suspect",) if verified else ("suspect", "verified")
+        suspects = [
+            number
+            for number, followed in self._followed.items()
+            if after < number <= until and followed.standing not in trusted
+        ]
+        for number in suspects:
             self._mark(number, "suspect", incident)
             followed = self._followed[number]
             if followed.pinned and followed.path != self._pin(number):
                 with self._contained("Removing a suspect checkpoint"):
                     _remove(self._pin(number))
                     followed.pinned = False
-        if self._pending is not None and self._pending > step:
+        if self._pending in suspects:
             self._pending = None
+        return suspects
+
+    def reinstate(self, steps: Iterable[int]) -> list[int]:
+        """Those of some suspect checkpoints that were found to be finite are not suspect any more."""
+        good = [number for number in steps if self._followed[number].finite]
+        for number in good:
+            self._mark(number, "unverified")
+        return good
+
+    def has_good(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step that is finite, and not suspect."""
+        followed = self._followed.get(step)
+        return followed is not None and followed.finite and followed.standing != "suspect" and followed.path.is_dir()
 
     def _waiting(self) -> list[int]:
-        return [number for number, followed in self._followed.items() if followed.standing == "unverified"]
+        """Those that healthy steps make verified: what is not known to be finite never is."""
+        followed = self._followed.items()
+        return [number for number, each in followed if each.standing == "unverified" and each.finite]
 
     def _pin(self, number: int) -> Path:
         return self.directory / f"checkpoint-{number}"

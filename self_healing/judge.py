@@ -18,7 +18,7 @@ from .failures import FAILURE_RECIPES, Action, FailureType
 from .instrument import Instrument, TrainingFault, Window
 from .journal import Incident
 from .rate_trial import try_rates
-from .rollback import Target
+from .rollback import Target, WentBack
 from .session import Session
 from .signals import StepSignals
 
@@ -68,6 +68,7 @@ class StepJudge:
         self.session = session
         self.actions = actions
         self._went_back_in = -1
+        self._told_of_state = False
         self._trained: list[bool] = []
 
     def judge(self, window: Window) -> None:
@@ -232,6 +233,7 @@ class StepJudge:
             context.rate_scale = self._try_rates(context)
         self.actions.apply(decision.actions, context, self._args)
         self._went_back_in = window.step
+        self._owe_checkpoint(context.went_back)
         if context.went_back is None and not decision.stops:
             found = ", ".join(instrument.nonfinite_tensors()[:5])
             frozen = f" (not finite still: {found}; what is frozen is in no snapshot)" if found else ""
@@ -300,12 +302,29 @@ class StepJudge:
             session.journal.dealt_with(incident)
             session.journal.closed(incident, "reported")
             return
-        went = session.rollback.go_back(Target.NEWEST, step - 1, incident.id)
+        went = self._undo_corruption(incident, window, step)
         if went is None:
             context = HealingContext(incident, instrument, window)
             context.verdict = "the weights at the end of the run are not finite, and there is no trusted state"
             self.actions.apply((Action.STOP,), context, self._args)
             return
+        if best is not None:
+            reached = went.step if incident.steps_lost else step
+            incident.evidence["why"] = (
+                f"The best model ({best}) was not finite: the weights are those of step {reached}"
+            )
+        session.journal.dealt_with(incident)
+        session.journal.closed(incident, "resolved")
+        if consensus.from_first_rank(bool(went.suspects) and not session.rollback.has_good_checkpoint(step)):
+            # Otherwise a resume would go back to before the fault.
+            instrument.write_checkpoint()
+
+    def _undo_corruption(self, incident: Incident, window: Window, step: int) -> WentBack | None:
+        """Between two steps: back to the newest trusted state, and the finished steps since then applied again."""
+        session = self.session
+        went = session.rollback.go_back(Target.NEWEST, step - 1, incident.id)
+        if went is None:
+            return None
         session.journal.acted(incident, Action.ROLL_BACK.value, **went.to_dict())
         session.missing.went_back(step, went.trained)
         replayed = session.rollback.replay(window, session.is_well, finished=True)
@@ -313,13 +332,75 @@ class StepJudge:
         if replayed is not None:
             session.missing.applied_again(replayed)
             session.journal.acted(incident, Action.REPLAY_STEPS.value, replayed=replayed)
-        if best is not None:
-            reached = went.step if replayed is None else step
-            incident.evidence["why"] = (
-                f"The best model ({best}) was not finite: the weights are those of step {reached}"
+            session.nothing_lost_since(went.step)
+            went = session.rollback.reinstate(went)
+        self._owe_checkpoint(went)
+        return went
+
+    def _owe_checkpoint(self, went: WentBack | None) -> None:
+        """Checkpoints that are suspect now have to be replaced as soon as the loss is back."""
+        if consensus.from_first_rank(went is not None and bool(went.suspects)):
+            self.session.watch.owed = True
+
+    # ---- what goes into a checkpoint ----
+
+    def vouch_for_state(self) -> bool:
+        """
+        Right before a checkpoint is written: searches all that goes into it for NaN and Inf that no loss has shown,
+        and heals what it finds, so that the checkpoint can be trusted.
+
+        Returns:
+            Whether the state is finite now, on all ranks.
+        """
+        session, instrument = self.session, self._instrument
+        if not instrument.can_reexecute:
+            # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
+            return True
+        found = instrument.nonfinite_tensors()
+        finite = not self._on_any_rank(bool(found))
+        if not finite:
+            finite = self._heal_state_to_be_saved(found)
+        session.rollback.note_scan(instrument.step, finite)
+        self._told_of_state = not finite
+        return finite
+
+    def _heal_state_to_be_saved(self, found: list[str]) -> bool:
+        session, instrument = self.session, self._instrument
+        window, step = instrument.window, instrument.step
+        if self._told_of_state:
+            # Nothing could be done about it at the save before this one.
+            return False
+        began = time.perf_counter()
+        incident = session.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
+        session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted state", {})
+        if self.config.on_nonfinite != "heal" or window is None or session.leaving:
+            return self._report_state(incident, "It is not healed here; the checkpoint is marked as suspect")
+        context = HealingContext(incident, instrument, window)
+        if not session.budget.spend(step):
+            context.verdict = (
+                f"{FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis.rstrip('.')}; the budget of "
+                f"{self.config.max_recovery_attempts} attempts without progress is spent"
             )
+            self.actions.apply((Action.STOP,), context, self._args)
+        with instrument.random_state_kept():
+            went = self._undo_corruption(incident, window, step)
+        if went is None:
+            return self._report_state(incident, "There is no trusted state to go back to; the checkpoint is suspect")
+        if incident.steps_lost:
+            session.rollback.settled(step - 1)
+            session.went_back(incident)
+            session.await_outcome(incident)
+        else:
+            session.journal.closed(incident, "resolved")
+        incident.seconds_lost += time.perf_counter() - began
         session.journal.dealt_with(incident)
-        session.journal.closed(incident, "resolved")
+        return True
+
+    def _report_state(self, incident: Incident, why: str) -> bool:
+        incident.evidence["why"] = why
+        self.session.journal.dealt_with(incident)
+        self.session.journal.closed(incident, "reported")
+        return False
 
     def stop_unless_trained(self) -> None:
         """
@@ -369,6 +450,7 @@ class StepJudge:
         if context.went_back is None:
             context.verdict += "; it may have updated some weights and not others, and no trusted state was any better"
             self.actions.apply(Action.STOP, context, self._args)
+        self._owe_checkpoint(context.went_back)
         if not context.window.skipped:
             self._clip(context.window, context.window.signals())
 

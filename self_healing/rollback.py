@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 from pathlib import Path
 from statistics import median
@@ -89,6 +89,8 @@ class WentBack:
             Steps that are in the weights of that state.
         checkpoint (`str`, *optional*):
             Where it came from, if not from memory.
+        suspects (`tuple[int, ...]`):
+            Steps of the checkpoints that are not to be resumed from any more.
     """
 
     step: int
@@ -96,9 +98,12 @@ class WentBack:
     steps_lost: int
     trained: int
     checkpoint: str | None = None
+    suspects: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        place = {"checkpoint": self.checkpoint} if self.checkpoint else {}
+        place: dict[str, Any] = {"checkpoint": self.checkpoint} if self.checkpoint else {}
+        if self.suspects:
+            place["suspect_checkpoints"] = list(self.suspects)
         return {"to_step": self.step, "state": self.target.value, "lost": self.steps_lost, **place}
 
 
@@ -135,6 +140,8 @@ class Rollback:
         self._instrument: Instrument | None = None
         self._keeper: CheckpointKeeper | None = None
         self._unverified: deque[int] = deque()
+        # Whether the state was finite when it was last looked at before a save, and at which step that was.
+        self._scanned: tuple[int, bool] | None = None
         self._first_resume: str | None = None
         self._entry_step = 0
         self._cold = False
@@ -152,7 +159,7 @@ class Rollback:
 
     # ---- a run begins and ends ----
 
-    def begin(self, instrument: Instrument, cold: bool, resumed_from: str | None) -> None:
+    def begin(self, instrument: Instrument, cold: bool, resumed_from: str | None, finite: bool = True) -> None:
         """
         Called whenever `train()` is entered: keeps the state the run begins with.
 
@@ -163,6 +170,8 @@ class Rollback:
                 Whether the detectors have no baseline yet.
             resumed_from (`str`, *optional*):
                 The checkpoint the run was resumed from.
+            finite (`bool`, *optional*, defaults to `True`):
+                Whether the state the run begins with was found to be finite.
         """
         first = self._instrument is None
         self._instrument = instrument
@@ -175,7 +184,7 @@ class Rollback:
             self._cold = cold
             self._first_resume = resumed_from
             if trainer.args.should_save and consensus.is_first_rank():
-                self._keep_checkpoints(trainer.args, resumed_from)
+                self._keep_checkpoints(trainer.args, resumed_from, finite)
         live = instrument.live_state()
         if not first and live.optimizer is self._optimizer:
             # Entered again with the same model and optimizer: what was trusted still is, unless it is yet to come.
@@ -192,14 +201,14 @@ class Rollback:
         if not self.on_disk_only:
             self.ring.begin_with_candidate()
 
-    def _keep_checkpoints(self, args: Any, resumed_from: str | None) -> None:
+    def _keep_checkpoints(self, args: Any, resumed_from: str | None, finite: bool) -> None:
         if args.push_to_hub:
             # transformers uploads everything in the output_dir but what begins with "checkpoint-" or "_".
             logger.info("push_to_hub=True: trusted checkpoints are not kept beside the others, or they were uploaded.")
             return
         self._keeper = CheckpointKeeper(str(args.output_dir))
         if resumed_from is not None and Path(resumed_from).resolve().is_relative_to(Path(args.output_dir).resolve()):
-            self.checkpoint_saved(Path(resumed_from), self._entry_step)
+            self._follow(Path(resumed_from), self._entry_step, finite)
 
     def _forget_beyond(self, step: int) -> None:
         """After a resume at an earlier step: states and steps of a future that will be another one."""
@@ -314,11 +323,34 @@ class Rollback:
         if self._keeper is not None:
             self._keeper.about_to_save(step)
 
+    def note_scan(self, step: int, finite: bool) -> None:
+        """
+        Takes in what was found when the state was searched for NaN and Inf, right before a save.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+            finite (`bool`):
+                Whether every weight, buffer and optimizer state was finite, on all ranks.
+        """
+        self._scanned = step, finite
+
+    def finite_at(self, step: int) -> bool | None:
+        """Whether the state that was saved at a step was finite; `None` if it was not looked at."""
+        return self._scanned[1] if self._scanned is not None and self._scanned[0] == step else None
+
+    def has_good_checkpoint(self, step: int) -> bool:
+        """Whether there is one of this step that can be resumed from; the first process knows."""
+        return self._keeper is not None and self._keeper.has_good(step)
+
     def checkpoint_saved(self, checkpoint: Path, step: int) -> None:
         """Takes in that a checkpoint was completely written."""
+        self._follow(checkpoint, step, self.finite_at(step))
+
+    def _follow(self, checkpoint: Path, step: int, finite: bool | None) -> None:
         if self._keeper is not None:
             self._unverified.append(step)
-            self._keeper.saved(checkpoint, step)
+            self._keeper.saved(checkpoint, step, finite)
 
     def join(self) -> None:
         """Before `optimizer.step()`: waits for a copy that is still under way."""
@@ -441,10 +473,31 @@ class Rollback:
                 continue
             self._last_taken = step
             if self._keeper is not None:
-                self._keeper.distrust_after(went.step, incident)
+                # Where the newest trusted state was not good enough, verified checkpoints of its time are no better.
+                deeper = target is not Target.NEWEST
+                suspects = self._keeper.distrust(went.step, step, incident, verified=deeper)
+                went = replace(went, suspects=tuple(suspects))
             self._unverified.clear()
             return went
         return None
+
+    def reinstate(self, went: WentBack) -> WentBack:
+        """
+        The steps since a state were applied again and came out as they had: what turned NaN was hit from outside, and
+        checkpoints of that time that were found to be finite are what they seemed.
+
+        Args:
+            went ([`WentBack`]):
+                What the rollback did.
+
+        Returns:
+            [`WentBack`]: without the checkpoints that are no longer suspect.
+        """
+        if self._keeper is None:
+            return went
+        good = self._keeper.reinstate(went.suspects)
+        self._unverified.extend(good)
+        return replace(went, suspects=tuple(each for each in went.suspects if each not in good))
 
     def _to_memory(self, target: Target, step: int) -> WentBack | None:
         if target is Target.OLDER:

@@ -85,6 +85,29 @@ def vet(checkpoint: Path) -> Verdict:
     return Verdict(str(checkpoint), step, True, "; ".join(["complete", *notes]), standing)
 
 
+def vet_weights(checkpoint: Path) -> str | None:
+    """
+    Looks at the weights of a checkpoint alone, for those who load them and nothing else.
+
+    Returns:
+        Why they cannot be loaded; `None` if they can.
+    """
+    try:
+        weights, notes = _weight_files(checkpoint)
+        for file in weights:
+            if file.suffix == ".safetensors":
+                _check_header(file)
+            else:
+                _check_archive(file)
+        for file in weights:
+            _check_weights(file, notes)
+    except _Unusable as refusal:
+        return str(refusal)
+    except Exception as error:
+        return f"cannot be read ({_short(error)})"
+    return None
+
+
 def number_of(checkpoint: Path) -> int | None:
     """The step a directory is named after, `None` if its name is not that of a checkpoint."""
     match = _NUMBERED.fullmatch(checkpoint.name)

@@ -314,7 +314,7 @@ class Keeping(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        write_marker(checkpoint, "run", state.global_step, {}, emergency=False)
+        write_marker(checkpoint, "run", state.global_step, {}, emergency=False, finite=True)
         self.keeper.saved(checkpoint, state.global_step)
 
 
@@ -339,7 +339,7 @@ def test_the_last_good_one_survives_a_long_bad_stretch(tmp_path: Path, tokenizer
     keeping = Keeping(keeper, verify=3, bad_from=6)
     arguments = {**SAVING, "max_steps": 16, "save_total_limit": limit}
     sft_trainer(tmp_path, tokenizer, callbacks=[keeping], **arguments).train()
-    keeper.distrust_after(2, "run-001")
+    keeper.distrust(2, 100, "run-001")
     regular = [f"checkpoint-{step}" for step in (16, 14)[:limit]]
     expected = dict.fromkeys(regular, "suspect") | {"last-known-good/checkpoint-2": "verified"}
     assert standings(tmp_path) == expected
@@ -382,7 +382,7 @@ def test_older_generations_are_let_go(run: Path) -> None:
     keeper.verified_up_to(4)
     assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-4"]
     keeper.saved(run / "checkpoint-6", 6)
-    keeper.distrust_after(4, "run-001")
+    keeper.distrust(4, 100, "run-001")
     keeper.verified_up_to(9)
     assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-4"]
 
@@ -392,7 +392,7 @@ def test_what_an_earlier_run_kept_goes_last(run: Path) -> None:
     earlier.verified_up_to(6)
     shutil.rmtree(run / "checkpoint-6")
     for step in (2, 4):
-        write_marker(run / f"checkpoint-{step}", "later run", step, {}, emergency=False)
+        write_marker(run / f"checkpoint-{step}", "later run", step, {}, emergency=False, finite=True)
     keeper = follow(run, 2)
     keeper.verified_up_to(2)
     assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-2", "checkpoint-6"]
@@ -404,7 +404,7 @@ def test_what_an_earlier_run_kept_goes_last(run: Path) -> None:
 def test_what_came_after_the_trusted_step_is_suspect(run: Path) -> None:
     keeper = follow(run, 2, 4, 6)
     keeper.verified_up_to(2)
-    keeper.distrust_after(4, "run-001")
+    keeper.distrust(4, 100, "run-001")
     assert standings(run) == {
         "checkpoint-6": "suspect",
         "checkpoint-4": "unverified",
@@ -418,7 +418,7 @@ def test_what_came_after_the_trusted_step_is_suspect(run: Path) -> None:
 
 def test_after_a_bad_stretch_the_next_one_is_out_of_reach_again(run: Path) -> None:
     keeper = follow(run, 2, 4)
-    keeper.distrust_after(0, "run-001")
+    keeper.distrust(0, 100, "run-001")
     keeper.saved(run / "checkpoint-6", 6)
     assert [path.name for path in keeper.directory.iterdir()] == ["checkpoint-6"]
 
@@ -433,14 +433,14 @@ def test_one_that_waits_is_not_let_go_with_the_older_ones(run: Path) -> None:
 def test_a_verified_one_is_not_distrusted_any_more(run: Path) -> None:
     keeper = follow(run, 2, 4)
     keeper.verified_up_to(4)
-    keeper.distrust_after(0, "run-001")
+    keeper.distrust(0, 100, "run-001")
     assert set(standings(run).values()) == {"verified", "unverified"}
 
 
 def test_checkpoints_of_another_run_are_left_as_they_are(run: Path) -> None:
     keeper = follow(run, 4)
     keeper.verified_up_to(3)
-    keeper.distrust_after(3, "run-001")
+    keeper.distrust(3, 100, "run-001")
     assert standings(run) == {"checkpoint-6": "unverified", "checkpoint-4": "suspect", "checkpoint-2": "unverified"}
 
 
@@ -495,7 +495,7 @@ def test_a_checkpoint_killed_while_it_is_written_again_is_not_taken_for_a_whole_
 def test_a_kept_one_whose_files_were_overwritten_is_not_kept_as_good(run: Path) -> None:
     keeper = follow(run, 4)
     keeper.verified_up_to(4)
-    write_marker(run / "checkpoint-4", "run", 4, {}, emergency=False)
+    write_marker(run / "checkpoint-4", "run", 4, {}, emergency=False, finite=True)
     keeper.saved(run / "checkpoint-4", 4)
     assert vet(run / "last-known-good" / "checkpoint-4").standing == "unverified"
 
@@ -551,7 +551,7 @@ def test_a_checkpoint_that_was_rotated_away_is_no_trouble(run: Path, caplog: pyt
     for step in (2, 4, 6):
         shutil.rmtree(run / f"checkpoint-{step}")
     keeper.verified_up_to(4)
-    keeper.distrust_after(4, "run-001")
+    keeper.distrust(4, 100, "run-001")
     assert standings(run) == {"last-known-good/checkpoint-2": "verified"}
     assert not caplog.messages
 

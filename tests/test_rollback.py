@@ -766,32 +766,43 @@ def test_a_failure_of_ours_in_taking_a_snapshot_leaves_the_training_alone(
 
 
 class MomentFaultAtTheEnd(TrainerCallback):
-    """A number of the optimizer's state turns NaN with the last step."""
+    """A number of the optimizer's state turns NaN with the last step, or right after its checkpoint was written."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def __init__(self, event: str = "on_step_end") -> None:
+        setattr(self, event, self._strike)
+
+    def _strike(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if state.global_step == state.max_steps:
             moments = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"]
             moments.view(-1)[0] = float("nan")
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
+@pytest.mark.parametrize(
+    ("wrapped", "event", "expected"),
+    [
+        (True, "on_step_end", "resolved"),
+        pytest.param(True, "on_save", "reported", marks=pytest.mark.slow),
+        pytest.param(False, "on_step_end", "resolved", marks=pytest.mark.slow),
+        (False, "on_save", "reported"),
+    ],
+)
 def test_the_best_model_outlasts_an_optimizer_state_that_is_not_finite_at_the_end(
-    tmp_path: Path, tokenizer: Any, wrapped: bool
+    tmp_path: Path, tokenizer: Any, wrapped: bool, event: str, expected: str
 ) -> None:
     def build(name: str, *callbacks: TrainerCallback) -> Any:
         return best_model_trainer(tmp_path / name, tokenizer, EvalLoss(rises=True), *callbacks)
 
     plain = build("plain")
     plain.train()
-    trainer = build("run", *([] if wrapped else [SelfHealingCallback()]), MomentFaultAtTheEnd())
+    trainer = build("run", *([] if wrapped else [SelfHealingCallback()]), MomentFaultAtTheEnd(event))
     (SelfHealingTrainer(trainer) if wrapped else trainer).train()
 
     assert_same_weights(weights(trainer), weights(plain))
     assert logged(trainer) == logged(plain)
     (outcome,) = journal(tmp_path / "run", "outcome")
-    assert (outcome["failure"], outcome["outcome"]) == ("corrupted_state", "reported")
+    assert (outcome["failure"], outcome["outcome"]) == ("corrupted_state", expected)
     found = [each for each in vet_all(tmp_path / "run") if Path(each.path).parent.name == "run"]
-    assert {each.step: each.usable for each in found} == {2: True, 4: True, 6: False}
+    assert {each.step: each.usable for each in found} == {2: True, 4: True, 6: True}, "healed before it is saved"
 
 
 @pytest.mark.parametrize("fault", [WeightFault(a_few_nans, 6), MomentFaultAtTheEnd()], ids=["weights", "optimizer"])
@@ -808,16 +819,16 @@ def test_a_fault_in_the_last_step_leaves_no_gap_in_the_log(
     assert logged(trainer) == logged(plain)
 
 
-def test_a_best_model_that_is_not_finite_is_replaced_and_the_journal_says_by_what(
+def test_a_model_that_turned_nan_in_an_unread_row_is_healed_before_it_becomes_the_best(
     tmp_path: Path, tokenizer: Any
 ) -> None:
     def unused_row(model: Any) -> None:
         model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(POISON_WORD), 3] = float("nan")
 
-    trainer = best_model_trainer(tmp_path, tokenizer, EvalLoss(rises=True), WeightFault(unused_row, 2))
-    wrapper = SelfHealingTrainer(trainer)
-    wrapper.train()
+    plain = best_model_trainer(tmp_path / "plain", tokenizer, EvalLoss(rises=True))
+    plain.train()
+    trainer = best_model_trainer(tmp_path / "run", tokenizer, EvalLoss(rises=True), WeightFault(unused_row, 2))
+    SelfHealingTrainer(trainer).train()
 
-    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
-    (incident,) = wrapper.get_report().incidents
-    assert incident["evidence"]["why"].endswith("was not finite: the weights are those of step 6")
+    assert_same_weights(weights(trainer), weights(plain))
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-2")

@@ -9,6 +9,7 @@ Read against transformers 5.4 to 5.23, TRL 1.16, accelerate 1.15.
 """
 
 from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
+from .best_model import BestChoice, BestModel
 from .discovery import find_resume_path, find_trainer, is_training
 from .generated import load_generated, save_generated
 from .out_of_memory import (
@@ -34,6 +35,8 @@ from .wrapping import Instrument
 __all__ = [
     "EMERGENCY_DIR",
     "BatchPlan",
+    "BestChoice",
+    "BestModel",
     "CannotReduce",
     "CheckpointSaving",
     "Control",

@@ -19,10 +19,19 @@ from .. import consensus
 from ..clipping import scale_gradients
 from ..failures import FailureType, UnrecoverableTrainingError, classify_exception, is_nonfinite_exception
 from ..objectives import objective_of
+from .best_model import BestModel
 from .bookkeeping import Ledger
 from .interception import Interception
 from .less_memory import ActivationCheckpointing, UpdateOneByOne
-from .live_state import LiveState, beta2_of, innermost, live_state_of, reload_checkpoint, reset_moments
+from .live_state import (
+    LiveState,
+    beta2_of,
+    innermost,
+    live_state_of,
+    nonfinite_tensors,
+    reload_checkpoint,
+    reset_moments,
+)
 from .loading import TrainingLoader
 from .models import fingerprint, models_of
 from .origin import Origin, watching_outputs
@@ -93,8 +102,11 @@ class Instrument:
             Factor on the schedule's learning rate, by optimizer steps finished.
         before_step (`Callable[[], None]`):
             Called right before `optimizer.step()`.
+        vouch (`Callable[[], bool]`):
+            Asked right before the Trainer writes a checkpoint of its schedule: whether the state is finite, once
+            what can be healed is.
         before_save (`Callable[[int], None]`):
-            Called with the step right before the Trainer writes a checkpoint of its schedule.
+            Called with the step after that, if the checkpoint is written.
         memory ([`MemoryRelief`]):
             What is done when memory runs out.
         broken (`Callable[[], None]`):
@@ -115,6 +127,7 @@ class Instrument:
         hold: CheckpointHold,
         rate_scale: Callable[[int], float],
         before_step: Callable[[], None],
+        vouch: Callable[[], bool],
         before_save: Callable[[int], None],
         memory: MemoryRelief,
         broken: Callable[[], None],
@@ -139,7 +152,9 @@ class Instrument:
         self._hold = hold
         self._rate_scale = rate_scale
         self._before_step = before_step
+        self._vouch = vouch
         self._before_save = before_save
+        self._best_before: tuple[float | None, int | None] = (None, None)
         self._maybe_saving = self._held_back = self._saving = self._leaving = False
         self.longest_save = 0.0
         self.owes_evaluation = False
@@ -150,6 +165,8 @@ class Instrument:
         self._hooks: list[Any] = []
         # Where a checkpoint that cannot be written does not end the run.
         self.saving: CheckpointSaving | None = None
+        # Looked at before it takes the place of what was trained last.
+        self.best_model: BestModel | None = None
         # What others have done to the trainer, and take back with what we have.
         self.on_detach: list[Callable[[], None]] = []
         self._in_training_step = False
@@ -190,10 +207,10 @@ class Instrument:
         for name, section in (
             ("_generate_single_turn", "generate"),
             ("_calculate_rewards", "rewards"),
-            ("_load_best_model", "load_best_model"),
         ):
             if hasattr(trainer, name):
                 self.replace(trainer, name, self._in_section(section, _unchanged))
+        self.replace(trainer, "_load_best_model", self._in_section("load_best_model", self._load_best_model))
         optimizer = innermost(trainer.optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
@@ -635,6 +652,9 @@ class Instrument:
         self.reentry.evaluation_begins(ignore_keys)
         metrics = original(trial, ignore_keys, *args, **kwargs)
         self.reentry.evaluation_ends()
+        if self.best_model is not None:
+            with self.contained():
+                self.best_model.note_evaluation(metrics)
         return metrics
 
     def _maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -642,6 +662,7 @@ class Instrument:
         if self._hold.owed and (control.should_training_stop or not self._hold.open):
             control.should_save = True
         self._maybe_saving, self._held_back = True, False
+        self._best_before = self.trainer.state.best_metric, self.trainer.state.best_global_step
         if self.saving is not None:
             self.saving.evaluation_may_follow()
         try:
@@ -650,6 +671,8 @@ class Instrument:
             self._maybe_saving = False
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._must_hold():
+            self._vouch_for_state()
         if self._must_hold():
             self._hold.owed = self._held_back = True
             return None
@@ -663,6 +686,36 @@ class Instrument:
             if not self.saving.write(original, *args, **kwargs):
                 self._held_back = True
         return None
+
+    def _vouch_for_state(self) -> None:
+        """A state that is not finite is no best model, whatever its evaluation says."""
+        if not self._maybe_saving or not self.attached:
+            return
+        finite = True
+        with self.contained():
+            finite = self._vouch()
+        state = self.trainer.state
+        if not finite and state.best_global_step == self.step:
+            state.best_metric, state.best_global_step = self._best_before
+
+    def write_checkpoint(self) -> None:
+        """Writes a checkpoint of the trainer as it stands, as if its schedule had asked for one."""
+        trainer = self.trainer
+        self._maybe_saving, self._held_back = True, False
+        try:
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        finally:
+            self._maybe_saving = False
+
+    @contextlib.contextmanager
+    def random_state_kept(self) -> Iterator[None]:
+        """What is computed inside draws from random generators that training goes on with."""
+        rng = RandomState.capture(self.trainer.accelerator.device)
+        try:
+            yield
+        finally:
+            rng.restore()
 
     @contextlib.contextmanager
     def _timing_a_save(self) -> Iterator[None]:
@@ -750,7 +803,14 @@ class Instrument:
             if "train_runtime" in logs:
                 self.reentry.finalizing()
                 self._cover_the_whole_run(logs)
+                if self.best_model is not None:
+                    self.best_model.settle()
         return original(logs, *args, **kwargs)
+
+    def _load_best_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.best_model is None:
+            return original(*args, **kwargs)
+        return self.best_model.load(original, *args, **kwargs)
 
     def _cover_the_whole_run(self, logs: dict[str, float]) -> None:
         """The Trainer's final speed metrics know only the last entry into `train()`."""
@@ -1006,27 +1066,11 @@ class Instrument:
 
     def nonfinite_tensors(self) -> list[str]:
         """Names of parameters, buffers and optimizer states that hold NaN or Inf."""
-        model = self.trainer.model
-        named: list[tuple[str, Any]] = [*model.named_parameters(), *model.named_buffers()]
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for parameter, state in getattr(innermost(self.trainer.optimizer), "state", {}).items():
-            if isinstance(state, Mapping):
-                owner = names.get(id(parameter), "?")
-                named.extend((f"optimizer:{owner}.{key}", value) for key, value in state.items())
-        return [name for name, value in named if isinstance(value, torch.Tensor) and _is_corrupted(name, value)]
+        return nonfinite_tensors(self.trainer.model, innermost(self.trainer.optimizer))
 
 
 def _unchanged(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
-
-
-def _is_corrupted(name: str, value: torch.Tensor) -> bool:
-    if not (value.is_floating_point() or value.is_complex()):
-        return False
-    if value.requires_grad or name.startswith("optimizer:"):
-        return not bool(torch.isfinite(value).all())
-    # A causal mask kept as a buffer or a frozen parameter holds -inf on purpose: there only NaN is wrong.
-    return bool(torch.isnan(value).any())
 
 
 def _all_alike(groups: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,0 +1,138 @@
+"""The best model of a run, looked at before the Trainer loads it in place of what was trained last."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .. import consensus
+from ..vetting import load_marker, vet_weights
+
+
+logger = logging.getLogger("self_healing")
+
+
+@dataclass(frozen=True, slots=True)
+class BestChoice:
+    """
+    Which checkpoint holds the best model.
+
+    Args:
+        path (`str`, *optional*):
+            Where it is; `None` if no evaluated checkpoint can be loaded.
+        step (`int`, *optional*), metric (`float`, *optional*):
+            Of which step, and what its evaluation gave.
+        refused (`str`):
+            Why the one the Trainer would have loaded is not it; empty if it is.
+    """
+
+    path: str | None
+    step: int | None
+    metric: float | None
+    refused: str = ""
+
+
+class BestModel:
+    """
+    The best model of one run.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        places (`list[Path]`):
+            Directories that hold its checkpoints.
+        told (`Callable[[str, BestChoice], None]`):
+            Told of a best checkpoint that is not loaded, and of what is in its place.
+    """
+
+    def __init__(self, trainer: Any, places: list[Path], told: Callable[[str, BestChoice], None]) -> None:
+        self._trainer = trainer
+        self._places = places
+        self._told = told
+        # By step; callbacks may have changed what was logged.
+        self._noted: dict[int, float] = {}
+
+    def note_evaluation(self, metrics: Any) -> None:
+        """Takes in what an evaluation gave."""
+        value = metrics.get(self._metric) if isinstance(metrics, Mapping) else None
+        if isinstance(value, int | float):
+            self._noted[int(self._trainer.state.global_step)] = float(value)
+
+    @property
+    def _metric(self) -> str:
+        name = str(self._trainer.args.metric_for_best_model or "loss")
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    def settle(self) -> None:
+        """
+        At the end of the run, before the best model is loaded: a checkpoint that is torn or not finite gives way to
+        the next best, or to the weights of the last step. With several processes the first one decides. Collective.
+        """
+        args, state = self._trainer.args, self._trainer.state
+        if not args.load_best_model_at_end:
+            return
+        theirs = state.best_model_checkpoint
+        choice: BestChoice | None = None
+        if consensus.is_first_rank() and theirs is not None:
+            try:
+                choice = self._choose()
+            except Exception:
+                # The others are waiting to be told.
+                logger.warning("The best checkpoint could not be looked at.", exc_info=True)
+        choice = consensus.from_first_rank(choice)
+        if choice is None or not choice.refused or theirs is None:
+            return
+        state.best_model_checkpoint = choice.path
+        state.best_global_step, state.best_metric = choice.step, choice.metric
+        self._told(theirs, choice)
+
+    def _choose(self) -> BestChoice:
+        state = self._trainer.state
+        theirs = str(state.best_model_checkpoint)
+        refused = vet_weights(Path(theirs))
+        if refused is None:
+            return BestChoice(theirs, state.best_global_step, state.best_metric)
+        for metric, step in self._evaluations():
+            for place in self._places:
+                candidate = place / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+                if os.path.abspath(candidate) != os.path.abspath(theirs) and _may_be_loaded(candidate):
+                    return BestChoice(str(candidate), step, metric, refused)
+        return BestChoice(None, None, None, refused)
+
+    def _evaluations(self) -> list[tuple[float, int]]:
+        """What evaluations gave, and at which step, the best one first."""
+        name, history = self._metric, self._trainer.state.log_history
+        logged = {int(entry["step"]): entry[name] for entry in history if isinstance(entry.get(name), int | float)}
+        found = [(float(value), step) for step, value in (logged | self._noted).items() if math.isfinite(value)]
+        return sorted(found, reverse=bool(self._trainer.args.greater_is_better))
+
+    def load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the Trainer's `_load_best_model`; if nothing of it arrived in the model, the trained weights stay."""
+        before = self._versions()
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            if consensus.world_size() > 1 or self._versions() != before:
+                raise
+            state = self._trainer.state
+            theirs, state.best_model_checkpoint = str(state.best_model_checkpoint), None
+            self._told(theirs, BestChoice(None, None, None, f"{type(error).__name__}: {error}"))
+            return None
+
+    def _versions(self) -> list[int]:
+        """Changes with every write into a parameter or buffer."""
+        model = self._trainer.model
+        return [tensor._version for tensor in (*model.parameters(), *model.buffers())]
+
+
+def _may_be_loaded(checkpoint: Path) -> bool:
+    """Whether it is a whole checkpoint of ours, not suspect, with weights that are finite."""
+    marker = load_marker(checkpoint)
+    return marker is not None and marker.get("standing") != "suspect" and vet_weights(checkpoint) is None

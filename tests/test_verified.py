@@ -1,0 +1,243 @@
+"""What is called verified was looked at, all of it; and what a fault has touched is not resumed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    POISON_WORD,
+    EvalLoss,
+    assert_same_weights,
+    best_model_trainer,
+    journal,
+    sft_trainer,
+    tiny_model,
+    weights,
+)
+from transformers import TrainerCallback
+
+from self_healing import HealingConfig, SelfHealingCallback, find_trusted_checkpoint
+from self_healing import rollback as rollback_module
+from self_healing.checkpoints import CheckpointKeeper, vet_all, write_marker
+from self_healing.instrument.live_state import nonfinite_tensors
+from self_healing.vetting import load_marker, vet
+
+
+# So seldom that checkpoints are verified before a snapshot is.
+SELDOM = {"snapshot_interval": 50}
+SAVING = {"max_steps": 28, "save_strategy": "steps", "save_steps": 8, "save_total_limit": 2}
+
+Strike = Callable[[Any, Any], None]
+
+
+class SilentFault(TrainerCallback):
+    """Puts NaN where no loss shows it, once a step is finished."""
+
+    def __init__(self, strike: Strike, step: int) -> None:
+        self.strike, self.step = strike, step
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        if state.global_step == self.step:
+            with torch.no_grad():
+                self.strike(model, optimizer)
+
+
+def unread_row(tokenizer: Any) -> Strike:
+    def strike(model: Any, optimizer: Any) -> None:
+        model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(POISON_WORD)] = float("nan")
+
+    return strike
+
+
+def unused_buffer(_: Any) -> Strike:
+    def strike(model: Any, optimizer: Any) -> None:
+        model.statistics[1] = float("nan")
+
+    return strike
+
+
+def moment_of_the_unread_row(tokenizer: Any) -> Strike:
+    def strike(model: Any, optimizer: Any) -> None:
+        # With this one the row does not move any more, and nothing else changes.
+        moments = optimizer.state[model.model.embed_tokens.weight]["exp_avg_sq"]
+        moments[tokenizer.convert_tokens_to_ids(POISON_WORD)] = float("inf")
+
+    return strike
+
+
+def trainer_for(directory: Path, tokenizer: Any, *callbacks: Any, **arguments: Any) -> Any:
+    model = tiny_model(tokenizer)
+    model.register_buffer("statistics", torch.zeros(3))
+    trainer = sft_trainer(directory, tokenizer, model=model, callbacks=list(callbacks), **arguments)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, torch.Tensor]:
+    return weights(trainer_for(tmp_path_factory.mktemp("plain"), tokenizer, max_steps=28))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        unread_row,
+        moment_of_the_unread_row,
+        pytest.param(unused_buffer, marks=pytest.mark.slow),
+    ],
+)
+def test_nan_that_no_loss_shows_is_healed_before_it_is_saved(
+    tmp_path: Path, tokenizer: Any, undisturbed: dict[str, torch.Tensor], where: Any
+) -> None:
+    healing = SelfHealingCallback(HealingConfig(**SELDOM))
+    trainer = trainer_for(tmp_path, tokenizer, healing, SilentFault(where(tokenizer), 14), **SAVING)
+
+    assert_same_weights(weights(trainer), undisturbed)
+    assert all(verdict.usable for verdict in vet_all(tmp_path)), [verdict.reason for verdict in vet_all(tmp_path)]
+    assert find_trusted_checkpoint(tmp_path) == str(tmp_path / "checkpoint-28")
+    (outcome,) = journal(tmp_path, "outcome")
+    assert (outcome["step"], outcome["outcome"], outcome["steps_lost"]) == (16, "resolved", 0)
+
+
+@pytest.fixture(scope="module")
+def only_reported(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """Nothing is healed: the NaN stays in the weights and goes into the checkpoints of steps 16, 24 and 28."""
+    directory = tmp_path_factory.mktemp("reported")
+    healing = SelfHealingCallback(HealingConfig(on_nonfinite="warn", **SELDOM))
+    trainer_for(directory, tokenizer, healing, SilentFault(unread_row(tokenizer), 14), **SAVING)
+    return directory
+
+
+def test_a_checkpoint_that_holds_nan_is_suspect_and_never_verified(only_reported: Path) -> None:
+    standing = {str(Path(each.path).relative_to(only_reported)): each.standing for each in vet_all(only_reported)}
+    assert standing == {
+        "checkpoint-24": "suspect",
+        "checkpoint-28": "suspect",
+        "last-known-good/checkpoint-8": "verified",
+    }
+    assert find_trusted_checkpoint(only_reported) == str(only_reported / "last-known-good" / "checkpoint-8")
+
+
+def test_what_is_not_healed_is_reported_once(only_reported: Path) -> None:
+    (detected,) = journal(only_reported, "detected")
+    assert (detected["step"], detected["evidence"]["tensors"]) == (16, ["model.embed_tokens.weight"])
+
+
+def test_a_model_that_is_not_finite_is_not_the_best(tmp_path: Path, tokenizer: Any) -> None:
+    healing = SelfHealingCallback(HealingConfig(on_nonfinite="warn"))
+    fault = SilentFault(unread_row(tokenizer), 4)
+    trainer = best_model_trainer(tmp_path, tokenizer, EvalLoss(rises=False), healing, fault)
+    trainer.train()
+
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+
+def test_after_a_heal_at_the_end_the_last_checkpoint_is_the_one_to_go_on_from(
+    tmp_path: Path, tokenizer: Any, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    class AfterTheLastSave(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == state.max_steps:
+                with torch.no_grad():
+                    model.model.norm.weight[0] = float("nan")
+
+    healing = SelfHealingCallback(HealingConfig(**SELDOM))
+    trainer = trainer_for(tmp_path, tokenizer, healing, AfterTheLastSave(), **SAVING)
+
+    assert_same_weights(weights(trainer), undisturbed)
+    assert find_trusted_checkpoint(tmp_path) == str(tmp_path / "checkpoint-28")
+
+
+@pytest.mark.parametrize("applied_again", [True, False])
+def test_a_state_healed_at_the_end_is_written_where_no_good_checkpoint_is_left(
+    tmp_path: Path, tokenizer: Any, applied_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the steps since the trusted state could not be applied again, the checkpoints of that time are suspect."""
+    if not applied_again:
+        monkeypatch.setattr(rollback_module, "_LARGEST_TAPE", 0)
+
+    class AtTheVeryEnd(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            # As strategies do that write when they see fit: there is none of the last step.
+            control.should_save = state.global_step == 4
+
+        def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            with torch.no_grad():
+                model.model.norm.weight[0] = float("nan")
+
+    trainer_for(tmp_path, tokenizer, AtTheVeryEnd(), SelfHealingCallback(), max_steps=6)
+
+    assert vet(tmp_path / "checkpoint-4").standing == ("unverified" if applied_again else "suspect")
+    expected = "checkpoint-4" if applied_again else "checkpoint-6"
+    assert find_trusted_checkpoint(tmp_path) == str(tmp_path / expected)
+    assert (load_marker(tmp_path / expected) or {})["finite"] is True
+
+
+# ---- the parts ----
+
+
+def a_checkpoint(directory: Path, step: int, finite: bool | None = True) -> Path:
+    checkpoint = directory / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(bytes(8))
+    write_marker(checkpoint, "run", step, {}, emergency=False, finite=finite)
+    return checkpoint
+
+
+def standing_of(checkpoint: Path) -> str:
+    marker = load_marker(checkpoint)
+    assert marker is not None
+    return str(marker["standing"])
+
+
+@pytest.mark.parametrize("finite", [None, False])
+def test_what_was_not_found_to_be_finite_is_not_verified_by_healthy_steps(tmp_path: Path, finite: bool | None) -> None:
+    keeper = CheckpointKeeper(tmp_path)
+    keeper.saved(a_checkpoint(tmp_path, 2, finite), 2)
+    keeper.verified_up_to(100)
+    assert standing_of(tmp_path / "checkpoint-2") == "unverified"
+    assert not keeper.directory.exists()
+
+
+def test_going_back_to_an_older_state_makes_verified_ones_suspect_up_to_the_fault(tmp_path: Path) -> None:
+    keeper = CheckpointKeeper(tmp_path)
+    for step in (2, 4, 6, 8):
+        keeper.saved(a_checkpoint(tmp_path, step), step)
+    keeper.verified_up_to(4)
+    assert keeper.distrust(2, 6, "run-001") == [6]
+    assert keeper.distrust(2, 6, "run-002", verified=True) == [4]
+    found = {step: standing_of(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6, 8)}
+    assert found == {2: "verified", 4: "suspect", 6: "suspect", 8: "unverified"}
+
+
+def test_all_that_a_checkpoint_holds_is_looked_at() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+    frozen = torch.nn.Parameter(torch.tensor([-float("inf")]), requires_grad=False)
+    model.register_parameter("frozen", frozen)
+    own = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": list(model.parameters())}, {"params": [own]}], lr=0.1)
+    optimizer.state[model.weight] = {"nested": [{"factor": torch.ones(2)}], "scale": 1.0}
+    optimizer.param_groups[0]["growth"] = float("inf")
+    assert nonfinite_tensors(model, optimizer) == []
+
+    nan = float("nan")
+    with torch.no_grad():
+        model.mask[0] = frozen[0] = own[0] = nan
+    optimizer.state[model.weight] = {"nested": [{"factor": torch.tensor([1.0, nan])}], "scale": float("inf")}
+    optimizer.param_groups[1]["d"] = nan
+    assert nonfinite_tensors(model, optimizer) == [
+        "frozen",
+        "mask",
+        "group 1, parameter 0",
+        "optimizer:group 1.d",
+        "optimizer:weight.nested[0].factor",
+        "optimizer:weight.scale",
+    ]
