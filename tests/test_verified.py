@@ -166,16 +166,17 @@ def test_a_state_healed_at_the_end_is_written_where_no_good_checkpoint_is_left(
     class AtTheVeryEnd(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             # As strategies do that write when they see fit: there is none of the last step.
-            control.should_save = state.global_step == 4
+            control.should_save = state.global_step == 8
 
         def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             with torch.no_grad():
                 model.model.norm.weight[0] = float("nan")
 
-    trainer_for(tmp_path, tokenizer, AtTheVeryEnd(), SelfHealingCallback(), max_steps=6)
+    config = HealingConfig(snapshot_interval=6, snapshot_verify_steps=3)
+    trainer_for(tmp_path, tokenizer, AtTheVeryEnd(), SelfHealingCallback(config), max_steps=10)
 
-    assert vet(tmp_path / "checkpoint-4").standing == ("unverified" if applied_again else "suspect")
-    expected = "checkpoint-4" if applied_again else "checkpoint-6"
+    assert vet(tmp_path / "checkpoint-8").standing == ("unverified" if applied_again else "suspect")
+    expected = "checkpoint-8" if applied_again else "checkpoint-10"
     assert find_trusted_checkpoint(tmp_path) == str(tmp_path / expected)
     assert (load_marker(tmp_path / expected) or {})["finite"] is True
 
