@@ -44,6 +44,7 @@ class FailureType(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     BAD_DATA = "bad_data"
     NETWORK = "network"
+    NONFINITE_REWARD = "nonfinite_reward"
     REPORTING = "reporting"
     DISK = "disk"
     HANG = "hang"
@@ -333,6 +334,14 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         diagnosis="A service or the network did not answer, or refused for the moment.",
         ladder=(Action.RETRY_CALL, Action.EMERGENCY_CHECKPOINT, Action.WAIT_AND_RESUME, Action.STOP),
         advice="Check the service and the credentials, then resume.",
+        severity="warning",
+    ),
+    FailureType.NONFINITE_REWARD: Recipe(
+        diagnosis="A reward function answered NaN or Inf. The trainer takes NaN for `None`, a reward that does not "
+        "apply: the completion would be trained on without it, or not at all, and nothing would say so.",
+        ladder=(Action.RETRY_CALL, Action.GO_ON_WITHOUT, Action.EMERGENCY_CHECKPOINT, Action.STOP),
+        advice="Look at the completions the reward function has no number for: log(0), a division by zero, a judge's "
+        "answer that was not understood. Where a reward does not apply, let it be None.",
         severity="warning",
     ),
     FailureType.REPORTING: Recipe(

@@ -668,7 +668,9 @@ class StepJudge:
         incident = session.stop_for or self._seen_elsewhere(window)
         session.stop_for = None
         evidence = incident.evidence
-        verdict = f"{evidence.get('diagnosis', 'a metric rule ended the run')} (rule {incident.cause})"
+        verdict = str(evidence.get("diagnosis", "a metric rule ended the run"))
+        if incident.failure is FailureType.RED_FLAG:
+            verdict += f" (rule {incident.cause})"
         context = HealingContext(incident, self._instrument, window, verdict=verdict)
         self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
 

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Self, TypeVar
@@ -21,6 +21,7 @@ from tenacity import RetryCallState
 
 from .config import HealingConfig
 from .failures import Action, FailureType, attribute_of, classify_exception, http_status, text_of
+from .instrument import NonFiniteReward
 from .journal import Incident
 from .session import Session
 
@@ -70,6 +71,8 @@ class RetryPolicy:
             Longest time for all attempts and waits.
         sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
             How waiting is done.
+        at_once (`bool`, *optional*, defaults to `False`):
+            Whether a reward that is not finite is asked for only once more, without a wait.
 
     Example:
 
@@ -84,6 +87,7 @@ class RetryPolicy:
     max_seconds: float = 300.0
     total_seconds: float = 900.0
     sleep: Callable[[float], None] = time.sleep
+    at_once: bool = False
 
     @classmethod
     def of(cls, config: HealingConfig, sleep: Callable[[float], None] = time.sleep) -> Self:
@@ -171,6 +175,8 @@ class RetryPolicy:
         }
 
     def _wait(self, state: RetryCallState) -> float:
+        if self.at_once and isinstance(_error_of(state), NonFiniteReward):
+            return 0.0
         bound = tenacity.wait_exponential(multiplier=self.initial_seconds, max=self.max_seconds)(state)
         asked = retry_after(_error_of(state)) or 0.0
         return min(asked + _JITTER.uniform(0, float(bound)), self.max_seconds)
@@ -178,7 +184,9 @@ class RetryPolicy:
     def _is_spent(self, state: RetryCallState) -> bool:
         # The waits are counted as well, for a `sleep` that does not take the time it stands for.
         gone = max(state.seconds_since_start or 0.0, state.idle_for)
-        return state.attempt_number >= self.attempts or gone + state.upcoming_sleep > self.total_seconds
+        at_once = self.at_once and isinstance(_error_of(state), NonFiniteReward)
+        attempts = min(self.attempts, 2) if at_once else self.attempts
+        return state.attempt_number >= attempts or gone + state.upcoming_sleep > self.total_seconds
 
 
 class ServiceCalls:
@@ -194,8 +202,11 @@ class ServiceCalls:
 
     def __init__(self, config: HealingConfig, session: Session) -> None:
         self.policy = RetryPolicy.of(config, session.sleep)
+        self._config = config
         self._session = session
         self._handed_over: Incident | None = None
+        # Of the services whose rewards were not finite however often they were asked for.
+        self._never_finite: dict[str, Incident] = {}
 
     def call(
         self,
@@ -219,7 +230,11 @@ class ServiceCalls:
         """
         failures = _Failures(service, rewind)
         try:
-            result = self.policy.call(function, *args, on_retry=lambda retry: self._failed(failures, retry), **kwargs)
+            result = self._policy(service).call(
+                function, *args, on_retry=lambda retry: self._failed(failures, retry), **kwargs
+            )
+        except NonFiniteReward as error:
+            return self._go_on_with(failures, error)
         except BaseException as error:
             self._gave_up(failures, error)
             raise
@@ -238,9 +253,11 @@ class ServiceCalls:
         """The same for a coroutine function."""
         failures = _Failures(service, rewind)
         try:
-            result = await self.policy.call_async(
+            result = await self._policy(service).call_async(
                 function, *args, on_retry=lambda retry: self._failed(failures, retry), **kwargs
             )
+        except NonFiniteReward as error:
+            return self._go_on_with(failures, error)
         except BaseException as error:
             self._gave_up(failures, error)
             raise
@@ -252,21 +269,34 @@ class ServiceCalls:
         failures.seconds += retry.seconds
         failures.attempts = retry.attempt
         with self._contained():
-            self._write_down(failures, retry)
+            known = failures.service in self._never_finite and isinstance(retry.error, NonFiniteReward)
+            if not known:
+                self._write_down(failures, retry)
+
+    def _policy(self, service: str) -> RetryPolicy:
+        """What is known to be lasting is not waited for again and again."""
+        return replace(self.policy, at_once=True) if service in self._never_finite else self.policy
+
+    def _open(self, failures: _Failures, error: BaseException) -> Incident:
+        journal, instrument = self._session.journal, self._session.instrument
+        failures.began = time.perf_counter()
+        evidence = {"service": failures.service, "message": text_of(error)[:500]}
+        step = 0 if instrument is None else instrument.step
+        failures.incident = incident = journal.open(step, type(error).__name__, evidence)
+        if isinstance(error, NonFiniteReward):
+            found: dict[str, Any] = {"completions": error.places[:20]}
+            failure = FailureType.NONFINITE_REWARD
+        else:
+            status = http_status(error)
+            found, failure = {} if status is None else {"http_status": status}, FailureType.NETWORK
+        journal.diagnosed(incident, failure, failures.service, found)
+        return incident
 
     def _write_down(self, failures: _Failures, retry: Retry) -> None:
-        journal, instrument, error = self._session.journal, self._session.instrument, retry.error
-        if failures.incident is None:
-            failures.began = time.perf_counter()
-            evidence = {"service": failures.service, "message": text_of(error)[:500]}
-            step = 0 if instrument is None else instrument.step
-            failures.incident = journal.open(step, type(error).__name__, evidence)
-            status = http_status(error)
-            found = {} if status is None else {"http_status": status}
-            journal.diagnosed(failures.incident, FailureType.NETWORK, failures.service, found)
+        error, incident = retry.error, failures.incident or self._open(failures, retry.error)
         logger.warning(
             "Step %d: %s failed (%s: %s); attempt %d of %d follows in %.1f s.",
-            failures.incident.step,
+            incident.step,
             failures.service,
             type(error).__name__,
             text_of(error)[:200],
@@ -275,8 +305,36 @@ class ServiceCalls:
             retry.seconds,
         )
 
+    def _go_on_with(self, failures: _Failures, error: NonFiniteReward) -> Any:
+        """Rewards that are not finite however often they are asked for: training goes on without them, if it can."""
+        with self._contained():
+            self._take_in(failures, error)
+        return error.answer
+
+    def _take_in(self, failures: _Failures, error: NonFiniteReward) -> None:
+        session, lasting = self._session, self._never_finite.get(failures.service)
+        incident = lasting or failures.incident or self._open(failures, error)
+        evidence = incident.evidence
+        evidence["answers"] = evidence.get("answers", 0) + 1
+        if lasting is None:
+            self._never_finite[failures.service] = incident
+            if incident.failure is not FailureType.NONFINITE_REWARD:
+                session.journal.diagnosed(incident, FailureType.NONFINITE_REWARD, failures.service, {})
+            self._acted(failures, incident)
+        stops = error.all_of_them and self._config.on_nonfinite != "warn"
+        if stops and session.stop_for is None:
+            evidence["diagnosis"] = (
+                f"{failures.service}: {text_of(error)}, however often it is asked: nothing to learn from"
+            )
+            session.stop_for = incident
+        elif lasting is None:
+            session.journal.acted(incident, Action.GO_ON_WITHOUT.value, rewards=len(error.places))
+            session.journal.dealt_with(incident)
+            session.journal.closed(incident, "unresolved")
+
     def _came_through(self, failures: _Failures) -> None:
         with self._contained():
+            self._never_finite.pop(failures.service, None)
             if self._handed_over is not None:
                 # Whoever was to deal with it has let it pass.
                 if self._session.handed_over is self._handed_over:
@@ -330,6 +388,8 @@ class _Failures:
 
 def may_pass(error: BaseException) -> bool:
     """Whether the same call may succeed a moment later."""
+    if isinstance(error, NonFiniteReward):
+        return True
     return isinstance(error, Exception) and classify_exception(error) is FailureType.NETWORK
 
 

@@ -475,6 +475,101 @@ def test_a_reward_that_is_a_module_stays_one_and_is_called_again(tmp_path: Path,
     assert "forward" not in vars(trainer.reward_funcs[0])
 
 
+# ---- rewards that are not finite ----
+
+
+def not_finite(form: str, calls: Callable[[int], bool], places: Sequence[int] = (0,), value: float = torch.nan) -> Any:
+    """A reward that is not finite for some completions, in those of its calls (from 1) for which `calls` says so."""
+    asked: list[int] = []
+
+    def reward(completions: list[str], **_: Any) -> Any:
+        asked.append(1)
+        rewards = score(completions)
+        if calls(len(asked)):
+            rewards = [value if place in places else reward for place, reward in enumerate(rewards)]
+        return torch.tensor(rewards) if form == "tensor" else rewards
+
+    async def async_reward(completions: list[str], **kwargs: Any) -> Any:
+        return reward(completions, **kwargs)
+
+    return async_reward if form == "coroutine" else reward
+
+
+@pytest.mark.parametrize("form", ["function", "coroutine", "tensor"])
+def test_a_reward_that_is_nan_once_leaves_no_trace(form: str, tmp_path: Path, tokenizer: Any) -> None:
+    clean = grpo_trainer(tmp_path / "clean", tokenizer, reward_funcs=not_finite(form, lambda _: False), max_steps=2)
+    clean.train()
+    reward = not_finite(form, lambda call: call == 2)
+    trainer = grpo_trainer(tmp_path / "run", tokenizer, reward_funcs=reward, max_steps=2)
+    assert len(trained(trainer)) == 1
+    assert_same_weights(weights(trainer), weights(clean))
+    assert logged(trainer) == logged(clean)
+    [outcome] = journal(tmp_path / "run", "outcome")
+    assert (outcome["failure"], outcome["outcome"]) == ("nonfinite_reward", "resolved")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
+def test_a_reward_that_stays_nan_for_a_completion_is_one_incident(
+    value: float, tmp_path: Path, tokenizer: Any
+) -> None:
+    reward = not_finite("function", lambda _: True, value=value)
+    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, max_steps=3)
+    waits = trained(trainer, HealingConfig(retry_attempts=3))
+    # Known to be lasting, it is not waited for again.
+    assert len([wait for wait in waits if wait > 0]) == 2
+    assert trainer.state.global_step == 3
+    [incident] = journal(tmp_path, "diagnosed")
+    assert (incident["failure"], incident["evidence"]["completions"]) == ("nonfinite_reward", [0])
+    assert [event["action"] for event in journal(tmp_path, "action")] == ["retry_call", "go_on_without"]
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
+def test_without_a_single_reward_the_run_stops(wrapped: bool, tmp_path: Path, tokenizer: Any) -> None:
+    reward = not_finite("function", lambda call: call > 1, places=range(8))
+    config = HealingConfig(retry_attempts=2, retry_initial_seconds=0.01)
+    callbacks = None if wrapped else [SelfHealingCallback(config)]
+    trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, callbacks=callbacks)
+    with pytest.raises(UnrecoverableTrainingError, match="8 of 8 rewards are NaN or infinite"):
+        trained(trainer, config) if wrapped else trainer.train()
+    assert trainer.state.global_step == 1
+    assert len(journal(tmp_path, "detected")) == 1
+
+
+def test_none_says_that_a_reward_does_not_apply(tmp_path: Path, tokenizer: Any) -> None:
+    def sometimes(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if place % 2 else reward for place, reward in enumerate(score(completions))]
+
+    clean = grpo_trainer(tmp_path / "clean", tokenizer, reward_funcs=sometimes, max_steps=2)
+    clean.train()
+    trainer = grpo_trainer(tmp_path / "run", tokenizer, reward_funcs=sometimes, max_steps=2)
+    trained(trainer)
+    assert_same_weights(weights(trainer), weights(clean))
+    assert not journal(tmp_path / "run", "detected")
+
+
+def test_a_reward_model_whose_score_is_nan_is_asked_again(tmp_path: Path, tokenizer: Any) -> None:
+    def trainer_in(name: str, bad: int) -> Any:
+        set_seed(3)
+        reward = LlamaForSequenceClassification(tiny_config(tokenizer, 0.0, num_labels=1))
+        tokenizer.save_pretrained(tmp_path / "reward")
+        reward.config._name_or_path = str(tmp_path / "reward")
+        calls: list[int] = []
+
+        def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+            calls.append(1)
+            return output * torch.nan if len(calls) == bad else None
+
+        reward.score.register_forward_hook(spoil)
+        return grpo_trainer(tmp_path / name, tokenizer, reward_funcs=reward, max_steps=2)
+
+    clean = trainer_in("clean", bad=0)
+    clean.train()
+    trainer = trainer_in("run", bad=2)
+    assert len(trained(trainer)) == 1
+    assert_same_weights(weights(trainer), weights(clean))
+    assert [event["failure"] for event in journal(tmp_path / "run", "outcome")] == ["nonfinite_reward"]
+
+
 def test_where_a_reward_is_guarded_a_run_without_faults_stays_bitwise_the_same(
     tmp_path: Path, tokenizer: Any, serve: Any
 ) -> None:

@@ -26,7 +26,7 @@ from .random_state import RandomState
 from .reentry import EMERGENCY_DIR, ResumePoint
 from .row_sources import RowSource
 from .saving import CheckpointSaving
-from .services import ReportingGuard, ServiceGuard
+from .services import NonFiniteReward, ReportingGuard, ServiceGuard
 from .uploads import leave_out_of_uploads
 from .window import Control, Recording, TrainingFault, Window
 from .wrapping import Instrument
@@ -41,6 +41,7 @@ __all__ = [
     "CheckpointSaving",
     "Control",
     "Instrument",
+    "NonFiniteReward",
     "OutOfMemory",
     "RandomState",
     "Recording",

@@ -6,10 +6,12 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
@@ -38,8 +40,37 @@ _VLLM_REQUESTS = (
 _TABLE_LOGGERS = frozenset({"trackio", "wandb", "pandas", "pyarrow"})
 
 
+class NonFiniteReward(Exception):
+    """
+    A reward is NaN or infinite; `None` is how a reward function says that it does not apply.
+
+    Args:
+        answer (`Any`):
+            What was answered; of a function with `None` in place of what is not finite.
+        places (`Sequence[int]`):
+            The completions whose rewards are not finite.
+        of (`int`):
+            How many rewards there are.
+    """
+
+    def __init__(self, answer: Any, places: Sequence[int], of: int) -> None:
+        named = ", ".join(map(str, places[:10])) + (", ..." if len(places) > 10 else "")
+        super().__init__(f"{len(places)} of {of} rewards are NaN or infinite (completions {named})")
+        self.answer = answer
+        self.places = list(places)
+        self.of = of
+
+    @property
+    def all_of_them(self) -> bool:
+        """Whether there is no reward at all in the answer, not even one that does not apply."""
+        return len(self.places) == self.of
+
+
 class Retrying(Protocol):
-    """Makes calls again that fail for a reason that may pass; `rewind` takes back what a failed attempt left."""
+    """
+    Makes calls again that fail for a reason that may pass; `rewind` takes back what a failed attempt left. The answer
+    that a [`NonFiniteReward`] carries is what is returned where calling again does not help.
+    """
 
     def call(
         self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -132,7 +163,10 @@ class ServiceGuard:
     def _function(self, reward: Callable[..., Any], service: str) -> Callable[..., Any]:
         @functools.wraps(reward)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            return self._retrying.call(service, self._mark(args, kwargs), reward, *args, **kwargs)
+            return self._retrying.call(service, self._mark(args, kwargs), answered, *args, **kwargs)
+
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            return _checked(reward(*args, **kwargs))
 
         return _named_after(reward, guarded)
 
@@ -141,7 +175,10 @@ class ServiceGuard:
         async def guarded(*args: Any, **kwargs: Any) -> Any:
             # Of several that run at the same time, none can take back what the others have drawn or logged.
             rewind = self._mark(args, kwargs) if alone else _remember(args, kwargs)
-            return await self._retrying.call_async(service, rewind, reward, *args, **kwargs)
+            return await self._retrying.call_async(service, rewind, answered, *args, **kwargs)
+
+        async def answered(*args: Any, **kwargs: Any) -> Any:
+            return _checked(await reward(*args, **kwargs))
 
         return _named_after(reward, guarded)
 
@@ -155,7 +192,10 @@ class ServiceGuard:
             return
 
         def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return self._retrying.call(service, self._mark(), original, *args, **kwargs)
+            return self._retrying.call(service, self._mark(), answered, original, *args, **kwargs)
+
+        def answered(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return _checked_logits(original(*args, **kwargs))
 
         original, was_set = reward.forward, "forward" in vars(reward)
         guarded = Interception(reward, "forward", original, forward)
@@ -322,6 +362,41 @@ def _remember(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], No
             given[:] = content
 
     return put_back
+
+
+def _checked(answer: Any) -> Any:
+    """The answer of a reward function, if none of its rewards is NaN or infinite."""
+    if isinstance(answer, (torch.Tensor, np.ndarray)):
+        rewards = answer.tolist()
+    elif isinstance(answer, (list, tuple)):
+        rewards = list(answer)
+    else:
+        # Whatever it is (a generator), the trainer is the first to look at it.
+        return answer
+    places = [place for place, reward in enumerate(rewards) if _is_not_finite(reward)]
+    if places:
+        bad = set(places)
+        raise NonFiniteReward([None if at in bad else each for at, each in enumerate(rewards)], places, len(rewards))
+    return answer
+
+
+def _checked_logits(outputs: Any) -> Any:
+    """What a reward model gives, if the reward it gives each completion is finite."""
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
+        return outputs
+    places = (~torch.isfinite(logits[:, 0])).nonzero().flatten().tolist()
+    if places:
+        raise NonFiniteReward(outputs, places, len(logits))
+    return outputs
+
+
+def _is_not_finite(reward: Any) -> bool:
+    try:
+        return reward is not None and not math.isfinite(float(reward))
+    except (TypeError, ValueError):
+        # No number at all: the trainer says so better.
+        return False
 
 
 def _is_tracker(callback: Any) -> bool:
