@@ -32,14 +32,17 @@ lint: .venv/.installed
 	.venv/bin/mypy
 
 # torch goes first and alone: its index may hold several builds, and with it in place nothing else picks another one.
+# What is uninstalled is this project under the name it had first; the command would be that one's.
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	-.venv/bin/python -m pip uninstall -q -y self-healing
 	.venv/bin/python -m pip install torch==2.13.0 -c constraints.txt
 	.venv/bin/python -m pip install -e '.[dev]' -c constraints.txt
 	touch $@
 
 .venv-oldest/.installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv .venv-oldest
+	-.venv-oldest/bin/python -m pip uninstall -q -y self-healing
 	grep -v $(foreach pin,$(OLDEST),-e '^$(firstword $(subst ==, ,$(pin)))==') constraints.txt \
 		> .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install torch==2.13.0 -c .venv-oldest/constraints.txt

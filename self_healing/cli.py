@@ -49,7 +49,7 @@ def demo(
     if missing:
         typer.echo(
             f"The demo trains with TRL, and {' and '.join(missing)} cannot be imported here. "
-            "Please install it: pip install 'self-healing[trl]'",
+            "Please install it: pip install 'self-healing-trl[trl]', or in a clone: pip install -e '.[trl]'",
             err=True,
         )
         raise typer.Exit(1)

@@ -162,7 +162,7 @@ def test_demo_without_trl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trl" else find_spec(name))
     result = run("demo")
     assert result.exit_code == 1
-    assert "pip install 'self-healing[trl]'" in result.stderr
+    assert "pip install 'self-healing-trl[trl]'" in result.stderr
 
 
 # ---- all ----

@@ -1,0 +1,116 @@
+"""The distribution is `self-healing-trl`: every instruction says so, and the command tells of its namesake."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+# `self-healing` where it is the name of something to install, and not the command or this project's distribution.
+OLD_INSTRUCTION = re.compile(r"self[-_]healing\[|(?<!un)install\b[^\n`]*\bself[-_]healing(?![-_\w]|\.|/)")
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_instruction_installs_the_namesake() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in tracked_files()
+        if path != Path(__file__)
+        for match in OLD_INSTRUCTION.finditer(path.read_text(encoding="utf-8", errors="replace"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install 'self-healing[trl]'",
+        "pip install self-healing",
+        "uv pip install -U self_healing",
+        '"self-healing[trl]"',
+    ],
+)
+def test_an_old_instruction_would_be_found(line: str) -> None:
+    assert OLD_INSTRUCTION.search(line)
+
+
+def test_the_distribution_has_a_name_of_its_own() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == "self-healing-trl"
+    assert project["scripts"] == {"self-healing": "self_healing_trl:main"}
+
+
+# ---- beside its namesake ----
+
+
+def namesake(directory: Path, package: bool = True) -> Path:
+    """What `pip install self-healing` leaves; or what a clone leaves that was installed under that name."""
+    information = directory / "self_healing-0.1.2.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: self_healing\nVersion: 0.1.2\n")
+    files = ["_editable_impl_self_healing.pth"]
+    if package:
+        files = ["self_healing/__init__.py", "self_healing/core.py"]
+        (directory / "self_healing").mkdir()
+        (directory / "self_healing" / "__init__.py").write_text("from .core import check_code\n")
+        (directory / "self_healing" / "core.py").write_text("def check_code(code): ...\n")
+    (information / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    return directory
+
+
+def command(*path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import self_healing_trl; self_healing_trl.main()", "--help"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(each) for each in path)},
+        cwd=path[0],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_command_says_that_the_namesake_has_taken_its_place(tmp_path: Path) -> None:
+    done = command(namesake(tmp_path), ROOT)
+    assert done.returncode == 1
+    assert f"imported from {tmp_path / 'self_healing'}, and that is not self-healing-trl" in done.stderr
+    assert "`self-healing` 0.1.2 is installed" in done.stderr
+    assert "pip install 'self-healing-trl[trl]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_says_that_another_package_has_taken_its_place(tmp_path: Path) -> None:
+    (tmp_path / "self_healing").mkdir()
+    (tmp_path / "self_healing" / "__init__.py").write_text("")
+    done = command(tmp_path, ROOT)
+    assert done.returncode == 1
+    assert "0.1.2" not in done.stderr
+    assert "that is not self-healing-trl" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_warns_of_a_namesake_behind_it(tmp_path: Path) -> None:
+    done = command(ROOT, namesake(tmp_path))
+    assert done.returncode == 0
+    assert "`self-healing` 0.1.2 is installed" in done.stderr
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_clone_under_its_first_name_is_no_namesake(tmp_path: Path) -> None:
+    done = command(ROOT, namesake(tmp_path, package=False))
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "Usage" in done.stdout
