@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import consensus
+from .checksums import add_checksums_later, checksums_at_once
 from .instrument import EMERGENCY_DIR, Instrument, ResumePoint, save_generated
-from .vetting import MARKER_FILE, MARKER_SCHEMA, STATE_FILE, Verdict, load_marker, number_of, vet
+from .marker import CHECKSUMS, MARKER_FILE, MARKER_SCHEMA, change_marker, damage_of_marker, load_marker, replace_marker
+from .vetting import STATE_FILE, ModelNames, Verdict, breach_of_marker, number_of, vet
 
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ def write_marker(
 ) -> None:
     """
     Marks a checkpoint as complete, after everything else in it was written; the marker appears whole or not at all.
+    The checksums of a large one are added to it later: no step waits for them.
 
     Args:
         checkpoint (`Path`):
@@ -70,7 +73,8 @@ def write_marker(
             Whether every weight, buffer and optimizer state was finite when it was written; `None` if that was not
             looked at, and then it never becomes verified.
     """
-    content = {
+    sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files(checkpoint)}
+    content: dict[str, Any] = {
         "schema": MARKER_SCHEMA,
         "time": time.time(),
         "run": run,
@@ -78,10 +82,15 @@ def write_marker(
         "emergency": emergency,
         "standing": standing,
         "finite": finite,
-        "files": {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files(checkpoint)},
+        "files": sizes,
         "bookkeeping": bookkeeping,
     }
-    _replace_marker(checkpoint, content)
+    checksums = checksums_at_once(checkpoint, sizes)
+    if checksums is not None:
+        content[CHECKSUMS] = checksums
+    replace_marker(checkpoint, content)
+    if checksums is None:
+        add_checksums_later(checkpoint, content, links=(checkpoint.parent / PINNED_DIR / checkpoint.name,))
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any] | None:
@@ -108,24 +117,14 @@ def set_standing(checkpoint: Path, standing: Standing, incident: str | None = No
         incident (`str`, *optional*):
             The incident that made it suspect.
     """
-    content = load_marker(checkpoint)
-    if content is None:
-        return
-    content["standing"] = standing
-    content.pop("incident", None)
-    if incident is not None:
-        content["incident"] = incident
-    times = checkpoint.stat()
-    _replace_marker(checkpoint, content)
-    # The Trainer deletes the directory that was changed longest ago.
-    os.utime(checkpoint, ns=(times.st_atime_ns, times.st_mtime_ns))
 
+    def change(content: dict[str, Any]) -> None:
+        content["standing"] = standing
+        content.pop("incident", None)
+        if incident is not None:
+            content["incident"] = incident
 
-def _replace_marker(checkpoint: Path, content: dict[str, Any]) -> None:
-    # Never written in place: a hard link to it would change as well.
-    temporary = checkpoint / f"{MARKER_FILE}.tmp"
-    temporary.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(temporary, checkpoint / MARKER_FILE)
+    change_marker(checkpoint, change)
 
 
 def _files(checkpoint: Path) -> list[Path]:
@@ -134,10 +133,11 @@ def _files(checkpoint: Path) -> list[Path]:
 
 def owe_evaluation(checkpoint: Path) -> None:
     """Notes that the evaluation of its step is still to be done; a checkpoint without a marker is left as it is."""
-    content = load_marker(checkpoint)
-    if content is not None:
+
+    def change(content: dict[str, Any]) -> None:
         content["bookkeeping"][OWES_EVALUATION] = True
-        _replace_marker(checkpoint, content)
+
+    change_marker(checkpoint, change)
 
 
 def loosen(checkpoint: Path) -> None:
@@ -207,10 +207,12 @@ def find_trusted_checkpoint(output_dir: str | Path, passed_over: list[Verdict] |
     return None if newest is None else newest.path
 
 
-def _newest_usable(output_dir: str | Path, passed_over: list[Verdict]) -> Verdict | None:
+def _newest_usable(
+    output_dir: str | Path, passed_over: list[Verdict], model: ModelNames | None = None
+) -> Verdict | None:
     for checkpoint in checkpoints_in(output_dir):
         # Vetting reads every byte: those older than the first usable one are not looked at.
-        verdict = vet(checkpoint)
+        verdict = vet(checkpoint, model)
         if verdict.usable:
             return verdict
         passed_over.append(verdict)
@@ -218,7 +220,10 @@ def _newest_usable(output_dir: str | Path, passed_over: list[Verdict]) -> Verdic
 
 
 def resolve_checkpoint(
-    requested: str | os.PathLike[str] | bool, output_dir: str | Path, passed_over: list[Verdict]
+    requested: str | os.PathLike[str] | bool,
+    output_dir: str | Path,
+    passed_over: list[Verdict],
+    model: ModelNames | None = None,
 ) -> Verdict | None:
     """
     The checkpoint that a request to resume means.
@@ -230,6 +235,8 @@ def resolve_checkpoint(
             Of the run.
         passed_over (`list[Verdict]`):
             Gets the verdicts on those that cannot be resumed from.
+        model ([`ModelNames`], *optional*):
+            What the model that is to be trained calls its tensors.
 
     Returns:
         [`Verdict`]: On the one to resume from; `None` for a fresh start.
@@ -240,28 +247,61 @@ def resolve_checkpoint(
     if requested is False:
         return None
     if requested is not True and requested != "auto":
-        return _vetted(Path(requested), output_dir, passed_over)
-    chosen = _newest_usable(output_dir, passed_over)
+        return _vetted(Path(requested), output_dir, passed_over, model)
+    chosen = _newest_usable(output_dir, passed_over, model)
     if chosen is None and requested is True:
         raise CheckpointError(_none_at_all(output_dir, passed_over))
     return chosen
 
 
-def _vetted(requested: Path, output_dir: str | Path, passed_over: list[Verdict]) -> Verdict:
-    verdict = vet(requested)
+def _vetted(requested: Path, output_dir: str | Path, passed_over: list[Verdict], model: ModelNames | None) -> Verdict:
+    verdict = vet(requested, model)
     if verdict.usable:
         return verdict
     passed_over.append(verdict)
+    raise refused(requested, verdict.reason, output_dir)
+
+
+def refused(requested: str | Path, reason: str, output_dir: str | Path) -> CheckpointError:
+    """The error for a checkpoint that was asked for and cannot be resumed from; it names the one that can be."""
     trusted = find_trusted_checkpoint(output_dir)
     instead = (
         f"there is none in {output_dir} that can be resumed from"
         if trusted is None
         else f"the newest one that can be resumed from is resume_from_checkpoint={trusted!r}"
     )
-    raise CheckpointError(
-        f"{requested} cannot be resumed from: {verdict.reason}. What to do: {instead}; to go on from weights alone, "
+    return CheckpointError(
+        f"{requested} cannot be resumed from: {reason}. What to do: {instead}; to go on from weights alone, "
         "load them as the model of a new run."
     )
+
+
+def check_resumed(checkpoint: Path, output_dir: str | Path) -> str | None:
+    """
+    Looks at a checkpoint that the plain Trainer has loaded, by what is known about it.
+
+    Args:
+        checkpoint (`Path`):
+            The checkpoint directory.
+        output_dir (`str` or `Path`):
+            Of the run.
+
+    Returns:
+        What whoever trains on from it should be told, if anything.
+
+    Raises:
+        CheckpointError: If it is not what its marker says was written.
+    """
+    breach = breach_of_marker(checkpoint)
+    if breach is not None:
+        raise refused(checkpoint, breach, output_dir)
+    if (damage := damage_of_marker(checkpoint)) is not None:
+        return f"its marker {MARKER_FILE} cannot be believed ({damage}): whether all of it is whole is not known"
+    if standing_of(checkpoint) != "suspect":
+        return None
+    trusted = find_trusted_checkpoint(output_dir)
+    instead = "there is none that can be trusted" if trusted is None else f"the newest good one is {trusted}"
+    return f"it was written in a stretch that was rolled back or went bad; {instead}"
 
 
 def _none_at_all(output_dir: str | Path, passed_over: list[Verdict]) -> str:
@@ -339,18 +379,26 @@ def newest_checkpoint_of(
     Args:
         run (`str`), output_dir (`str`):
             The run, and where it writes.
-        verified (`bool`, *optional*, defaults to `False`):
+        verified (`bool`, *optional*):
             Whether healthy steps must have come after it.
         passed_over (`list[Verdict]`, *optional*):
             Gets the verdicts on those that are newer, and cannot be resumed from.
     """
+    newest = newest_verdict_of(run, output_dir, verified, passed_over)
+    return None if newest is None else newest.path
+
+
+def newest_verdict_of(
+    run: str, output_dir: str, verified: bool = False, passed_over: list[Verdict] | None = None
+) -> Verdict | None:
+    """The same as [`newest_checkpoint_of`], with what is to be thought of it."""
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)
         if marker is None or marker.get("run") != run or (verified and marker.get("standing") != "verified"):
             continue
         verdict = vet(checkpoint)
         if verdict.usable:
-            return str(checkpoint)
+            return verdict
         if passed_over is not None:
             passed_over.append(verdict)
     return None
@@ -382,7 +430,7 @@ def missing_steps_in(checkpoint: str) -> int:
         return 0
 
 
-def standing_of(checkpoint: str) -> str:
+def standing_of(checkpoint: str | Path) -> str:
     """What its marker says about it; `"unmarked"` if it has none."""
     return str((load_marker(Path(checkpoint)) or {}).get("standing", "unmarked"))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from .checkpoints import newest_checkpoint_of, read_marker
+from .checkpoints import newest_verdict_of, read_marker
 from .failures import FAILURE_RECIPES, FailureType
 from .launcher import Launch
 from .run_record import Attempt, Ending, RunRecord, first_call
@@ -122,9 +122,9 @@ def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
     return True
 
 
-def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) -> str | None:
+def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) -> Verdict | None:
     """The newest checkpoint of that very run that can be trusted: another run may have left some in its place."""
-    return newest_checkpoint_of(record.run, output_dir, passed_over=passed_over)
+    return newest_verdict_of(record.run, output_dir, passed_over=passed_over)
 
 
 def start_of(

@@ -39,7 +39,7 @@ from .failures import (
     describe_exception,
     text_of,
 )
-from .instrument import CannotReduce, RandomState, ReportingGuard, let_go, smaller_batch
+from .instrument import CannotReduce, RandomState, ReportingGuard, let_go, names_in_checkpoints, smaller_batch
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loader_workers import end_workers_that_failed
 from .instrument.loading import skipping_any_loader
@@ -295,15 +295,19 @@ class SelfHealingTrainer:
                 record.newest.pid,
                 output_dir,
             )
-        chosen, taken_up = None, False
+        chosen: Verdict | None = None
+        taken_up = False
         if record is not None and record.attempts and restarted:
             taken_up = continues(record, launch, requested)
             chosen = newest_of(record, output_dir, passed_over) if taken_up else None
         if chosen is None and requested is not None:
             # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
-            verdict = resolve_checkpoint(requested, output_dir, passed_over)
-            chosen = None if verdict is None else verdict.path
-        return start_of(chosen, record, launch, taken_up, requested)
+            chosen = resolve_checkpoint(requested, output_dir, passed_over, names_in_checkpoints(self.trainer))
+        if chosen is None:
+            return start_of(None, record, launch, taken_up, requested)
+        for doubt in chosen.doubts:
+            logger.warning("%s is resumed from all the same: %s.", chosen.path, doubt)
+        return start_of(chosen.path, record, launch, taken_up, requested)
 
     def _take_up(self, session: Session, start: Start) -> None:
         """Goes on with what an earlier process left, if that may be tried once more."""

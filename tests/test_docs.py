@@ -127,7 +127,15 @@ def test_settings_that_are_named_exist() -> None:
     parts = {name.split("_")[0] for name in HealingConfig().to_dict()}
     known = {field.name for config in (SFTConfig, HealingConfig) for field in dataclasses.fields(config)}
     known |= {str(failure) for failure in FailureType} | {str(action) for action in Action}
-    known |= {"on_instability", "save_model", "loss_before", "loss_after", "lr_reductions", "snapshot_refused"}
+    known |= {
+        "on_instability",
+        "save_model",
+        "save_pretrained",
+        "loss_before",
+        "loss_after",
+        "lr_reductions",
+        "snapshot_refused",
+    }
     known |= {"learning_rate_scale", "snapshots_off", "resume_with", "resume_from_checkpoint"}
     known |= set(KINDS)
     for page in PAGES:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import sft_trainer
+from conftest import sft_trainer, tiny_model
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner, Result
 
 from self_healing import SelfHealingCallback
 from self_healing.checkpoints import find_trusted_checkpoint, set_standing, vet_all, write_marker
+from self_healing.checksums import wait_for_checksums
 from self_healing.cli import app
+from self_healing.instrument import names_in_checkpoints
+from self_healing.marker import load_marker
 from self_healing.vetting import Verdict, vet
 
 
@@ -168,6 +174,213 @@ def test_a_marker_hides_no_damage(marked: Path, damage: str) -> None:
     assert find_trusted_checkpoint(marked) == str(marked / "checkpoint-2")
 
 
+# ---- damage that leaves a file whole and finite ----
+
+
+def zeroed_tail(name: str) -> Damage:
+    """What some power losses leave: the length is right, and the last pages were never written."""
+
+    def damage(checkpoint: Path) -> None:
+        file = checkpoint / name
+        raw = file.read_bytes()
+        file.write_bytes(raw[: -len(raw) // 3] + bytes(len(raw) - len(raw[: -len(raw) // 3])))
+
+    return damage
+
+
+def flipped_bit(name: str, position: int, bit: int = 0) -> Damage:
+    def damage(checkpoint: Path) -> None:
+        raw = bytearray((checkpoint / name).read_bytes())
+        raw[position] ^= 1 << bit
+        (checkpoint / name).write_bytes(raw)
+
+    return damage
+
+
+def renamed_in_header(old: bytes, new: bytes) -> Damage:
+    def damage(checkpoint: Path) -> None:
+        file = checkpoint / "model.safetensors"
+        raw = file.read_bytes()
+        assert old in raw
+        assert len(old) == len(new)
+        file.write_bytes(raw.replace(old, new, 1))
+
+    return damage
+
+
+SILENT_DAMAGES: dict[str, tuple[str, Damage]] = {
+    "zeroed tail of the weights": ("model.safetensors", zeroed_tail("model.safetensors")),
+    "flipped bit of a mantissa": ("model.safetensors", flipped_bit("model.safetensors", -4)),
+    "flipped bit of a tensor's name": (
+        "model.safetensors",
+        renamed_in_header(b"layers.1.mlp.up_proj", b"layers.1.mlp.tp_proj"),
+    ),
+    "another type of the same width": ("model.safetensors", renamed_in_header(b'"F32"', b'"I32"')),
+    "flipped bit of a moment": ("optimizer.pt", flipped_bit("optimizer.pt", 20_000)),
+    "zeroed tail of the tokenizer": ("tokenizer.json", zeroed_tail("tokenizer.json")),
+    "another number in the state": (
+        "trainer_state.json",
+        lambda checkpoint: (
+            (checkpoint / "trainer_state.json").write_text(
+                (checkpoint / "trainer_state.json").read_text().replace('"save_steps": 2', '"save_steps": 3')
+            )
+            and None
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", SILENT_DAMAGES)
+def test_a_file_that_is_not_what_was_written_is_seen(marked: Path, damage: str) -> None:
+    name, inflict = SILENT_DAMAGES[damage]
+    inflict(marked / "checkpoint-4")
+    passed_over: list[Verdict] = []
+    assert find_trusted_checkpoint(marked, passed_over) == str(marked / "checkpoint-2")
+    assert passed_over[0].reason.startswith(f"{name} is not what was written")
+
+
+def check_flips(checkpoint: Path, each: int, seed: int) -> None:
+    """No flip of a single bit, in whatever file, leaves a checkpoint that is resumed from in silence."""
+    draw = random.Random(seed)
+    for file in sorted(file for file in checkpoint.rglob("*") if file.is_file()):
+        whole = file.read_bytes()
+        for _ in range(each):
+            position, bit = draw.randrange(len(whole)), draw.randrange(8)
+            flipped_bit(file.name, position, bit)(checkpoint)
+            verdict = vet(checkpoint)
+            assert not verdict.usable or verdict.doubts, f"{file.name}: bit {bit} of byte {position}"
+            file.write_bytes(whole)
+    assert vet(checkpoint).reason == "complete"
+
+
+def test_no_flipped_bit_is_resumed_from_in_silence(marked: Path) -> None:
+    check_flips(marked / "checkpoint-4", each=6, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_none_of_many_flipped_bits_is_resumed_from_in_silence(marked: Path, seed: int) -> None:
+    check_flips(marked / "checkpoint-4", each=30, seed=seed)
+
+
+# What markers of earlier versions do not have.
+NEW = ("crc32", "seal")
+
+
+def without_checksums(checkpoint: Path) -> None:
+    """As an earlier version of the library has left it."""
+    content = json.loads((checkpoint / "healing.json").read_text())
+    for key in NEW:
+        del content[key]
+    (checkpoint / "healing.json").write_text(json.dumps(content))
+
+
+def test_a_marker_without_checksums_is_accepted_and_said(marked: Path) -> None:
+    without_checksums(marked / "checkpoint-4")
+    verdict = vet(marked / "checkpoint-4")
+    assert (verdict.usable, verdict.standing) == (True, "unverified")
+    assert verdict.reason == "complete; its bytes were not compared, because healing.json has no checksums"
+
+
+def test_the_checksums_of_a_large_checkpoint_come_later(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("self_healing.checksums._AT_ONCE", 0)
+    checkpoint, kept = marked / "checkpoint-4", marked / "last-known-good" / "checkpoint-4"
+    write_marker(checkpoint, "run", 4, {}, emergency=False)
+    os.utime(checkpoint, (1, 1))
+    shutil.copytree(checkpoint, kept)
+    wait_for_checksums()
+    assert len(load_marker(checkpoint)["crc32"]) == len(load_marker(checkpoint)["files"]) > 8
+    assert vet(checkpoint).reason == vet(kept).reason == "complete"
+    # The Trainer's rotation goes by it.
+    assert checkpoint.stat().st_mtime == 1
+
+
+def test_a_checkpoint_that_changes_meanwhile_gets_no_checksums(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("self_healing.checksums._AT_ONCE", 0)
+    checkpoint = marked / "checkpoint-4"
+
+    def crc32_of(file: Path) -> int:
+        os.utime(checkpoint / "optimizer.pt")
+        return 0
+
+    monkeypatch.setattr("self_healing.checksums.crc32_of", crc32_of)
+    write_marker(checkpoint, "run", 4, {}, emergency=False)
+    wait_for_checksums()
+    assert "crc32" not in load_marker(checkpoint)
+    assert vet(checkpoint).usable
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda content: content.pop("step"), "it is not what was written"),
+        (lambda content: content.pop("seal"), "it is not what was written"),
+        (lambda content: [content.pop(key) for key in ("step", *NEW)], "`step` is missing in it"),
+        (lambda content: [content.update(bookkeeping=3), *map(content.pop, NEW)], "`bookkeeping` in it is unusable"),
+        (lambda content: [content.update(files={"a": "b"}), *map(content.pop, NEW)], "`files` in it is unusable"),
+        (lambda content: [content.update(standing="good"), *map(content.pop, NEW)], "`standing` in it is 'good'"),
+    ],
+)
+def test_a_damaged_marker_is_a_doubt(marked: Path, change: Callable[[dict[str, Any]], Any], why: str) -> None:
+    file = marked / "checkpoint-4" / "healing.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    (doubt,) = vet(marked / "checkpoint-4").doubts
+    assert doubt.startswith(f"its marker healing.json cannot be believed ({why}")
+
+
+# ---- names of tensors ----
+
+
+def test_a_damaged_name_is_seen_by_the_model(plain: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = names_in_checkpoints(sft_trainer(tmp_path / "next", tokenizer))
+    assert vet(plain / "checkpoint-4", model).reason == "complete"
+    SILENT_DAMAGES["flipped bit of a tensor's name"][1](plain / "checkpoint-4")
+    assert vet(plain / "checkpoint-4").usable
+    assert vet(plain / "checkpoint-4", model).reason.startswith(
+        "model.layers.1.mlp.tp_proj.weight in model.safetensors is model.layers.1.mlp.up_proj.weight in the model"
+    )
+
+
+def test_another_model_is_no_damage(plain: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = names_in_checkpoints(
+        sft_trainer(tmp_path / "next", tokenizer, model=tiny_model(tokenizer, num_hidden_layers=3))
+    )
+    verdict = vet(plain / "checkpoint-4", model)
+    assert verdict.usable
+    assert verdict.doubts == (
+        "the model has tensors that are not in it and keep the values they have: "
+        "model.layers.2.input_layernorm.weight and 8 more",
+    )
+
+
+def mixtral(tokenizer: Any) -> MixtralForCausalLM:
+    """A model that is put together from other tensors than it is written as."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=len(tokenizer), num_key_value_heads=2, num_local_experts=4, **sizes)
+    )
+
+
+@pytest.mark.parametrize("kind", ["tied", "adapter", "adapter and a module", "written otherwise"])
+def test_names_that_only_look_odd_are_accepted(plain: Path, tokenizer: Any, tmp_path: Path, kind: str) -> None:
+    models: dict[str, Any] = {
+        "tied": lambda: tiny_model(tokenizer, tie_word_embeddings=True),
+        "written otherwise": lambda: mixtral(tokenizer),
+    }
+    adapters = {"adapter": {}, "adapter and a module": {"modules_to_save": ["lm_head"]}}
+    lora = {"peft_config": LoraConfig(target_modules=["q_proj"], r=4, **adapters[kind])} if kind in adapters else {}
+    trainer = sft_trainer(
+        tmp_path / "next", tokenizer, model=models[kind]() if kind in models else None, trainer_kwargs=lora
+    )
+    (plain / "checkpoint-4" / "model.safetensors").unlink()
+    trainer.save_model(str(plain / "checkpoint-4"))
+    model = names_in_checkpoints(trainer)
+    assert model is not None
+    assert vet(plain / "checkpoint-4", model).reason == "complete"
+
+
 # ---- what is fine ----
 
 
@@ -186,7 +399,8 @@ def test_a_checkpoint_of_ours_has_its_standing(marked: Path) -> None:
 def test_a_marker_without_a_standing_is_unverified(marked: Path) -> None:
     file = marked / "checkpoint-4" / "healing.json"
     content = json.loads(file.read_text())
-    del content["standing"]
+    # As an earlier version has written it.
+    del content["standing"], content["seal"], content["crc32"]
     file.write_text(json.dumps(content))
     assert vet(marked / "checkpoint-4").standing == "unverified"
     assert vet(marked / "checkpoint-4").usable
@@ -410,6 +624,65 @@ def test_a_suspect_checkpoint_names_its_incident(marked: Path) -> None:
     verdict = vet(marked / "checkpoint-4")
     assert (verdict.usable, verdict.standing) == (False, "suspect")
     assert verdict.reason == "written in a stretch that was rolled back or went bad (incident run-007)"
+
+
+# ---- other weights in the place of those the marker names ----
+
+
+def resharded(checkpoint: Path) -> Path:
+    """The same weights in shards, in the place of the one file."""
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    model.save_pretrained(checkpoint, max_shard_size="30KB")
+    return checkpoint
+
+
+def test_another_complete_set_of_weights_is_accepted_and_said(marked: Path) -> None:
+    verdict = vet(resharded(marked / "checkpoint-4"))
+    assert (verdict.usable, verdict.standing) == (True, "unverified")
+    (doubt,) = verdict.doubts
+    assert doubt.startswith("its weights are not those it was written with: model-00001-of-0000")
+    assert doubt.endswith("in place of model.safetensors, which the marker healing.json names")
+
+
+def test_other_weights_in_one_file_are_accepted(marked: Path) -> None:
+    checkpoint = resharded(marked / "checkpoint-4")
+    write_marker(checkpoint, "run", 4, {}, emergency=False)
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    for shard in checkpoint.glob("model-*.safetensors"):
+        shard.unlink()
+    model.save_pretrained(checkpoint)
+    verdict = vet(checkpoint)
+    assert verdict.usable
+    assert "model.safetensors in place of model-00001-of-0000" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("inflict", "reason"),
+    [
+        (lambda shards: shards[-1].unlink(), "is missing (model.safetensors.index.json names it)"),
+        (
+            lambda shards: shutil.copy(shards[0], shards[-1]),
+            "of model.safetensors.index.json is in none of its shards",
+        ),
+        (lambda shards: truncated(shards[-1].name)(shards[-1].parent), "is truncated"),
+    ],
+    ids=["one missing", "one of another set", "one torn"],
+)
+def test_an_incomplete_set_of_other_weights_is_refused(
+    marked: Path, inflict: Callable[[list[Path]], None], reason: str
+) -> None:
+    checkpoint = resharded(marked / "checkpoint-4")
+    inflict(sorted(checkpoint.glob("model-*.safetensors")))
+    verdict = vet(checkpoint)
+    assert not verdict.usable
+    assert reason in verdict.reason
+
+
+def test_what_lies_beside_other_weights_is_still_compared(marked: Path) -> None:
+    checkpoint = resharded(marked / "checkpoint-4")
+    flipped_bit("optimizer.pt", 20_000)(checkpoint)
+    assert vet(checkpoint).reason.startswith("optimizer.pt is not what was written")
 
 
 # ---- foreign files ----

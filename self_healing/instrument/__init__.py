@@ -12,6 +12,7 @@ from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
 from .best_model import BestChoice, BestModel
 from .discovery import find_resume_path, find_trainer, is_training
 from .generated import load_generated, save_generated
+from .models import names_in_checkpoints
 from .out_of_memory import (
     OutOfMemory,
     alloc_retries,
@@ -60,6 +61,7 @@ __all__ = [
     "leave_out_of_uploads",
     "let_go",
     "load_generated",
+    "names_in_checkpoints",
     "preserved",
     "record_memory_history",
     "room_of",

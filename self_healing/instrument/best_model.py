@@ -13,7 +13,8 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .. import consensus
-from ..vetting import load_marker, vet_weights
+from ..marker import load_marker
+from ..vetting import vet_weights
 
 
 logger = logging.getLogger("self_healing")

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, Trainer
+
+from ..vetting import ModelNames
+
+
+logger = logging.getLogger(__name__)
 
 
 def models_of(trainer: Any) -> list[torch.nn.Module]:
@@ -46,3 +54,55 @@ def fingerprint(trainer: Any) -> dict[str, Any]:
         "memory": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         "processes": int(trainer.args.world_size),
     }
+
+
+def names_in_checkpoints(trainer: Any) -> ModelNames | None:
+    """
+    What the model of a trainer calls its tensors in a checkpoint; `None` where the Trainer's own way of loading them,
+    by exactly these names, is not the one that is used, or if it cannot be known.
+    """
+    shared_out = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    if shared_out or type(trainer)._load_from_checkpoint is not Trainer._load_from_checkpoint:
+        return None
+    try:
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        return _names_of_adapters(model) if hasattr(model, "peft_config") else _names_of_weights(model)
+    except Exception:
+        logger.debug("What the model calls its tensors is not known.", exc_info=True)
+        return None
+
+
+def _names_of_weights(model: torch.nn.Module) -> ModelNames:
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and name not in ignored
+    }
+    known = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    names = defaultdict(set)
+    for name, tensor in state.items():
+        names[id(tensor)].add(name)
+    tied = {name: frozenset(names[id(tensor)] - {name}) for name, tensor in state.items()}
+    # A module of one's own is written as it is.
+    ways = (known, _as_written(model, state)) if isinstance(model, PreTrainedModel) else (known,)
+    return ModelNames(ways, tied)
+
+
+def _as_written(model: Any, state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Models that are put together from other tensors than they are written as are taken apart again by saving."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, empty).items()}
+
+
+def _names_of_adapters(model: Any) -> ModelNames:
+    from peft import get_peft_model_state_dict
+
+    adapters = {}
+    for name in model.peft_config:
+        # Embeddings may be written as well; to know whether, the Hub would be asked.
+        state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        adapters["" if name == "default" else name] = {each: tuple(tensor.shape) for each, tensor in state.items()}
+    return ModelNames(adapters=adapters)

@@ -1,0 +1,139 @@
+"""Checksums of the files of a checkpoint, computed where no step waits for them, and written into its marker."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .marker import CHECKSUMS, change_marker, crc32_of
+
+
+logger = logging.getLogger(__name__)
+
+# Bytes that are read through in a few hundredths of a second.
+_AT_ONCE = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """
+    A marked checkpoint whose checksums are still to be computed.
+
+    Args:
+        path (`Path`):
+            The checkpoint directory.
+        links (`Sequence[Path]`):
+            Directories that may hold the same checkpoint under a marker of their own.
+        run (`str`), time (`float`):
+            What its marker says, so that no other checkpoint gets these checksums.
+        files (`dict[str, tuple[int, int, int]]`):
+            What each file was when the marker was written: inode, size, time of change.
+    """
+
+    path: Path
+    links: Sequence[Path]
+    run: str
+    time: float
+    files: dict[str, tuple[int, int, int]]
+
+    def compute(self) -> None:
+        checksums = {name: crc32_of(self.path / name) for name in self.files}
+        if identities(self.path, list(self.files)) != self.files:
+            # Written once more in the meantime: the checksums are of neither.
+            return
+        for place in (self.path, *self.links):
+            change_marker(place, lambda content: self._add(content, checksums))
+
+    def _add(self, content: dict[str, Any], checksums: dict[str, int]) -> None:
+        if (content.get("run"), content.get("time")) == (self.run, self.time):
+            content[CHECKSUMS] = checksums
+
+
+class ChecksumQueue:
+    """
+    Computes the checksums of large checkpoints in a thread of its own, the newest first.
+
+    A process that ends before they are computed leaves a marker without them, which is as good as any from before
+    there were checksums.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._next: _Checkpoint | None = None
+        self._busy = False
+
+    def put(self, checkpoint: _Checkpoint) -> None:
+        """Asks for the checksums of a checkpoint; one that still waits for its turn gives way."""
+        with self._turn:
+            self._next = checkpoint
+            if not self._busy:
+                self._busy = True
+                # No process waits at its end for a thread that does not have to finish.
+                threading.Thread(target=self._work, name="self-healing-checksums", daemon=True).start()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until all that were asked for are computed, but no longer than so many seconds."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._busy, seconds)
+
+    def _work(self) -> None:
+        while (checkpoint := self._take()) is not None:
+            try:
+                checkpoint.compute()
+            except OSError as error:
+                logger.info("%s has no checksums: %s", checkpoint.path, error)
+            except Exception:
+                logger.warning("%s has no checksums.", checkpoint.path, exc_info=True)
+
+    def _take(self) -> _Checkpoint | None:
+        with self._turn:
+            taken, self._next = self._next, None
+            if taken is None:
+                self._busy = False
+                self._turn.notify_all()
+            return taken
+
+
+_QUEUE = ChecksumQueue()
+
+
+def checksums_at_once(checkpoint: Path, sizes: dict[str, int]) -> dict[str, int] | None:
+    """The checksums of a small checkpoint; `None` for one that a save would have to wait for."""
+    if sum(sizes.values()) > _AT_ONCE:
+        return None
+    return {name: crc32_of(checkpoint / name) for name in sizes}
+
+
+def add_checksums_later(checkpoint: Path, marker: dict[str, Any], links: Sequence[Path] = ()) -> None:
+    """
+    Computes the checksums of a checkpoint in the background and adds them to its marker.
+
+    Args:
+        checkpoint (`Path`):
+            The checkpoint directory, whose marker is written.
+        marker (`dict`):
+            What it says.
+        links (`Sequence[Path]`):
+            Directories that may hold the same checkpoint under a marker of their own.
+    """
+    files = identities(checkpoint, list(marker["files"]))
+    _QUEUE.put(_Checkpoint(checkpoint, links, marker["run"], marker["time"], files))
+
+
+def wait_for_checksums(seconds: float = 60.0) -> None:
+    """Waits for the checksums that are still being computed, but no longer than so many seconds."""
+    _QUEUE.wait(seconds)
+
+
+def identities(checkpoint: Path, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:
+    """What tells whether a file was written to: inode, size and time of change."""
+    found = {}
+    for name in names:
+        status = os.stat(checkpoint / name)
+        found[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return found
