@@ -19,7 +19,9 @@ from .bad_samples import SampleHealer
 from .checkpoints import (
     OWES_EVALUATION,
     PINNED_DIR,
+    CheckpointError,
     Standing,
+    check_resumed,
     find_trusted_checkpoint,
     healing_state_of,
     loosen,
@@ -27,6 +29,7 @@ from .checkpoints import (
     read_marker,
     write_marker,
 )
+from .checksums import wait_for_checksums
 from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
 from .disk import SaveHealer
@@ -133,7 +136,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self._attach(trainer, state, resumed_from)
         except TrainingFault as caught:
             fault = caught
-        except (ConfigurationError, UnrecoverableTrainingError):
+        except (ConfigurationError, CheckpointError, UnrecoverableTrainingError):
             # Asked for, and not possible with this model; or there is nothing to train with.
             if self.session is not None and self.session.instrument is not None:
                 self.session.instrument.detach()
@@ -202,6 +205,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.entries += 1
         session.journal.attempt = session.entries_before + session.entries
         finite = session.entries > 1 or self._refuse_nonfinite_weights(instrument, resumed_from)
+        if session.entries == 1 and adopted is None and resumed_from is not None:
+            # The wrapper has looked before the Trainer loaded anything.
+            self._check_resumed(session, instrument, Path(resumed_from))
         instrument.attach()
         memory.attach()
         SampleHealer(self.config, session, self.actions).attach()
@@ -224,7 +230,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         elif resumed_from is not None:
             marker = read_marker(Path(resumed_from))
             if marker is not None and marker.get("step") == state.global_step:
-                instrument.ledger.take_over(marker["bookkeeping"])
+                self._take_over(instrument, marker["bookkeeping"])
                 load_generated(trainer, Path(resumed_from))
                 if marker["bookkeeping"].get(OWES_EVALUATION):
                     self._evaluate_first(instrument, Path(resumed_from), session)
@@ -262,6 +268,33 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             instrument.step,
             outer.args.output_dir,
         )
+
+    def _check_resumed(self, session: Session, instrument: Instrument, checkpoint: Path) -> None:
+        """The Trainer takes the newest checkpoint, whatever it lacks; it has loaded it by now, and trained no step."""
+        told: str | None = None
+        refusal: CheckpointError | None = None
+        if consensus.is_first_rank():
+            try:
+                told = check_resumed(checkpoint, str(instrument.trainer.args.output_dir))
+            except CheckpointError as error:
+                refusal = error
+        told, reason = consensus.from_first_rank((told, None if refusal is None else str(refusal)))
+        if reason is not None:
+            session.journal.event("checkpoint_passed_over", instrument.step, path=str(checkpoint), reason=reason)
+            raise refusal or CheckpointError(reason)
+        if told is not None and consensus.is_first_rank():
+            logger.warning("%s is resumed from all the same: %s.", checkpoint, told)
+
+    def _take_over(self, instrument: Instrument, bookkeeping: Mapping[str, Any]) -> None:
+        try:
+            instrument.ledger.take_over(bookkeeping)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            logger.warning(
+                "Running loss and metrics of the checkpoint cannot be taken over (%s: %s): the next log and the "
+                "totals count from here; training itself is not concerned.",
+                type(error).__name__,
+                error,
+            )
 
     def _evaluate_first(self, instrument: Instrument, checkpoint: Path, session: Session) -> None:
         """A process that had to leave had no time for the evaluation of its last step."""
@@ -360,6 +393,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             owe_evaluation(Path(args.output_dir or ".") / f"checkpoint-{state.global_step}")
         session.instrument.detach()
         session.rollback.release()
+        if not session.leaving:
+            wait_for_checksums()
         session.healthy_inputs = None
         if session.leaving and session.record is None and state.global_step < state.max_steps:
             session.leave(int(state.global_step), str(args.output_dir))

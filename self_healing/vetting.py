@@ -135,19 +135,18 @@ def vet_weights(checkpoint: Path) -> str | None:
     Returns:
         Why they cannot be loaded; `None` if they can.
     """
+    findings = _Findings()
+    checksums = (load_marker(checkpoint) or {}).get(CHECKSUMS, {})
     try:
-        weights, notes = _weight_files(checkpoint)
-        for file in weights:
-            if file.suffix == ".safetensors":
-                _check_header(file)
-            else:
-                _check_archive(file)
-        for file in weights:
-            _check_weights(file, notes)
-    except _Unusable as refusal:
+        for file in _weight_files(checkpoint, findings):
+            expected = checksums.get(str(file.relative_to(checkpoint)))
+            if file.suffix != ".safetensors":
+                check_archive(file, expected)
+            _check_weights(file, expected, findings)
+    except Unusable as refusal:
         return str(refusal)
     except Exception as error:
-        return f"cannot be read ({_short(error)})"
+        return f"cannot be read ({in_short(error)})"
     return None
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_same_weights, journal, sft_trainer, weights
-from test_vetting import DAMAGES, as_just_written
+from test_vetting import DAMAGES, SILENT_DAMAGES, as_just_written, resharded
 from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints import (
     CheckpointError,
     CheckpointKeeper,
+    check_resumed,
     checkpoints_in,
     find_trusted_checkpoint,
     newest_checkpoint_of,
@@ -27,7 +28,7 @@ from self_healing.checkpoints import (
     set_standing,
     write_marker,
 )
-from self_healing.vetting import Verdict, vet
+from self_healing.vetting import Verdict, breach_of_marker, vet
 
 
 SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
@@ -98,6 +99,72 @@ def test_true_resumes_from_the_newest_that_can_be_trusted(
     assert (passed_over["path"], passed_over["reason"]) == (str(run / "checkpoint-6"), reason)
     (chosen,) = journal(run, "checkpoint_chosen")[-1:]
     assert (chosen["path"], chosen["step"]) == (str(run / "checkpoint-4"), 4)
+
+
+def test_damage_that_loads_without_a_word_is_passed_over(
+    run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor]
+) -> None:
+    SILENT_DAMAGES["flipped bit of a mantissa"][1](run / "checkpoint-6")
+    healer = later(run, tokenizer)
+    healer.train(resume_from_checkpoint="auto")
+    assert_same_weights(weights(healer.trainer), resumed_from_4)
+
+
+def test_weights_in_shards_in_place_of_one_file_are_resumed_from(
+    run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = resharded(run / "checkpoint-4")
+    healer = later(run, tokenizer)
+    healer.train(resume_from_checkpoint=str(checkpoint))
+    assert_same_weights(weights(healer.trainer), resumed_from_4)
+    assert f"{checkpoint} is resumed from all the same: its weights are not those it was written with" in caplog.text
+
+
+# ---- the callback alone: the Trainer takes what it is told to ----
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("optimizer.pt", "optimizer.pt is gone; the marker healing.json names it"),
+        pytest.param("scheduler.pt", "scheduler.pt is gone", marks=pytest.mark.slow),
+        pytest.param("rng_state.pth", "rng_state.pth is gone", marks=pytest.mark.slow),
+    ],
+)
+def test_the_callback_refuses_what_lacks_a_file(run: Path, tokenizer: Any, name: str, reason: str) -> None:
+    (run / "checkpoint-6" / name).unlink()
+    trainer = sft_trainer(run, tokenizer, callbacks=[SelfHealingCallback()], **LATER)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        trainer.train(resume_from_checkpoint=True)
+    assert f"resume_from_checkpoint={str(run / 'checkpoint-4')!r}" in str(caught.value)
+    assert trainer.state.global_step == 6
+
+
+@pytest.mark.parametrize("damage", ["flipped bit of a mantissa", "another number in the state"])
+def test_what_is_not_what_was_written_breaks_its_marker(run: Path, damage: str) -> None:
+    name, inflict = SILENT_DAMAGES[damage]
+    assert breach_of_marker(run / "checkpoint-6") is None
+    inflict(run / "checkpoint-6")
+    with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
+        check_resumed(run / "checkpoint-6", run)
+
+
+def test_the_callback_says_where_it_trains_on_from_what_is_suspect(
+    run: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_standing(run / "checkpoint-6", "suspect", "run-001")
+    sft_trainer(run, tokenizer, callbacks=[SelfHealingCallback()], **LATER).train(resume_from_checkpoint=True)
+    assert (
+        f"{run / 'checkpoint-6'} is resumed from all the same: it was written in a stretch that was rolled back or "
+        f"went bad; the newest good one is {run / 'checkpoint-4'}" in caplog.text
+    )
+
+
+def test_a_plain_checkpoint_has_no_marker_to_break(run: Path) -> None:
+    checkpoint = run / "checkpoint-6"
+    (checkpoint / "healing.json").unlink()
+    (checkpoint / "optimizer.pt").unlink()
+    assert check_resumed(checkpoint, run) is None
 
 
 def test_true_passes_over_what_is_suspect(run: Path, tokenizer: Any, resumed_from_4: dict[str, torch.Tensor]) -> None:
