@@ -271,8 +271,9 @@ def refused(requested: str | Path, reason: str, output_dir: str | Path) -> Check
         else f"the newest one that can be resumed from is resume_from_checkpoint={trusted!r}"
     )
     return CheckpointError(
-        f"{requested} cannot be resumed from: {reason}. What to do: {instead}; to go on from weights alone, "
-        "load them as the model of a new run."
+        # Transformers' own words first: there is code that looks for them.
+        f"Can't find a valid checkpoint at {requested}. {requested} cannot be resumed from: {reason}. "
+        f"What to do: {instead}; to go on from weights alone, load them as the model of a new run."
     )
 
 
@@ -314,6 +315,7 @@ def _none_at_all(output_dir: str | Path, passed_over: list[Verdict]) -> str:
             "(looked for checkpoint-<step>). "
         )
     return (
+        f"No valid checkpoint found in output directory ({output_dir}). "
         f'{found}What to do: check output_dir, or start anew with resume_from_checkpoint="auto" (resumes where it '
         "can) or resume_from_checkpoint=False."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class Start:
             Whether somebody who has looked at the failure started it.
         by_agent (`bool`):
             Whether a launcher that has lived on started it again.
+        beside (`bool`):
+            Whether another process that lives trains into the same directory: the record there is that one's.
     """
 
     checkpoint: str | None
@@ -51,6 +54,7 @@ class Start:
     record: RunRecord | None = None
     by_hand: bool = False
     by_agent: bool = False
+    beside: bool = False
 
     @property
     def died(self) -> bool:
@@ -191,9 +195,17 @@ def log_history_in(checkpoint: str | None) -> list[dict[str, Any]]:
     return []
 
 
+def trains_beside(record: RunRecord | None, launch: Launch, restarted: bool) -> bool:
+    """Whether the process of a record still trains; a launcher that has started it again knows that it does not."""
+    if record is None or not record.attempts or not still_alive(record.newest):
+        return False
+    return not (restarted and of_this_job(record, launch))
+
+
 def still_alive(attempt: Attempt) -> bool:
-    """Whether the process of an attempt that has not ended is still there (on this machine)."""
-    if attempt.ending is not Ending.RUNNING or attempt.host != socket.gethostname():
+    """Whether another process of this machine, that of an attempt that has not ended, is still there."""
+    elsewhere = attempt.host != socket.gethostname() or attempt.pid == os.getpid()
+    if attempt.ending is not Ending.RUNNING or elsewhere:
         return False
     try:
         process = psutil.Process(attempt.pid)

@@ -112,6 +112,8 @@ class RunRecord:
             What must not be forgotten with the process: budgets, ladders, learning rate.
         postmortem (`str`, *optional*):
             Where the newest one lies.
+        kept (`bool`):
+            Whether it is written; not where another process keeps one in the same directory.
     """
 
     directory: Path
@@ -120,6 +122,7 @@ class RunRecord:
     incidents: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)
     postmortem: str | None = None
+    kept: bool = True
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _progress: int | None = None
     _next_mark: float = 0.0
@@ -207,7 +210,7 @@ class RunRecord:
         _CALLS[os.path.abspath(self.directory)] += 1
         attempt.call = _CALLS[os.path.abspath(self.directory)]
         self.attempts = [*self.attempts, attempt][-_KEPT_ATTEMPTS:]
-        if marks:
+        if marks and self.kept:
             self._open_progress()
             self.note_step(first_step)
         return attempt
@@ -231,6 +234,8 @@ class RunRecord:
 
     def write(self) -> None:
         """Writes the record, whole or not at all. What the file system refuses is told once and stops nothing."""
+        if not self.kept:
+            return
         path = self.directory / RECORD_FILE
         content = {
             "schema": SCHEMA_VERSION,

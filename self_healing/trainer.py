@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,9 +56,9 @@ from .restart import (
     log_history_in,
     newest_of,
     start_of,
-    still_alive,
+    trains_beside,
 )
-from .run_record import Ending, RunRecord, UnreadableRecordError
+from .run_record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
 from .session import Session, may_be_repeated
 from .vetting import Verdict
 
@@ -241,7 +241,7 @@ class SelfHealingTrainer:
         start, passed_over = self._decide_where(requested)
         run = None if start.record is None else start.record.run
         self._session = session = Session(self.config, directory, args.process_index, self._sleep, run)
-        record = start.record or RunRecord(Path(args.output_dir), session.run_id)
+        record = start.record or RunRecord(Path(args.output_dir), session.run_id, kept=not start.beside)
         session.keep_record(record, taken_up=start.record is not None)
         if args.process_index == 0:
             self._note_where(session, start, passed_over)
@@ -288,13 +288,17 @@ class SelfHealingTrainer:
             if restarted and requested is None:
                 requested = "auto"
             logger.warning("%s; what earlier processes of this run did is not known.", error)
-        if record is not None and record.attempts and still_alive(record.newest):
+        beside = trains_beside(record, launch, restarted)
+        if record is not None and beside:
             logger.warning(
-                "Process %d, which trains into %s, is still there: two of them overwrite each other's checkpoints. "
-                "Please end one, or give them an output_dir each.",
+                "Process %d trains into %s at the same time: each will overwrite checkpoints of the other. Please end "
+                "one of them, or give this one an output_dir of its own. What this one does is not kept in %s, which "
+                "speaks of the other.",
                 record.newest.pid,
                 output_dir,
+                RECORD_FILE,
             )
+            record = None
         chosen: Verdict | None = None
         taken_up = False
         if record is not None and record.attempts and restarted:
@@ -303,11 +307,10 @@ class SelfHealingTrainer:
         if chosen is None and requested is not None:
             # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
             chosen = resolve_checkpoint(requested, output_dir, passed_over, names_in_checkpoints(self.trainer))
-        if chosen is None:
-            return start_of(None, record, launch, taken_up, requested)
-        for doubt in chosen.doubts:
-            logger.warning("%s is resumed from all the same: %s.", chosen.path, doubt)
-        return start_of(chosen.path, record, launch, taken_up, requested)
+        path = None if chosen is None else chosen.path
+        for doubt in () if chosen is None else chosen.doubts:
+            logger.warning("%s is resumed from all the same: %s.", path, doubt)
+        return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
 
     def _take_up(self, session: Session, start: Start) -> None:
         """Goes on with what an earlier process left, if that may be tried once more."""

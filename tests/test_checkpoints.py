@@ -267,6 +267,23 @@ def test_a_path_that_is_not_usable_is_an_error_that_names_one_that_is(run: Path,
     assert healer.trainer.state.global_step == 0
 
 
+@pytest.mark.parametrize(
+    ("requested", "words"),
+    [
+        ("missing", "Can't find a valid checkpoint at {requested}"),
+        (True, "No valid checkpoint found in output directory"),
+    ],
+)
+def test_a_missing_checkpoint_is_told_in_the_words_of_transformers(
+    tmp_path: Path, tokenizer: Any, requested: Any, words: str
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer)
+    with pytest.raises(ValueError, match=words.format(requested=requested)):
+        trainer.train(resume_from_checkpoint=requested)
+    with pytest.raises(ValueError, match=words.format(requested=requested)):
+        SelfHealingTrainer(trainer).train(resume_from_checkpoint=requested)
+
+
 @pytest.mark.parametrize("nothing", [None, False])
 def test_without_a_request_nothing_is_looked_at(run: Path, tokenizer: Any, nothing: Any) -> None:
     healer = later(run, tokenizer)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -559,15 +559,59 @@ def test_our_own_failure_to_judge_earlier_attempts_stops_nothing(
     assert "failed while it looked at earlier attempts" in caplog.text
 
 
-def test_a_process_that_still_trains_there_is_named(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def trains_there(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process of this machine, whose record in the run directory says that it is at step 5."""
+    process = subprocess.Popen(["sleep", "600"])
     record = RunRecord(tmp_path / "run", "other")
     record.begin_attempt(None, 0)
+    record.newest.pid = process.pid
+    record.newest.last_step = 5
     record.write()
-    trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
-    SelfHealingTrainer(trainer).train()
-    assert f"Process {os.getpid()}, which trains into" in caplog.text
+    record.close()
+    # It was not this process that began it.
+    _CALLS.clear()
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("requested", [None, "auto"])
+def test_a_process_that_still_trains_there_is_named_and_not_called_dead(
+    tmp_path: Path,
+    tokenizer: Any,
+    caplog: pytest.LogCaptureFixture,
+    trains_there: subprocess.Popen[bytes],
+    requested: str | None,
+) -> None:
+    before = (tmp_path / "run" / RECORD_FILE).read_bytes()
+    healer = SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=2))
+    healer.train(resume_from_checkpoint=requested)
+    assert f"Process {trains_there.pid} trains into" in caplog.text
+    assert healer.get_report().incidents == []
+    assert (tmp_path / "run" / RECORD_FILE).read_bytes() == before
+
+
+def test_once_it_is_gone_it_is_taken_for_killed(
+    tmp_path: Path, tokenizer: Any, trains_there: subprocess.Popen[bytes]
+) -> None:
+    trains_there.kill()
+    trains_there.wait()
+    healer = SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=2))
+    healer.train(resume_from_checkpoint="auto")
+    (incident,) = healer.get_report().incidents
+    assert (incident["failure"], incident["step"]) == ("process_died", 5)
+
+
+def test_a_launcher_that_starts_a_process_again_knows_that_the_one_before_is_over(
+    tmp_path: Path, tokenizer: Any, trains_there: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    healer = SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=2))
+    healer.train()
+    assert [incident["failure"] for incident in healer.get_report().incidents] == ["process_died"]
 
 
 @pytest.mark.parametrize(
