@@ -27,6 +27,8 @@ from .vetting import STATE_FILE, ModelNames, Verdict, breach_of_marker, number_o
 logger = logging.getLogger(__name__)
 
 PINNED_DIR = "last-known-good"
+# A checkpoint may grow by as much from one to the next: the log in it does.
+_GROWTH = 1.05
 # In the bookkeeping of a marker: the evaluation of the step has not been done.
 OWES_EVALUATION = "owes_evaluation"
 
@@ -515,18 +517,28 @@ class CheckpointKeeper:
     Follows the checkpoints of one run and keeps the last good ones in `last-known-good/`, where the Trainer's rotation
     does not reach. They are hard links, which need no space of their own while the checkpoint itself is there.
 
+    Once rotation has removed the checkpoint itself, they hold the space it held. So they give way whenever another
+    checkpoint would not fit beside them, and none is kept where there is no room for it and the one after it.
+
     To be called by the first process only. What the file system refuses is told once and never stops the training.
 
     Args:
         output_dir (`str` or `Path`):
             Of the run.
         generations (`int`, *optional*, defaults to 2):
-            How many verified checkpoints are kept.
+            How many verified checkpoints are kept; 0 for none, and then none is kept until it is verified either.
+        tell (`Callable`, *optional*):
+            Told, with a kind, a step and further fields, what the journal has to know.
     """
 
-    def __init__(self, output_dir: str | Path, generations: int = 2) -> None:
+    def __init__(
+        self, output_dir: str | Path, generations: int = 2, tell: Callable[..., None] = lambda *_, **__: None
+    ) -> None:
         self.directory = Path(os.path.abspath(output_dir), PINNED_DIR)
-        self.generations = max(generations, 1)
+        self.generations = generations
+        self._tell = tell
+        self._step = 0
+        self._size = 0
         self._followed: dict[int, _Followed] = {}
         self._pending: int | None = None
         self._links = True
@@ -543,6 +555,9 @@ class CheckpointKeeper:
             step (`int`):
                 Optimizer steps finished.
         """
+        self._step = step
+        with self._contained("Making room for a checkpoint"):
+            self.leave_room()
         stale = self.directory.parent / f"checkpoint-{step}"
         with self._contained("Making room for a checkpoint"):
             if not stale.is_dir():
@@ -576,13 +591,92 @@ class CheckpointKeeper:
         standing: Standing = marker["standing"] if finite or marker.get("standing") == "suspect" else "unverified"
         followed = _Followed(checkpoint, standing, finite, pinned=False)
         self._followed[step] = followed
+        self._step = step
         with self._contained("Following a checkpoint"):
             self._sweep()
+            self._size = size_of(checkpoint)
             followed.pinned = self._is_pinned(checkpoint, step)
             if self._pending == step and not followed.pinned:
                 self._pending = None
             if step in self._waiting():
                 self._pin_as_pending(step)
+            # Rotation has left the links without the checkpoints they were made of.
+            self.leave_room()
+
+    def leave_room(self) -> None:
+        """Kept checkpoints give way, the oldest first, until one more checkpoint fits beside them."""
+        # Of a run that has not written any yet: what an earlier one has kept is about as large.
+        size = self._size or max((size_of(pin) for _, pin in _numbered(self.directory)), default=0)
+        needed = int(_GROWTH * size)
+        given_up = []
+        while self._free() < needed and (oldest := next(self._may_give_way(), None)) is not None:
+            self._let_go(oldest)
+            given_up.append(oldest)
+        self._tell_of(given_up, needed)
+
+    def give_way(self) -> list[Path]:
+        """
+        After a checkpoint did not fit: all kept ones that free anything are removed.
+
+        Returns:
+            `list[Path]`: those that were.
+        """
+        given_up = []
+        with self._contained("Making room for a checkpoint"):
+            while (oldest := next(self._may_give_way(), None)) is not None:
+                self._let_go(oldest)
+                given_up.append(oldest)
+        self._tell_of(given_up, int(_GROWTH * self._size))
+        return given_up
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.directory.parent).free
+
+    def _may_give_way(self) -> Iterator[Path]:
+        """Kept ones whose removal frees something, the oldest first; never the last one that can be trusted."""
+        kept = sorted((pin for _, pin in _numbered(self.directory)), key=_written_at)
+        for pin in kept:
+            if _bytes_of_its_own(pin) > 0 and any(
+                _may_be_trusted(other) for other in [*self._regular(), *kept] if other != pin
+            ):
+                yield pin
+
+    def _regular(self) -> list[Path]:
+        return [entry for _, entry in _numbered(self.directory.parent)]
+
+    def _let_go(self, pin: Path) -> None:
+        _remove(pin)
+        number = number_of(pin)
+        if number is not None and number in self._followed:
+            self._followed[number].pinned = False
+        if self._pending == number:
+            self._pending = None
+
+    def _tell_of(self, given_up: list[Path], needed: int) -> None:
+        if not given_up:
+            return
+        names = [pin.name for pin in given_up]
+        self._tell(
+            "kept_checkpoints_gave_way", self._step, removed=names, bytes_needed=needed, bytes_free=self._free()
+        )
+        level = logging.INFO if "gave way" in self._warned else logging.WARNING
+        self._warned.add("gave way")
+        logger.log(
+            level,
+            "Step %d: %s in %s gave way, so that the next checkpoint fits (it takes %s). There are fewer trusted "
+            "checkpoints to go back to. What to do: make room on the disk; keep_verified_checkpoints=%d is what would "
+            "be kept.",
+            self._step,
+            ", ".join(names),
+            self.directory,
+            _gigabytes(needed),
+            self.generations,
+        )
+
+    def _has_room_for(self, number: int, beside: int = 0) -> bool:
+        """Whether one more may be kept: the next checkpoint has to fit beside it once rotation has taken this one."""
+        followed = self._followed[number]
+        return self._free() + beside >= 2 * _GROWTH * size_of(followed.path)
 
     def verified_up_to(self, step: int) -> None:
         """
@@ -684,24 +778,35 @@ class CheckpointKeeper:
 
     def _pin_as_pending(self, number: int) -> None:
         """Takes a checkpoint out of the rotation's reach until it is known whether it is good."""
-        if self._pending is not None:
+        if self._pending is not None or self.generations == 0:
             return
         if not self._followed[number].pinned:
+            if not self._followed[number].path.is_dir() or not self._has_room_for(number):
+                return
             verified = (load_marker(self._pin(number)) or {}).get("standing") == "verified"
             if verified or not self._try_to_link(number):
                 return
         self._pending = number
 
     def _keep_newest(self, good: list[int]) -> None:
-        for number in sorted(good, reverse=True):
+        for number in sorted(good, reverse=True) if self.generations else ():
             followed = self._followed[number]
             if followed.pinned:
                 return
             if not followed.path.is_dir():
                 continue
-            if not self._try_to_link(number):
+            if self._replaces_older_ones(number) and not self._try_to_link(number):
                 self._copy(number)
             return
+
+    def _replaces_older_ones(self, number: int) -> bool:
+        """Whether there is room for one more; where there is little, the older ones are let go for it."""
+        older = sorted((pin for _, pin in _numbered(self.directory)), key=_written_at)
+        if not self._has_room_for(number, beside=sum(map(_bytes_of_its_own, older))):
+            return False
+        while older and not self._has_room_for(number):
+            self._let_go(older.pop(0))
+        return True
 
     def _try_to_link(self, number: int) -> bool:
         followed = self._followed[number]
@@ -719,12 +824,11 @@ class CheckpointKeeper:
         path = self._followed[number].path
         if "copy" not in self._warned:
             self._warned.add("copy")
-            size = size_of(path) / 1e9
             logger.warning(
                 "%s cannot hold hard links, so the last good checkpoint is copied there, and training waits: "
-                "%.3g GB each, %d of them.",
+                "%s each, %d of them.",
                 self.directory,
-                size,
+                _gigabytes(size_of(path)),
                 self.generations,
             )
         self._place(number, shutil.copy2)
@@ -745,6 +849,24 @@ class CheckpointKeeper:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         followed.pinned = True
+        if "first" not in self._warned:
+            self._warned.add("first")
+            self._tell_of_the_first(size_of(followed.path))
+
+    def _tell_of_the_first(self, size: int) -> None:
+        # And the one that is not verified yet.
+        most = (self.generations + 1) * size
+        self._tell("checkpoints_kept", self._step, bytes_each=size, bytes_at_most=most)
+        logger.info(
+            "Step %d: the last %d verified checkpoints, and the next until it is verified, are kept in %s, where "
+            "rotation cannot take them: up to %s more disk than the Trainer needs by itself (%s each). They give way "
+            "before a save is given up. What to do to keep none: keep_verified_checkpoints=0.",
+            self._step,
+            self.generations,
+            self.directory,
+            _gigabytes(most),
+            _gigabytes(size),
+        )
 
     def _prune(self) -> None:
         # By the time of writing, not by number: an earlier run in the same directory may have come further.
@@ -787,6 +909,20 @@ def _remove(pin: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     pin.rename(gone)
     shutil.rmtree(gone)
+
+
+def _bytes_of_its_own(checkpoint: Path) -> int:
+    """Bytes that no other hard link holds."""
+    return sum(status.st_size for file in _files(checkpoint) if (status := file.stat()).st_nlink == 1)
+
+
+def _may_be_trusted(checkpoint: Path) -> bool:
+    marker = read_marker(checkpoint)
+    return marker is not None and marker.get("standing") != "suspect" and marker.get("finite") is not False
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g} GB"
 
 
 def _share_files(one: Path, other: Path) -> bool:

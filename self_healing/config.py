@@ -239,6 +239,9 @@ class HealingConfig:
             it, raises an alert, trains on and tries again at the next save; `"raise"` lets the error pass.
         make_room_for_checkpoints (`bool`, *optional*, defaults to `False`):
             Whether the oldest checkpoint that is not verified may be removed when the disk is full.
+        keep_verified_checkpoints (`int`, *optional*, defaults to `2`):
+            Verified checkpoints that are kept in `last-known-good/`, where rotation cannot take them; 0 for none. One
+            more is kept until it is verified. They give way before a save is given up. At least 0.
 
         > Section `hangs`: nothing moves any more
 
@@ -638,6 +641,13 @@ class HealingConfig:
     make_room_for_checkpoints: Annotated[bool, Setting("recovery")] = field(
         default=False,
         metadata={"help": "Whether the oldest checkpoint that is not verified may be removed when the disk is full."},
+    )
+    keep_verified_checkpoints: Annotated[int, Setting("recovery", at_least=0)] = field(
+        default=2,
+        metadata={
+            "help": "Verified checkpoints that are kept where rotation cannot take them; 0 for none. They give way "
+            "before a save is given up."
+        },
     )
 
     hang_action: Annotated[Literal["recover", "notify", "off"], Setting("hangs")] = field(

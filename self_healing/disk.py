@@ -75,6 +75,8 @@ class SaveHealer:
                 checkpoint,
                 why,
             )
+        if self._kept_ones_give_way(incident, error, checkpoint):
+            return True
         if self.config.make_room_for_checkpoints and self._made_room_at != step:
             self._made_room_at = step
             if self._make_room(incident, error, checkpoint, best):
@@ -97,7 +99,8 @@ class SaveHealer:
     def _opened(self, error: Exception, checkpoint: Path, step: int) -> Incident:
         if self._incident is None:
             journal = self._session.journal
-            evidence = {"checkpoint": str(checkpoint), "message": text_of(error)[:500]}
+            why = f"The error: {describe_exception(error)[:300]}"
+            evidence = {"checkpoint": str(checkpoint), "message": text_of(error)[:500], "why": why}
             self._incident = journal.open(step, type(error).__name__, evidence)
             journal.diagnosed(self._incident, FailureType.DISK, "a checkpoint could not be written", {})
             self._told = False
@@ -106,6 +109,16 @@ class SaveHealer:
     def _tell(self, incident: Incident) -> None:
         self._told = True
         self._session.journal.dealt_with(incident)
+
+    def _kept_ones_give_way(self, incident: Incident, error: Exception, checkpoint: Path) -> bool:
+        """They are ours, and there only because nobody needed the room: this is asked of nobody."""
+        if not _is_full(error, checkpoint):
+            return False
+        removed = self._session.rollback.give_way()
+        if removed:
+            self._session.journal.acted(incident, Action.MAKE_ROOM.value, kept=removed)
+            incident.figures.append(f"last-known-good/ gave way: {', '.join(removed)} removed")
+        return bool(removed)
 
     def _make_room(self, incident: Incident, error: Exception, checkpoint: Path, best: str | None) -> bool:
         journal, run = self._session.journal, self._session.run_id

@@ -202,11 +202,11 @@ class Rollback:
             self.ring.begin_with_candidate()
 
     def _keep_checkpoints(self, args: Any, resumed_from: str | None, finite: bool) -> None:
-        if args.push_to_hub:
-            # transformers uploads everything in the output_dir but what begins with "checkpoint-" or "_".
-            logger.info("push_to_hub=True: trusted checkpoints are not kept beside the others, or they were uploaded.")
-            return
-        self._keeper = CheckpointKeeper(str(args.output_dir))
+        generations = self.config.keep_verified_checkpoints
+        if args.push_to_hub and self.config.upload_healing_files:
+            generations = 0
+            logger.info("upload_healing_files=True: verified checkpoints are not kept, or all of them were uploaded.")
+        self._keeper = CheckpointKeeper(str(args.output_dir), generations, tell=self.journal.event)
         if resumed_from is not None and Path(resumed_from).resolve().is_relative_to(Path(args.output_dir).resolve()):
             self._follow(Path(resumed_from), self._entry_step, finite)
 
@@ -338,6 +338,15 @@ class Rollback:
     def finite_at(self, step: int) -> bool | None:
         """Whether the state that was saved at a step was finite; `None` if it was not looked at."""
         return self._scanned[1] if self._scanned is not None and self._scanned[0] == step else None
+
+    def leave_room(self) -> None:
+        """Kept checkpoints give way, until one more checkpoint fits beside them."""
+        if self._keeper is not None:
+            self._keeper.leave_room()
+
+    def give_way(self) -> list[str]:
+        """After a checkpoint did not fit: removes the kept ones; the names of those that were."""
+        return [] if self._keeper is None else [pin.name for pin in self._keeper.give_way()]
 
     def has_good_checkpoint(self, step: int) -> bool:
         """Whether there is one of this step that can be resumed from; the first process knows."""

@@ -1,0 +1,281 @@
+"""Checkpoints that are kept where rotation cannot take them cost no other checkpoint, however small the disk."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import subprocess
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import assert_same_weights, journal, plain_trainer, weights
+from test_disk import run as run_script
+from transformers import Trainer, TrainerCallback
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.checkpoints import CheckpointKeeper, write_marker
+from self_healing.vetting import vet
+
+
+ROTATING = {"max_steps": 40, "save_strategy": "steps", "save_steps": 8, "save_total_limit": 1}
+Usage = namedtuple("Usage", "total used free")
+
+
+def taken(directory: Path) -> int:
+    """Bytes on the disk: what several hard links lead to counts once."""
+    statuses = [path.stat() for path in directory.rglob("*") if path.is_file()]
+    return sum({status.st_ino: status.st_size for status in statuses}.values())
+
+
+class Volume:
+    """A disk of its own for one directory, with room for some checkpoints."""
+
+    def __init__(self, directory: Path, checkpoints: float, monkeypatch: Any, says_how_full: bool = True) -> None:
+        self.directory = directory
+        self.checkpoints = checkpoints
+        self.size = 0
+        self.saved: list[int] = []
+        if says_how_full:
+            usage = shutil.disk_usage
+
+            def of(path: Any) -> Any:
+                inside = Path(path).resolve().is_relative_to(directory.resolve())
+                return Usage(self.capacity, taken(directory), self.free) if inside and self.size else usage(path)
+
+            monkeypatch.setattr("self_healing.checkpoints.shutil.disk_usage", of)
+
+    @property
+    def capacity(self) -> int:
+        return int(self.checkpoints * self.size)
+
+    @property
+    def free(self) -> int:
+        return max(self.capacity - taken(self.directory), 0)
+
+    def trainer(self) -> type[Trainer]:
+        volume = self
+
+        class OnIt(Trainer):
+            def _save_rng_state(self, output_dir: str) -> None:
+                super()._save_rng_state(output_dir)
+                volume.size = volume.size or int(1.02 * taken(Path(output_dir)))
+                if taken(volume.directory) > volume.capacity:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+        return OnIt
+
+    def noting(self) -> TrainerCallback:
+        saved = self.saved
+
+        class Noting(TrainerCallback):
+            def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                saved.append(state.global_step)
+
+        return Noting()
+
+
+def trained(volume: Volume, tokenizer: Any, config: HealingConfig | None, wrapped: bool = False) -> Trainer:
+    callbacks = [volume.noting()] + ([SelfHealingCallback(config)] if config is not None and not wrapped else [])
+    trainer = plain_trainer(
+        volume.directory, tokenizer, trainer_class=volume.trainer(), callbacks=callbacks, **ROTATING
+    )
+    (SelfHealingTrainer(trainer, config) if wrapped else trainer).train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> tuple[Trainer, Volume]:
+    """The plain trainer, on a disk that holds what it needs and no more: the old checkpoint and the new one."""
+    with pytest.MonkeyPatch.context() as patch:
+        volume = Volume(tmp_path_factory.mktemp("plain"), 2.1, patch)
+        return trained(volume, tokenizer, None), volume
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "says_how_full", "wrapped"),
+    [
+        (2.1, True, False),
+        (2.1, False, True),
+        pytest.param(2.1, False, False, marks=pytest.mark.slow),
+        pytest.param(2.9, True, True, marks=pytest.mark.slow),
+        pytest.param(3.3, True, False, marks=pytest.mark.slow),
+        pytest.param(3.3, False, False, marks=pytest.mark.slow),
+        pytest.param(4.2, True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_healthy_run_writes_every_checkpoint_that_the_plain_trainer_writes(
+    tmp_path: Path,
+    tokenizer: Any,
+    plain: tuple[Trainer, Volume],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: float,
+    says_how_full: bool,
+    wrapped: bool,
+) -> None:
+    volume = Volume(tmp_path / "run", checkpoints, monkeypatch, says_how_full)
+    # Journal and record lie elsewhere, so that the disk holds checkpoints and nothing else.
+    config = HealingConfig(healing_dir=str(tmp_path / "journal"))
+    trainer = trained(volume, tokenizer, config, wrapped)
+    assert volume.saved == plain[1].saved == [8, 16, 24, 32, 40]
+    assert vet(tmp_path / "run" / "checkpoint-40").usable
+    assert_same_weights(weights(trainer), weights(plain[0]))
+
+
+def test_a_disk_that_says_how_full_it_is_costs_no_save_a_second_attempt(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = Volume(tmp_path / "run", 3.3, monkeypatch)
+    trained(volume, tokenizer, HealingConfig(healing_dir=str(tmp_path / "journal")))
+    assert not journal(tmp_path / "journal", "detected")
+
+
+def test_between_two_saves_there_is_room_for_as_much_as_beside_the_plain_trainer(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who saves the model at the end has to find the room that was there without this library."""
+    volume = Volume(tmp_path / "run", 2.1, monkeypatch)
+    trained(volume, tokenizer, HealingConfig(healing_dir=str(tmp_path / "journal")))
+    assert volume.free > volume.size
+
+
+def test_the_log_says_why_a_save_failed_and_what_gave_way(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    volume = Volume(tmp_path / "run", 2.1, monkeypatch, says_how_full=False)
+    trained(volume, tokenizer, HealingConfig())
+    assert "No space left on device" in caplog.text
+    assert "last-known-good/ gave way: checkpoint-8 removed" in caplog.text
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(0, []), (1, ["32", "40"]), (2, ["24", "32", "40"])])
+def test_as_many_are_kept_as_the_setting_says(
+    tmp_path: Path, tokenizer: Any, kept: int, expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = plain_trainer(
+        tmp_path, tokenizer, callbacks=[SelfHealingCallback({"keep_verified_checkpoints": kept})], **ROTATING
+    )
+    with caplog.at_level(logging.INFO, logger="self_healing"):
+        trainer.train()
+    found = sorted(path.name.removeprefix("checkpoint-") for path in tmp_path.glob("last-known-good/*"))
+    # The newest of them is the one that waits to be verified.
+    assert found == expected
+    assert ("keep_verified_checkpoints=0" in caplog.text) == bool(kept)
+    assert len(journal(tmp_path, "checkpoints_kept")) == bool(kept)
+
+
+# ---- the keeper by itself ----
+
+SIZE = 10_000
+
+
+def a_checkpoint(directory: Path, step: int, standing: Any = "unverified") -> Path:
+    checkpoint = directory / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(bytes(SIZE))
+    write_marker(checkpoint, "run", step, {}, emergency=False, standing=standing, finite=True)
+    return checkpoint
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets how many checkpoints there is room for."""
+
+    def be(checkpoints: float) -> None:
+        usage = Usage(0, 0, int(checkpoints * SIZE))
+        monkeypatch.setattr("self_healing.checkpoints.shutil.disk_usage", lambda _: usage)
+
+    return be
+
+
+def rotated(directory: Path, keeper: CheckpointKeeper, *steps: int) -> None:
+    """Checkpoints that were verified, and taken by the rotation."""
+    for step in steps:
+        checkpoint = a_checkpoint(directory, step)
+        keeper.saved(checkpoint, step)
+        keeper.verified_up_to(step)
+        shutil.rmtree(checkpoint)
+
+
+def kept(keeper: CheckpointKeeper) -> list[str]:
+    return sorted(path.name for path in keeper.directory.glob("checkpoint-*"))
+
+
+def test_the_last_one_that_can_be_trusted_does_not_give_way(tmp_path: Path, free: Callable[[float], None]) -> None:
+    free(100)
+    keeper = CheckpointKeeper(tmp_path)
+    rotated(tmp_path, keeper, 2, 4)
+    a_checkpoint(tmp_path, 6, "suspect")
+    free(0)
+    keeper.about_to_save(8)
+    assert kept(keeper) == ["checkpoint-4"]
+    a_checkpoint(tmp_path, 8)
+    assert [pin.name for pin in keeper.give_way()] == ["checkpoint-4"]
+
+
+def test_where_there_is_room_for_one_the_newest_takes_the_place_of_the_older(
+    tmp_path: Path, free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(100)
+    keeper = CheckpointKeeper(tmp_path)
+    rotated(tmp_path, keeper, 2, 4)
+
+    def disk(_: Any) -> Usage:
+        return Usage(0, 0, int(4.4 * SIZE) - len(list(tmp_path.glob("**/checkpoint-[0-9]"))) * SIZE)
+
+    monkeypatch.setattr("self_healing.checkpoints.shutil.disk_usage", disk)
+    keeper.saved(a_checkpoint(tmp_path, 6), 6)
+    keeper.verified_up_to(6)
+    assert "checkpoint-2" not in kept(keeper)
+    assert kept(keeper)
+
+
+def test_a_link_that_frees_nothing_is_not_given_up(tmp_path: Path, free: Callable[[float], None]) -> None:
+    free(100)
+    keeper = CheckpointKeeper(tmp_path)
+    keeper.saved(a_checkpoint(tmp_path, 2), 2)
+    keeper.verified_up_to(2)
+    a_checkpoint(tmp_path, 4)
+    free(0)
+    assert keeper.give_way() == []
+    assert kept(keeper) == ["checkpoint-2"]
+
+
+@pytest.mark.slow
+def test_on_a_file_system_that_is_really_small(tmp_path: Path, tokenizer: Any) -> None:
+    enter = ("unshare", "--user", "--map-root-user", "--mount")
+    if shutil.which("unshare") is None or subprocess.run([*enter, "true"], capture_output=True).returncode != 0:
+        pytest.skip("mounting needs user namespaces")
+    script = """
+        import subprocess, sys
+        from pathlib import Path
+        from conftest import build_tokenizer, plain_trainer
+        from transformers import TrainerCallback
+        from self_healing import SelfHealingCallback
+
+        disk, kibibytes = Path(sys.argv[1]), sys.argv[2]
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", str(disk)], check=True)
+
+        class Tell(TrainerCallback):
+            def on_save(self, args, state, control, **kwargs):
+                print("saved", state.global_step)
+
+        callbacks = [Tell(), *([SelfHealingCallback()] if sys.argv[3] == "healing" else [])]
+        plain_trainer(
+            disk, build_tokenizer(), callbacks=callbacks, save_strategy="steps", save_steps=8, save_total_limit=1,
+            max_steps=40,
+        ).train()
+    """
+    probe = plain_trainer(tmp_path / "probe", tokenizer, max_steps=2, save_strategy="steps", save_steps=2)
+    probe.train()
+    # With the pages of the files, and the journal.
+    size = sum(-(-file.stat().st_size // 4096) * 4 for file in (tmp_path / "probe" / "checkpoint-2").iterdir())
+    for which, room in (("plain", 2.15), ("healing", 2.15), ("healing", 3.2)):
+        disk = tmp_path / f"{which}-{room}"
+        disk.mkdir()
+        done = run_script(script, str(disk), str(int(room * size)), which, prefix=enter)
+        saved = [line for line in done.stdout.split("\n") if line.startswith("saved")]
+        assert saved == [f"saved {step}" for step in (8, 16, 24, 32, 40)], done.stderr[-2000:]
