@@ -512,10 +512,12 @@ def test_a_reward_that_is_nan_once_leaves_no_trace(form: str, tmp_path: Path, to
 def test_a_reward_that_stays_nan_for_a_completion_is_one_incident(
     value: float, tmp_path: Path, tokenizer: Any
 ) -> None:
-    reward = not_finite("function", lambda _: True, value=value)
+    calls: list[int] = []
+    reward = not_finite("function", lambda call: calls.append(call) is None, value=value)
     trainer = grpo_trainer(tmp_path, tokenizer, reward_funcs=reward, max_steps=3)
     waits = trained(trainer, HealingConfig(retry_attempts=3))
-    # Known to be lasting, it is not waited for again.
+    # Known to be lasting, it is asked for twice, and not waited for.
+    assert len(calls) == 3 + 2 + 2
     assert len([wait for wait in waits if wait > 0]) == 2
     assert trainer.state.global_step == 3
     [incident] = journal(tmp_path, "diagnosed")
