@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import socket
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -54,6 +56,7 @@ from .judge import StepJudge
 from .memory import MemoryHealer
 from .own_files import hide_from_uploads, own_patterns
 from .reporting import Reporting
+from .run_status import RunState
 from .services import ServiceCalls
 from .session import Session
 
@@ -241,8 +244,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             detectors=["nonfinite", *sorted(instrument.objective.detectors)],
             rules=[] if session.rules is None else sorted(rule.name for rule in session.rules.rules),
             resumed_from=resumed_from,
+            max_steps=int(state.max_steps),
+            output_dir=os.path.abspath(args.output_dir),
+            pid=os.getpid(),
+            host=socket.gethostname(),
             **session.rate_in_force(),
         )
+        session.tell_status(Path(args.output_dir), int(state.max_steps))
         self._warn_about_the_rate(instrument, resumed_from)
         session.rollback.begin(instrument, not session.warm, resumed_from, finite)
         if not instrument.can_reexecute:
@@ -388,6 +396,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.journal.event(
             "run_ended", int(state.global_step), incidents=len(session.journal.incidents), **session.rate_in_force()
         )
+        if session.status is not None and not session.leaving:
+            session.status.end(RunState.ENDED, int(state.global_step))
         self._sum_up(session, int(state.global_step))
         if session.leaving and session.instrument.owes_evaluation and args.should_save:
             owe_evaluation(Path(args.output_dir or ".") / f"checkpoint-{state.global_step}")
@@ -471,6 +481,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         session, instrument = self.session, self._instrument
+        if session is not None and session.status is not None:
+            session.status.note_step(int(state.global_step))
         if session is None or instrument is None:
             return
         if session.record is not None:

@@ -32,6 +32,10 @@ class Preset(StrEnum):
     CONSERVATIVE = "conservative"
 
 
+# Of `report`, by the state of the run; 2 is a directory without a journal.
+_EXIT_CODES = {"stopped": 1, "left": 1, "died": 1, "running": 3, "unknown": 4}
+
+
 @app.command()
 def demo(
     healing: Annotated[
@@ -72,10 +76,15 @@ def demo(
 def report(
     run_dir: Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.", show_default=False)],
 ) -> None:
-    """Show the incidents of a run, read from its journal."""
+    """
+    Show what has become of a run, and its incidents, read from its journal.
+
+    Exit code 0: it ended; 1: it stopped, left or died before its end; 3: it goes on; 4: not known; 2: no journal.
+    """
     from rich.console import Console
 
     from .report import HealingReport
+    from .run_status import RunState
 
     try:
         picture = HealingReport.from_run_dir(run_dir)
@@ -83,18 +92,24 @@ def report(
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     console = Console(highlight=False)
-    if picture.healthy:
-        console.print("Nothing had to be healed.")
-    else:
+    state = None if picture.status is None else picture.status.state
+    if not picture.healthy:
         console.print(picture.table())
         console.print(
             f"{len(picture.incidents)} incidents, {picture.steps_lost} steps and {picture.seconds_lost:.1f} s lost."
         )
+    elif state in (None, RunState.ENDED):
+        console.print("Nothing had to be healed.")
+    else:
+        console.print("Nothing had to be healed as far as is written down.")
     if picture.rate:
         console.print(picture.rate)
+    if picture.status is not None:
+        console.print(str(picture.status), markup=False, soft_wrap=True)
     if picture.ending:
         console.print(picture.ending, markup=False)
     console.print(f"Journal: {picture.journal}", soft_wrap=True)
+    raise typer.Exit(_EXIT_CODES.get(state or "", 0))
 
 
 @app.command()

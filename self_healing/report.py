@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from .journal import EVENTS_FILE, POSTMORTEM_FILE, Incident
+from .run_status import RunState, RunStatus, read_status
 
 
 _OF_THE_RATE = ("lr_reductions", "learning_rate_scale", "learning_rate")
@@ -33,6 +34,8 @@ class HealingReport:
             Factor on the schedule's learning rate in the end.
         learning_rate (`float` or `None`):
             The rate that worked: the one in force after the last reduction. `None` if it was never reduced.
+        status ([`RunStatus`], *optional*):
+            Whether the newest run goes on, has ended or died, at which step. `None` if nothing tells.
     """
 
     incidents: list[dict[str, Any]] = field(default_factory=list)
@@ -40,6 +43,7 @@ class HealingReport:
     lr_reductions: int = 0
     learning_rate_scale: float = 1.0
     learning_rate: float | None = None
+    status: RunStatus | None = None
 
     @property
     def steps_lost(self) -> int:
@@ -72,9 +76,7 @@ class HealingReport:
             ValueError: If the file is no journal. An empty one that bears a journal's name is that of a run to which
                 nothing has happened yet.
         """
-        path = Path(directory)
-        if path.is_dir():
-            path = path / EVENTS_FILE
+        path, status = _journal_of(Path(directory))
         if not path.is_file():
             raise FileNotFoundError(
                 f"There is no {EVENTS_FILE} in {directory}. Please name the output_dir (or healing_dir) of a run that "
@@ -112,7 +114,7 @@ class HealingReport:
                 }
             )
             incident["evidence"].update(event.get("evidence") or {})
-        return cls(list(incidents.values()), str(path), **rate)
+        return cls(list(incidents.values()), str(path), **rate, status=status or _status_of(events))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -123,6 +125,7 @@ class HealingReport:
             "lr_reductions": self.lr_reductions,
             "learning_rate_scale": self.learning_rate_scale,
             "learning_rate": self.learning_rate,
+            "status": None if self.status is None else {**asdict(self.status), "told": str(self.status)},
         }
 
     @property
@@ -173,6 +176,41 @@ class HealingReport:
                 incident["outcome"],
             )
         return table
+
+
+def _journal_of(place: Path) -> tuple[Path, RunStatus | None]:
+    """The journal of the newest run into an `output_dir`, which may lie elsewhere, and what has become of that run."""
+    if not place.is_dir():
+        return place, None
+    status = read_status(place)
+    if status is not None and (told := place / status.journal).is_file():
+        return told, status
+    return place / EVENTS_FILE, status
+
+
+def _status_of(events: Sequence[Mapping[str, Any]]) -> RunStatus | None:
+    """What has become of the newest run in a journal, whose `output_dir` may lie elsewhere."""
+    started = next((event for event in reversed(events) if event["kind"] == "run_started"), None)
+    if started is None:
+        return None
+    status = read_status(Path(str(started["output_dir"]))) if "output_dir" in started else None
+    if status is not None and status.run == started["run"]:
+        return status
+    last = next(event for event in reversed(events) if event["run"] == started["run"])
+    ended = {"run_ended": RunState.ENDED, "postmortem": RunState.STOPPED}
+    newest = next((event for event in reversed(events) if event["kind"] in {*ended, "run_started"}), last)
+    return RunStatus(
+        str(started["run"]),
+        "",
+        int(started.get("max_steps", 0)),
+        int(started.get("pid", 0)),
+        str(started.get("host", "a machine that is not known")),
+        float(started.get("time", 0.0)),
+        ended.get(str(newest["kind"]), RunState.UNKNOWN),
+        int(last["step"]),
+        float(last.get("time", 0.0)),
+        str(newest.get("verdict", "")),
+    )
 
 
 def _event_in(line: str) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from .config import HealingConfig
 from .data import Quarantine, QuarantinedRow
 from .detectors import DetectorPanel, NonFiniteDetector
 from .detectors.rules import MetricRule, MetricRules, rules_for
-from .failures import Action, FailureType
+from .failures import Action, FailureType, describe_exception
 from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training
 from .instrument.sections import Heartbeat
 from .journal import Incident, Journal
@@ -29,6 +30,7 @@ from .policy import RecoveryBudget, RollbackLadder, StepPolicy
 from .preemption import Preemption
 from .rollback import Rollback
 from .run_record import Ending, RunRecord
+from .run_status import RunState, StatusKeeper
 from .signals import StepSignals
 from .step_clipping import StepClipping
 from .watch import LossWatch
@@ -107,6 +109,8 @@ class Session:
         self.healthy_inputs: Any = None
         self.broken = False
         self.entries = 0
+        # Told to whoever looks; by the first process.
+        self.status: StatusKeeper | None = None
         # Of a run that an earlier process began.
         self.record: RunRecord | None = None
         self.taken_up = False
@@ -155,7 +159,7 @@ class Session:
                 step=lambda: 0 if self.instrument is None else self.instrument.step,
                 still_training=self._still_training,
                 at_the_end=lambda: self.instrument is not None and self.instrument.at_the_end,
-                over=self.preemption.forget,
+                over=self._ended_without_a_word,
                 counts_attempts=lambda: self.record is not None,
             )
         try:
@@ -169,6 +173,28 @@ class Session:
         if instrument.loader_workers > 0:
             # They wait before another attempt as well, and cannot say so from where they are.
             self.heartbeat.allow("data", self.config.retry_total_seconds + self.config.hang_floor_seconds)
+
+    def tell_status(self, output_dir: Path, max_steps: int) -> None:
+        """Tells whoever looks into the `output_dir` that the run goes on, until the trainer is itself again."""
+        instrument = self.instrument
+        if self.journal.rank != 0 or instrument is None:
+            return
+        self.status = self.status or StatusKeeper(output_dir)
+        self.status.begin(self.run_id, self.journal.path, instrument.step, max_steps, marks=self.record is None)
+        if self.record is None:
+            instrument.on_detach.append(lambda: self._left(instrument))
+
+    def _left(self, instrument: Instrument) -> None:
+        """The trainer is given back; without the wrapper, an exception on its way out of `train()` is the end."""
+        error = sys.exc_info()[1]
+        if error is not None and not instrument.switched_off and self.status is not None:
+            self.status.end(RunState.STOPPED, instrument.step, describe_exception(error))
+
+    def _ended_without_a_word(self) -> None:
+        self.preemption.forget()
+        if self.status is not None:
+            step = 0 if self.instrument is None else self.instrument.step
+            self.status.end(RunState.STOPPED, step, "an exception that this callback was not told of")
 
     def _hand_over(self, incident: Incident | None) -> None:
         self.handed_over = incident
@@ -235,6 +261,8 @@ class Session:
         journal.dealt_with(incident)
         journal.closed(incident, "unresolved" if checkpoint is None else "resolved")
         self.end_attempt(Ending.PREEMPTED, name)
+        if self.status is not None:
+            self.status.end(RunState.LEFT, step, name)
         if preemption.raised is not None:
             raise preemption.raised
         raise SystemExit(code)
@@ -489,6 +517,8 @@ class Session:
             # What an earlier process died of is not what became of the run.
             self.journal.set_aside_postmortem()
         record.end_attempt(ending, why, record.newest.last_step)
+        if self.status is not None:
+            self.status.end_attempt(ending, record.newest.last_step, why)
         record.postmortem = self.postmortem_path
         self.write_record()
         record.close()

@@ -19,7 +19,7 @@ from conftest import build_tokenizer, grpo_trainer, sft_trainer, tiny_model
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.chaos import Chaos
 from self_healing.demo import stdlib_docstrings, train_tokenizer
 
@@ -160,6 +160,10 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
     spoil = options.get("spoil")
     if spoil and once.file.exists() and Once(Path(f"{once.file}.spoiled"))():
         spoil_newest(output_dir, spoil)
+    if options.get("callback_alone"):
+        trainer.add_callback(SelfHealingCallback(HealingConfig(**options.get("config", {}))))
+        trainer.train()
+        return
     healer = SelfHealingTrainer(trainer, HealingConfig(**{"retry_initial_seconds": 0.0, **options.get("config", {})}))
     healer.train(resume_from_checkpoint=options.get("resume"))
     result = {

@@ -170,6 +170,8 @@ class Instrument:
         # What others have done to the trainer, and take back with what we have.
         self.on_detach: list[Callable[[], None]] = []
         self._in_training_step = False
+        # Whether code of ours has failed: training goes on without it.
+        self.switched_off = False
         # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
         self.weights_moved = not isinstance(innermost(trainer.optimizer), torch.optim.Optimizer)
 
@@ -299,6 +301,7 @@ class Instrument:
             self.trainer.state.global_step,
             exc_info=error,
         )
+        self.switched_off = True
         self.detach()
         self._broken()
 
