@@ -205,14 +205,13 @@ def plain_trainer(
     return trainer_class(
         model=model if model is not None else tiny_model(tokenizer, dropout),
         args=TrainingArguments(**common_arguments(output_dir, **arguments)),
-        train_dataset=Dataset.from_list([encode(text) for text in TEXTS]),
         processing_class=tokenizer,
         callbacks=callbacks,
-        **(trainer_kwargs or {}),
+        **({"train_dataset": Dataset.from_list([encode(text) for text in TEXTS])} | (trainer_kwargs or {})),
     )
 
 
-def _preferences(poisoned: Collection[int] = ()) -> Dataset:
+def preferences(poisoned: Collection[int] = ()) -> Dataset:
     def ending(index: int) -> str:
         return f" {POISON_WORD}" if index in poisoned else ""
 
@@ -227,19 +226,19 @@ def _preferences(poisoned: Collection[int] = ()) -> Dataset:
 
 def dpo_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> DPOTrainer:
     dropout = arguments.pop("dropout", 0.1)
-    pairs = _preferences(arguments.pop("poisoned", ()))
+    pairs = preferences(arguments.pop("poisoned", ()))
+    trainer_kwargs = {"ref_model": tiny_model(tokenizer, dropout)} | arguments.pop("trainer_kwargs", {})
     return DPOTrainer(
         model=tiny_model(tokenizer, dropout),
-        ref_model=tiny_model(tokenizer, dropout),
         args=DPOConfig(**common_arguments(output_dir, **{"max_length": 64, **arguments})),
-        train_dataset=pairs,
         processing_class=tokenizer,
         callbacks=callbacks,
+        **({"train_dataset": pairs} | trainer_kwargs),
     )
 
 
 def kto_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> KTOTrainer:
-    pairs = _preferences(arguments.pop("poisoned", ()))
+    pairs = preferences(arguments.pop("poisoned", ()))
     dropout = arguments.pop("dropout", 0.1)
     return KTOTrainer(
         model=tiny_model(tokenizer, dropout),
@@ -263,7 +262,7 @@ def kto_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **ar
 def reward_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> RewardTrainer:
     set_seed(0)
     model = LlamaForSequenceClassification(tiny_config(tokenizer, arguments.pop("dropout", 0.1), num_labels=1))
-    pairs = _preferences(arguments.pop("poisoned", ()))
+    pairs = preferences(arguments.pop("poisoned", ()))
     return RewardTrainer(
         model=model,
         args=RewardConfig(**common_arguments(output_dir, **{"max_length": 64, **arguments})),
@@ -283,12 +282,13 @@ def count_of_the(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(text))) + 0.1 * len(text) for text in completions]
 
 
-def _prompts() -> Dataset:
+def prompts() -> Dataset:
     return Dataset.from_dict({"prompt": [" ".join(text.split()[:3]) for text in TEXTS]})
 
 
 def grpo_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **arguments: Any) -> GRPOTrainer:
     dropout = arguments.pop("dropout", 0.1)
+    trainer_kwargs = arguments.pop("trainer_kwargs", {})
     return GRPOTrainer(
         model=arguments.pop("model", None) or tiny_model(tokenizer, dropout),
         reward_funcs=arguments.pop("reward_funcs", count_of_the),
@@ -297,9 +297,9 @@ def grpo_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **a
                 output_dir, **{"max_completion_length": 8, "num_generations": 4, "max_steps": 4, **arguments}
             )
         ),
-        train_dataset=_prompts(),
         processing_class=tokenizer,
         callbacks=callbacks,
+        **({"train_dataset": prompts()} | trainer_kwargs),
     )
 
 
@@ -317,7 +317,7 @@ def rloo_trainer(output_dir: Path, tokenizer: Any, *, callbacks: Any = None, **a
                 output_dir, **{"max_completion_length": 8, "num_generations": 4, "max_steps": 4, **arguments}
             )
         ),
-        train_dataset=_prompts(),
+        train_dataset=prompts(),
         processing_class=tokenizer,
         callbacks=callbacks,
     )
@@ -491,9 +491,12 @@ TIMES = ("runtime", "per_second", "step_time", "healing/")
 
 def logged(trainer: Trainer) -> list[dict[str, Any]]:
     """The log history without run times and speeds."""
+    return without_times(trainer.state.log_history)
+
+
+def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
-        {key: value for key, value in entry.items() if not any(part in key for part in TIMES)}
-        for entry in trainer.state.log_history
+        {key: value for key, value in entry.items() if not any(part in key for part in TIMES)} for entry in history
     ]
 
 
