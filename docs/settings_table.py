@@ -17,6 +17,7 @@ from self_healing.config import SECTIONS, Setting
 PAGE = Path(__file__).parent / "configuration.md"
 BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
 TITLES = {
+    "preset": "What the other settings start from",
     "nonfinite": "A step whose loss or gradient norm is not finite",
     "detection": "Steps that are finite and wrong all the same",
     "clipping": "Gradients clipped by what is usual in the run",

@@ -1,6 +1,8 @@
 """Every setting of the library in one flat dataclass, with its presets and its way from and to TOML."""
 
+import argparse
 import difflib
+import functools
 import json
 import numbers
 import os
@@ -15,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 
 SECTIONS = (
+    "preset",
     "nonfinite",
     "detection",
     "clipping",
@@ -28,8 +31,55 @@ SECTIONS = (
 )
 
 
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "aggressive": {
+        "reexecute_attempts": 2,
+        "nan_patience": 8,
+        "max_skipped_fraction": 0.25,
+        "max_quarantined_fraction": 0.5,
+        "max_spike_skips": 10,
+        "zclip_mode": "clip",
+        "max_lr_reductions": 6,
+        "max_bad_data_fraction": 0.25,
+        "max_recovery_attempts": 20,
+        "retry_max_seconds": 900.0,
+        "retry_attempts": 20,
+        "retry_total_seconds": 7200.0,
+    },
+    "conservative": {
+        "nan_patience": 2,
+        "drop_poison_rows": False,
+        "max_skipped_fraction": 0.02,
+        "max_quarantined_fraction": 0.05,
+        "max_spike_skips": 1,
+        "on_divergence": "stop",
+        "max_lr_reductions": 1,
+        "on_bad_sample": "raise",
+        "max_recovery_attempts": 2,
+    },
+}
+
+
 class ConfigurationError(ValueError):
     """A setting cannot be used; the message names it, its value, what is allowed and what to do."""
+
+
+class _Switch(argparse.Action):
+    """
+    `--name` and `--no_name`, for a setting that is on by default and that presets change.
+
+    `HfArgumentParser` makes the second one only where the default is `True` itself, and not [`_LeftOut`].
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, not values if (option_string or "").startswith("--no") else values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +344,14 @@ class HealingConfig:
         outcome_steps (`int`, *optional*, defaults to `5`):
             Healthy steps after an incident before its outcome is judged. At least 1.
 
+        > Section `preset`: what the other settings start from
+
+        healing_preset (`str`, *optional*, defaults to `"default"`):
+            The preset that gives the settings which are left out: `"default"`, `"aggressive"` or `"conservative"`.
+
     Raises:
-        `ConfigurationError`: if a value has the wrong type or is out of range. All of them are named at once.
+        `ConfigurationError`: if a name is unknown, or a value has the wrong type or is out of range. All of them are
+        named at once.
 
     Example:
 
@@ -334,7 +390,9 @@ class HealingConfig:
         default=True,
         metadata={
             "help": "Drop the rows that make a step non-finite by themselves and renormalise the rest. If False, the "
-            "whole step is skipped instead."
+            "whole step is skipped instead.",
+            "action": _Switch,
+            "aliases": ["--no_drop_poison_rows", "--no-drop-poison-rows"],
         },
     )
     max_poison_fraction: Annotated[float, Setting("nonfinite", above=0, at_most=1)] = field(
@@ -735,6 +793,11 @@ class HealingConfig:
         default=5, metadata={"help": "Healthy steps after an incident before its outcome is judged."}
     )
 
+    healing_preset: Annotated[Literal["default", "aggressive", "conservative"], Setting("preset")] = field(
+        default="default",
+        metadata={"help": "The preset that gives the settings which are left out. What is given wins over it."},
+    )
+
     def __post_init__(self) -> None:
         for name in _settings():
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
@@ -753,21 +816,7 @@ class HealingConfig:
             overrides:
                 Settings that differ from the preset, by name.
         """
-        preset = {
-            "reexecute_attempts": 2,
-            "nan_patience": 8,
-            "max_skipped_fraction": 0.25,
-            "max_quarantined_fraction": 0.5,
-            "max_spike_skips": 10,
-            "zclip_mode": "clip",
-            "max_lr_reductions": 6,
-            "max_bad_data_fraction": 0.25,
-            "max_recovery_attempts": 20,
-            "retry_max_seconds": 900.0,
-            "retry_attempts": 20,
-            "retry_total_seconds": 7200.0,
-        }
-        return cls.from_dict({**preset, **overrides})
+        return cls.from_dict({"healing_preset": "aggressive", **overrides})
 
     @classmethod
     def conservative(cls, **overrides: Any) -> Self:
@@ -778,18 +827,7 @@ class HealingConfig:
             overrides:
                 Settings that differ from the preset, by name.
         """
-        preset = {
-            "nan_patience": 2,
-            "drop_poison_rows": False,
-            "max_skipped_fraction": 0.02,
-            "max_quarantined_fraction": 0.05,
-            "max_spike_skips": 1,
-            "on_divergence": "stop",
-            "max_lr_reductions": 1,
-            "on_bad_sample": "raise",
-            "max_recovery_attempts": 2,
-        }
-        return cls.from_dict({**preset, **overrides})
+        return cls.from_dict({"healing_preset": "conservative", **overrides})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all settings by name, without sections, ready for JSON and for [`HealingConfig.from_dict`]."""
@@ -840,7 +878,7 @@ class HealingConfig:
             else:
                 values[name] = _plain(name, value)
 
-        _raise_if_any(problems + _value_problems(_defaults() | values))
+        _raise_if_any(problems + _value_problems(_defaults() | _preset_of(values) | values))
         return cls(**values)
 
     def to_toml(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -901,6 +939,38 @@ class HealingConfig:
             raise ConfigurationError(f"{path}: {error}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class _LeftOut:
+    """
+    The default of a setting that presets change, as parsers of command lines hand it over where nothing was given:
+    only so can a preset give way to a value that is given and equal to the default.
+    """
+
+    value: Any
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def _take_presets(cls: type[HealingConfig]) -> None:
+    """Makes the constructor name settings it does not know, and start from the preset it is given."""
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: HealingConfig, *args: Any, **kwargs: Any) -> None:
+        _raise_if_any([_unknown(None, name, value) for name, value in kwargs.items() if name not in _settings()])
+        given = {name: value for name, value in kwargs.items() if not isinstance(value, _LeftOut)}
+        original(self, *args, **_preset_of(given) | given)
+
+    type.__setattr__(cls, "__init__", __init__)
+    for each in fields(cls):
+        if any(each.name in preset for preset in PRESETS.values()):
+            each.default = _LeftOut(each.default)
+
+
+_take_presets(HealingConfig)
+
+
 def as_config(given: HealingConfig | Mapping[str, Any] | None) -> HealingConfig:
     """
     The config that was asked for: itself, of a mapping, or the defaults.
@@ -959,7 +1029,12 @@ def _settings() -> dict[str, tuple[Any, Setting]]:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return {f.name: f.default for f in fields(HealingConfig)}
+    return {f.name: f.default.value if isinstance(f.default, _LeftOut) else f.default for f in fields(HealingConfig)}
+
+
+def _preset_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    name = values.get("healing_preset")
+    return PRESETS.get(name, {}) if isinstance(name, str) else {}
 
 
 def _names_in(section: str) -> list[str]:

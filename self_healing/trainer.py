@@ -116,6 +116,11 @@ class SelfHealingTrainer:
         callbacks: Sequence[TrainerCallback] | None = None,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
+        if isinstance(trainer, SelfHealingTrainer):
+            raise TypeError(
+                "SelfHealingTrainer was given a trainer that is wrapped already. Please use the wrapper there is; for "
+                "other settings, wrap the trainer inside it: SelfHealingTrainer(healer.trainer, config)."
+            )
         if not isinstance(trainer, Trainer):
             raise TypeError(
                 f"SelfHealingTrainer wraps a trainer that exists, got {trainer!r}. Please build it first: "

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import inspect
 import re
 from collections import Counter
@@ -116,6 +117,37 @@ class TestParsers:
         with pytest.raises(ConfigurationError, match="`on_nonfinite` is 'heall'"):
             parse_yaml("on_nonfinite: heall\n")
 
+    def test_a_preset_is_chosen_by_a_flag(self, parse):
+        assert parse("--healing_preset", "aggressive") == HealingConfig.aggressive()
+        assert parse("--healing_preset", "conservative") == HealingConfig.conservative()
+
+    def test_a_preset_is_chosen_in_yaml(self, parse_yaml):
+        assert parse_yaml("healing_preset: aggressive\n") == HealingConfig.aggressive()
+        assert parse_yaml("healing_preset: aggressive\n", "--healing_preset", "default") == HealingConfig()
+
+    @pytest.mark.parametrize("first", [True, False])
+    @pytest.mark.parametrize(
+        ("name", "value", "flags"),
+        [
+            ("nan_patience", 3, ["--nan_patience", "3"]),
+            ("max_skipped_fraction", 0.1, ["--max-skipped-fraction", "0.1"]),
+            ("on_divergence", "heal", ["--on_divergence", "heal"]),
+            ("drop_poison_rows", True, ["--drop_poison_rows"]),
+            ("drop_poison_rows", True, ["--drop_poison_rows", "true"]),
+            ("drop_poison_rows", False, ["--no-drop-poison-rows"]),
+        ],
+    )
+    def test_a_flag_wins_over_the_preset_even_where_it_is_the_default(self, parse, name, value, flags, first):
+        preset = ["--healing_preset", "conservative"]
+        config = parse(*flags, *preset) if first else parse(*preset, *flags)
+        assert config == HealingConfig.conservative(**{name: value})
+        assert getattr(config, name) == value
+
+    def test_yaml_wins_over_the_preset_even_where_it_is_the_default(self, parse_yaml):
+        yaml = "healing_preset: conservative\nnan_patience: 3\ndrop_poison_rows: true\non_divergence: heal\n"
+        expected = HealingConfig.conservative(nan_patience=3, drop_poison_rows=True, on_divergence="heal")
+        assert parse_yaml(yaml) == expected
+
     def test_a_dict_is_parsed_next_to_the_sft_config(self, tmp_path):
         arguments = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False, "nan_patience": 5}
         _, config = HfArgumentParser((SFTConfig, HealingConfig)).parse_dict(arguments)
@@ -143,7 +175,7 @@ class TestFields:
 
     @pytest.mark.parametrize("name", NAMES)
     def test_the_docstring_tells_every_default(self, name):
-        default = HealingConfig.__dataclass_fields__[name].default
+        default = getattr(HealingConfig(), name)
         shown = f'"{default}"' if isinstance(default, str) else default
         described = "*optional*)" if default is None else f"*optional*, defaults to `{shown}`)"
         assert re.search(rf"^ +{name} \(`\w+`, {re.escape(described)}:$", HealingConfig.__doc__, flags=re.MULTILINE)
@@ -301,6 +333,7 @@ class TestValidation:
 class TestPresets:
     def test_aggressive(self):
         assert changes(HealingConfig.aggressive()) == {
+            "healing_preset": "aggressive",
             "reexecute_attempts": 2,
             "nan_patience": 8,
             "max_skipped_fraction": 0.25,
@@ -317,6 +350,7 @@ class TestPresets:
 
     def test_conservative(self):
         assert changes(HealingConfig.conservative()) == {
+            "healing_preset": "conservative",
             "nan_patience": 2,
             "drop_poison_rows": False,
             "max_skipped_fraction": 0.02,
@@ -331,6 +365,32 @@ class TestPresets:
     @pytest.mark.parametrize("preset", [HealingConfig.aggressive, HealingConfig.conservative])
     def test_an_override_wins_over_the_preset(self, preset):
         assert preset(nan_patience=4) == dataclasses.replace(preset(), nan_patience=4)
+
+    @pytest.mark.parametrize("preset", ["aggressive", "conservative"])
+    def test_a_preset_is_a_setting_as_well(self, preset):
+        config = getattr(HealingConfig, preset)()
+        assert HealingConfig(healing_preset=preset) == config
+        assert HealingConfig.from_dict({"healing_preset": preset}) == config
+        assert HealingConfig.from_dict(config.to_dict()) == config
+
+    def test_what_is_given_wins_over_the_preset_even_where_it_is_the_default(self):
+        config = HealingConfig(healing_preset="aggressive", nan_patience=3)
+        assert changes(config) == changes(HealingConfig.aggressive(nan_patience=3))
+        assert config.nan_patience == 3
+
+    def test_a_preset_that_does_not_exist_is_refused(self):
+        with pytest.raises(ConfigurationError, match=r"`healing_preset` is 'bold' .*'aggressive', 'conservative'"):
+            HealingConfig(healing_preset="bold")
+
+    def test_a_misspelled_keyword_names_the_closest_setting(self):
+        for make in (HealingConfig, functools.partial(dataclasses.replace, HealingConfig())):
+            with pytest.raises(
+                ConfigurationError, match=r"`nan_patiance` is not a setting[.] Did you mean `nan_patience`"
+            ):
+                make(nan_patiance=3)
+
+    def test_the_signature_still_shows_every_setting(self):
+        assert list(inspect.signature(HealingConfig).parameters) == NAMES
 
     def test_an_override_that_does_not_exist_is_refused(self):
         with pytest.raises(ConfigurationError, match="Did you mean `nan_patience`"):
@@ -392,7 +452,7 @@ class TestDict:
 
 
 def values_of(name: str) -> st.SearchStrategy:
-    default = HealingConfig.__dataclass_fields__[name].default
+    default = getattr(HealingConfig(), name)
     kind, setting = get_args(get_type_hints(HealingConfig, include_extras=True)[name])
     if name == "clip_algorithm":
         return st.just("zclip")  # the other one does not go with every mode

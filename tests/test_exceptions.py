@@ -625,6 +625,12 @@ def test_auto_find_batch_size_is_switched_off_with_a_notice(
     assert "auto_find_batch_size=True is switched off" in caplog.text
 
 
+def test_a_wrapper_around_a_wrapper_is_refused_with_the_way_out(tmp_path: Path, tokenizer: Any) -> None:
+    healer = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer))
+    with pytest.raises(TypeError, match=r"wrapped already.*SelfHealingTrainer\(healer\.trainer, config\)"):
+        SelfHealingTrainer(healer)  # type: ignore[arg-type]
+
+
 def test_what_is_not_a_trainer_is_refused_with_the_way_out() -> None:
     with pytest.raises(TypeError, match="Please build it first"):
         SelfHealingTrainer("model")  # type: ignore[arg-type]
