@@ -387,7 +387,11 @@ class HealingActions:
         if why:
             return {"checkpoint": None, "why": why, "happened": False}
         try:
-            point = save_emergency_checkpoint(_instrument(context), self.session.run_id)
+            rollback = self.session.rollback
+            rollback.leave_room()
+            point = save_emergency_checkpoint(
+                _instrument(context), self.session.run_id, give_way=lambda: bool(rollback.give_way())
+            )
         except Exception as error:
             logger.warning(
                 "The emergency checkpoint could not be written (%s); falling back on the newest regular one.",

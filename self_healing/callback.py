@@ -26,9 +26,10 @@ from .checkpoints import (
     check_resumed,
     find_trusted_checkpoint,
     healing_state_of,
-    loosen,
     owe_evaluation,
+    owed_in,
     read_marker,
+    write_again,
     write_marker,
 )
 from .checksums import wait_for_checksums
@@ -228,15 +229,20 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             instrument.on_detach.append(session.preemption.release)
         point = session.resume_point
         if point is not None and point.path == resumed_from:
-            if instrument.reentry.continue_from(point, session.started_at):
-                write_marker(Path(point.path), session.run_id, point.step, instrument.ledger.export(), emergency=True)
+            owed = point.pending, point.bookkeeping
+            paid = instrument.reentry.continue_from(point, session.started_at)
+            if paid and not write_again(instrument, Path(point.path), session.run_id, point.leave):
+                point.pending, point.bookkeeping = owed
         elif resumed_from is not None:
             marker = read_marker(Path(resumed_from))
             if marker is not None and marker.get("step") == state.global_step:
                 self._take_over(instrument, marker["bookkeeping"])
                 load_generated(trainer, Path(resumed_from))
-                if marker["bookkeeping"].get(OWES_EVALUATION):
-                    self._evaluate_first(instrument, Path(resumed_from), session)
+                owes = owed_in(marker["bookkeeping"])
+                if owes is not None:
+                    # A process that had to leave, or was killed after an exception, had no time for it.
+                    leave = instrument.reentry.pay_first(resumed_from, *owes, session.started_at)
+                    write_again(instrument, Path(resumed_from), session.run_id, leave)
         session.journal.event(
             "run_started",
             int(state.global_step),
@@ -303,13 +309,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 type(error).__name__,
                 error,
             )
-
-    def _evaluate_first(self, instrument: Instrument, checkpoint: Path, session: Session) -> None:
-        """A process that had to leave had no time for the evaluation of its last step."""
-        loosen(checkpoint)
-        instrument.reentry.evaluate_first(str(checkpoint), session.started_at)
-        bookkeeping = instrument.ledger.export()
-        write_marker(checkpoint, session.run_id, instrument.step, bookkeeping, emergency=False)
 
     def _guard_reporting(self, trainer: Any, session: Session, instrument: Instrument) -> None:
         """Without the wrapper, which guards trackers and Hub from before `train()` to its very end."""

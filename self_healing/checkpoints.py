@@ -12,14 +12,15 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from . import consensus
 from .checksums import add_checksums_later, checksums_at_once
-from .instrument import EMERGENCY_DIR, Instrument, ResumePoint, save_generated
+from .failures import could_not_be_written
+from .instrument import BESIDE_DIR, EMERGENCY_DIR, Instrument, Leave, Pending, ResumePoint, save_generated
 from .marker import CHECKSUMS, MARKER_FILE, MARKER_SCHEMA, change_marker, damage_of_marker, load_marker, replace_marker
 from .vetting import STATE_FILE, ModelNames, Verdict, breach_of_marker, number_of, vet
 
@@ -31,6 +32,8 @@ PINNED_DIR = "last-known-good"
 _GROWTH = 1.05
 # In the bookkeeping of a marker: the evaluation of the step has not been done.
 OWES_EVALUATION = "owes_evaluation"
+# And whatever else its process still owed that step.
+OWES = "owes"
 
 Standing = Literal["unverified", "verified", "suspect"]
 
@@ -142,13 +145,23 @@ def owe_evaluation(checkpoint: Path) -> None:
     change_marker(checkpoint, change)
 
 
-def loosen(checkpoint: Path) -> None:
-    """Files that are about to be written anew are no longer those that `last-known-good/` has links to."""
-    for file in _files(checkpoint):
-        if file.suffix in (".pt", ".pth", ".json") and file.stat().st_nlink > 1:
-            temporary = file.with_name(f"{file.name}.tmp")
-            shutil.copy2(file, temporary)
-            os.replace(temporary, file)
+def owed_in(bookkeeping: Mapping[str, Any]) -> tuple[Pending, Leave] | None:
+    """What a marker says is still to be done for the step of its checkpoint; `None` if it is nothing."""
+    try:
+        entry = bookkeeping.get(OWES) or {}
+        pending = Pending.from_dict(entry.get("pending", {}))
+        pending.evaluate = pending.evaluate or bool(bookkeeping.get(OWES_EVALUATION))
+        leave = Leave(None, bool(entry.get("stop")), bool(entry.get("epoch_ended")))
+    except (AttributeError, TypeError):
+        # Written by another version, or damaged.
+        return None
+    return (pending, leave) if pending or leave.stop else None
+
+
+def _owing(pending: Pending, leave: Leave) -> dict[str, Any]:
+    """What goes into a marker for [`owed_in`]."""
+    entry = {"pending": pending.to_dict(), "stop": leave.stop, "epoch_ended": leave.epoch_ended}
+    return {OWES_EVALUATION: pending.evaluate, OWES: entry}
 
 
 # ---- which one to resume from ----
@@ -157,7 +170,7 @@ def loosen(checkpoint: Path) -> None:
 def checkpoints_in(output_dir: str | Path) -> list[Path]:
     """
     All that is called a checkpoint in an output directory, newest first; of the same step the regular one comes first,
-    then the emergency one, then the one in `last-known-good/`.
+    then the emergency one, then one that was to take its place, then the one in `last-known-good/`.
 
     Last come those beside the regular ones that an earlier run in this directory left behind: regular ones of fewer
     steps were written after them.
@@ -165,7 +178,7 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
     regular = _numbered(Path(output_dir))
     found = [(False, -number, 0, entry) for number, entry in regular]
     written = [(number, _written_at(entry)) for number, entry in regular]
-    for place, name in enumerate((EMERGENCY_DIR, PINNED_DIR), start=1):
+    for place, name in enumerate((EMERGENCY_DIR, BESIDE_DIR, PINNED_DIR), start=1):
         for number, entry in _numbered(Path(output_dir, name)):
             at = _written_at(entry)
             left_behind = any(other < number and later > at for other, later in written)
@@ -326,10 +339,20 @@ def _none_at_all(output_dir: str | Path, passed_over: list[Verdict]) -> str:
 # ---- emergency checkpoints ----
 
 
-def save_emergency_checkpoint(instrument: Instrument, run: str) -> ResumePoint | None:
+def save_emergency_checkpoint(
+    instrument: Instrument, run: str, give_way: Callable[[], bool] = lambda: False
+) -> ResumePoint | None:
     """
     After an exception left `train()`: writes the state as of the last finished step, so that a resume, ours or the
     plain Trainer's, continues bit for bit.
+
+    Args:
+        instrument ([`Instrument`]):
+            Of the trainer.
+        run (`str`):
+            The run it belongs to.
+        give_way (`Callable[[], bool]`, *optional*):
+            Asked if it could not be written because of the disk: whether there is more room now.
 
     Returns:
         Where to resume, or `None` where no such state exists: the exception came out of `optimizer.step()` itself,
@@ -342,17 +365,85 @@ def save_emergency_checkpoint(instrument: Instrument, run: str) -> ResumePoint |
         return None
     bookkeeping, pending, leave = settled
     step = instrument.step
-    exported = instrument.ledger.export()
-    path = instrument.reentry.checkpoint_path()
+    exported = instrument.ledger.export() | _owing(pending, leave)
+    path = Path(instrument.reentry.checkpoint_path())
     try:
-        instrument.reentry.save_checkpoint()
-        save_generated(instrument.trainer, Path(path))
-        write_marker(Path(path), run, step, exported | {OWES_EVALUATION: pending.evaluate}, True, finite=True)
+        _write_emergency(instrument, path, run, exported)
+    except Exception as error:
+        if not could_not_be_written(error) or not give_way():
+            raise
+        _write_emergency(instrument, path, run, exported)
+    return ResumePoint(step, str(path), bookkeeping, pending, leave)
+
+
+def _write_emergency(instrument: Instrument, path: Path, run: str, bookkeeping: dict[str, Any]) -> None:
+    # An earlier attempt of this step may have left one: it is there until the new one is whole.
+    new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        instrument.reentry.save_checkpoint(str(new.parent))
+        save_generated(instrument.trainer, new)
+        write_marker(new, run, instrument.step, bookkeeping, True, finite=True)
+        if new != path:
+            _switch(new, path)
     except Exception:
         # Half a checkpoint is worse than none: somebody may resume from it.
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         raise
-    return ResumePoint(step, path, bookkeeping, pending, leave)
+
+
+def write_again(instrument: Instrument, checkpoint: Path, run: str, leave: Leave) -> bool:
+    """
+    What a checkpoint owed is done: writes it once more with what came of that, beside the one before, which is removed
+    when the new one is whole. A process that is killed at any time leaves one of them.
+
+    Args:
+        instrument ([`Instrument`]):
+            Of the trainer.
+        checkpoint (`Path`):
+            The checkpoint that was resumed from.
+        run (`str`):
+            The run it belongs to from now on.
+        leave ([`Leave`]):
+            Where the run was left.
+
+    Returns:
+        Whether it was; otherwise the checkpoint is as it was, and owes what it did.
+    """
+    before = load_marker(checkpoint) or {}
+    new: Path | None = None
+    try:
+        new = instrument.reentry.write_again(checkpoint)
+        bookkeeping = instrument.ledger.export() | _owing(Pending(), leave)
+        emergency, finite = bool(before.get("emergency")), before.get("finite")
+        write_marker(new, run, instrument.step, bookkeeping, emergency, before.get("standing", "unverified"), finite)
+        _switch(new, checkpoint)
+    except Exception:
+        logger.warning(
+            "%s could not be written again after what its step still owed was done; it stays as it is, and a process "
+            "that resumes from it does that once more.",
+            checkpoint,
+            exc_info=True,
+        )
+        if new is not None:
+            shutil.rmtree(new, ignore_errors=True)
+        return False
+    return True
+
+
+def _switch(new: Path, old: Path) -> None:
+    """Puts a checkpoint that was written beside another in its place; at any time one of them is found whole."""
+    gone = old.with_name(f".{old.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    old.rename(gone)
+    try:
+        new.rename(old)
+    except OSError:
+        gone.rename(old)
+        raise
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):
+        new.parent.rmdir()
 
 
 def publish(emergency: str, output_dir: str) -> str:

@@ -24,7 +24,7 @@ from .out_of_memory import (
 )
 from .preservation import preserved
 from .random_state import RandomState
-from .reentry import EMERGENCY_DIR, ResumePoint
+from .reentry import BESIDE_DIR, EMERGENCY_DIR, Leave, Pending, ResumePoint
 from .row_sources import RowSource
 from .saving import CheckpointSaving
 from .services import NonFiniteReward, ReportingGuard, ServiceGuard
@@ -34,6 +34,7 @@ from .wrapping import Instrument
 
 
 __all__ = [
+    "BESIDE_DIR",
     "EMERGENCY_DIR",
     "BatchPlan",
     "BestChoice",
@@ -42,8 +43,10 @@ __all__ = [
     "CheckpointSaving",
     "Control",
     "Instrument",
+    "Leave",
     "NonFiniteReward",
     "OutOfMemory",
+    "Pending",
     "RandomState",
     "Recording",
     "ReportingGuard",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass
-from typing import Any
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
+from ..marker import MARKER_FILE
 from .bookkeeping import METRIC_STORES, Bookkeeping, Ledger
 from .gradients import discard_gradients
 from .phase import Phase
@@ -20,6 +24,10 @@ from .window import TrainingFault, Window
 
 
 EMERGENCY_DIR = "emergency"
+# Where a checkpoint is written again while the one before it is still needed.
+BESIDE_DIR = os.path.join(EMERGENCY_DIR, "beside")
+# What is written again once what a step owed is done; all other files are those of the checkpoint before.
+_WRITTEN_AGAIN = ("optimizer", "scheduler", "rng_state", TRAINER_STATE_NAME, "global_step", "latest")
 
 
 @dataclass(slots=True)
@@ -37,6 +45,20 @@ class Pending:
 
     def __bool__(self) -> bool:
         return self.step_end or self.log or self.evaluate or self.save or self.epoch_end
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, for the process that takes the run up."""
+        keys = self.ignore_keys
+        return {
+            **asdict(replace(self, grad_norm=None, ignore_keys=None)),
+            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
+            "ignore_keys": None if keys is None else [str(key) for key in keys],
+        }
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> Self:
+        """What [`to_dict`] has written, in another process or version."""
+        return cls(**{each.name: entry[each.name] for each in fields(cls) if each.name in entry})
 
 
 @dataclass(slots=True)
@@ -316,9 +338,9 @@ class Reentry:
         """Where the emergency checkpoint of the current step is or would be."""
         return os.path.join(self.emergency_dir(), f"checkpoint-{self._trainer.state.global_step}")
 
-    def save_checkpoint(self) -> None:
+    def save_checkpoint(self, folder: str) -> None:
         """
-        Writes a checkpoint of the trainer as it stands, in the Trainer's own format.
+        Writes a checkpoint of the trainer as it stands into a folder, in the Trainer's own format.
 
         It is complete whatever the user's checkpoints hold, goes to a folder of its own, so that it neither overwrites
         one of them nor rotates one out, and is not pushed to the Hub.
@@ -329,7 +351,7 @@ class Reentry:
         }
         args.push_to_hub = args.save_only_model = False
         args.save_strategy = SaveStrategy.NO
-        args.output_dir = self.emergency_dir()
+        args.output_dir = folder
         try:
             self._trainer._save_checkpoint(self._trainer.model_wrapped, trial=None)
         finally:
@@ -366,7 +388,7 @@ class Reentry:
                 When it began, in seconds since the epoch.
 
         Returns:
-            Whether something was owed; its checkpoint has changed then.
+            Whether something was owed; its checkpoint has to be written again then.
 
         Raises:
             TrainingFault: An exception of the training code.
@@ -389,36 +411,67 @@ class Reentry:
         self._epoch_end_done = point.leave.epoch_ended and self.stop_owed
         point.pending = Pending()
         point.bookkeeping = self._ledger.capture()
-        self._trainer._save_optimizer_and_scheduler(point.path)
-        self._trainer._save_rng_state(point.path)
-        self._trainer.state.save_to_json(os.path.join(point.path, TRAINER_STATE_NAME))
         return True
 
-    def evaluate_first(self, path: str, started_at: float) -> None:
+    def pay_first(self, path: str, pending: Pending, leave: Leave, started_at: float) -> Leave:
         """
-        Called in `on_train_begin` of a resume from a checkpoint that was written before the evaluation of its step.
+        Called in `on_train_begin` of another process, which resumes from a checkpoint that was written before all that
+        follows from its step was done.
 
         Args:
             path (`str`):
-                The checkpoint. What the evaluation changes is put into it.
+                The checkpoint.
+            pending ([`Pending`]):
+                What is owed.
+            leave ([`Leave`]):
+                Where the run was left.
             started_at (`float`):
                 When the run began, in seconds since the epoch.
+
+        Returns:
+            [`Leave`]: where it is left now. The checkpoint has to be written again.
 
         Raises:
             TrainingFault: An exception of the training code.
         """
         trainer = self._trainer
+        self._stop = leave.stop
+        self._epoch_end_done = leave.epoch_ended and self.stop_owed
         try:
             trainer._load_rng_state(path)
-            self._pay(Pending(evaluate=True), started_at)
+            self._pay(pending, started_at)
         except Exception as error:
             raise TrainingFault(error) from error
         self._continues = True
         self._stop = self._stop or trainer.control.should_training_stop
+        self._epoch_end_done = leave.epoch_ended and self.stop_owed
         self._note_best()
-        trainer._save_optimizer_and_scheduler(path)
-        trainer._save_rng_state(path)
-        trainer.state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
+        return Leave(None, self._stop, leave.epoch_ended)
+
+    def write_again(self, checkpoint: Path) -> Path:
+        """
+        Writes a checkpoint once more as the trainer stands now, beside the one before: a process that is killed
+        meanwhile leaves that one whole. What has not changed is shared with it.
+
+        Args:
+            checkpoint (`Path`):
+                The one before.
+
+        Returns:
+            `Path`: where the new one is.
+        """
+        trainer = self._trainer
+        beside = Path(trainer.args.output_dir, BESIDE_DIR, checkpoint.name)
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        for file in checkpoint.rglob("*"):
+            relative = file.relative_to(checkpoint)
+            if file.is_file() and not relative.parts[0].startswith((*_WRITTEN_AGAIN, MARKER_FILE)):
+                _link_or_copy(file, beside / relative)
+        trainer._save_optimizer_and_scheduler(str(beside))
+        trainer._save_rng_state(str(beside))
+        trainer.state.save_to_json(str(beside / TRAINER_STATE_NAME))
+        return beside
 
     def _note_best(self) -> None:
         """A checkpoint is the best only once it is saved, and this one was saved before anybody could know."""
@@ -464,3 +517,12 @@ def _end_scaled_step(trainer: Any) -> None:
         # accelerate sets both back only after a step that returns.
         optimizer.optimizer.step = optimizer._optimizer_original_step_method
         optimizer._accelerate_step_called = False
+
+
+def _link_or_copy(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(file, target)
+    except OSError:
+        # The file system has no hard links.
+        shutil.copy2(file, target)
