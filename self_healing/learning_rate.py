@@ -196,4 +196,4 @@ class LearningRateControl:
         self._changed_at = state["changed_at"]
         self._exponent = state["exponent"]
         self.reductions = state["reductions"]
-        self._warm_from = state["warm_from"]
+        self._warm_from = None if state["warm_from"] is None else int(state["warm_from"])

@@ -59,4 +59,4 @@ class MissingSteps:
         return {"count": self.count, "newest": self._newest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count, self._newest = state["count"], state["newest"]
+        self.count, self._newest = int(state["count"]), int(state["newest"])

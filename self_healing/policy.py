@@ -230,7 +230,7 @@ class RecoveryBudget:
         return {"used": self.used, "failed_at": self.failed_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.used, self.failed_at = state["used"], state["failed_at"]
+        self.used, self.failed_at = int(state["used"]), int(state["failed_at"])
 
 
 # Where a run goes back to when the same failure comes again and again, if its learning rate is not to blame.
@@ -346,5 +346,5 @@ class RollbackLadder:
         return {"climbed": dict(self._climbed), "moments_reset": self._moments_reset}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._climbed = dict(state["climbed"])
-        self._moments_reset = state["moments_reset"]
+        self._climbed = {str(failure): int(rungs) for failure, rungs in state["climbed"].items()}
+        self._moments_reset = bool(state["moments_reset"])

@@ -211,7 +211,7 @@ def still_alive(attempt: Attempt) -> bool:
         process = psutil.Process(attempt.pid)
         # A number is given out again: the process must be older than what it wrote.
         return bool(process.create_time() <= attempt.began) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+    except (psutil.Error, ValueError, OverflowError):
         return False
 
 

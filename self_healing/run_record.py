@@ -15,6 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
+from .journal import Incident
+from .saved_state import completed
 from .strict_json import jsonable
 
 
@@ -29,6 +31,17 @@ _MARK = struct.Struct("<qq")
 _SHARE = 0.01
 # Attempts that are written down; a run that was started more often than that is told by its newest ones.
 _KEPT_ATTEMPTS = 50
+
+
+# What a record says, each with a value of its kind.
+_EMPTY: dict[str, Any] = {
+    "time": 0.0,
+    "attempts": list[Any](),
+    "incidents": list[Any](),
+    "memory": dict[str, Any](),
+    "postmortem": None,
+}
+_INCIDENT = Incident("", 0, "").to_dict()
 
 
 # A fact of this process, whoever asks: how often training into a directory has begun in it.
@@ -94,6 +107,36 @@ class Attempt:
     job: str = ""
 
 
+_ATTEMPT = asdict(Attempt(0, 0, "", 0.0))
+
+
+def _attempts_in(content: dict[str, Any], odd: list[str]) -> list[Attempt]:
+    """The attempts of a record; there was one at least, and nobody knows how one ended whose end cannot be read."""
+    unknown = {"number": 1, "began": content["time"], "ending": Ending.FAILED, "why": "not known"}
+    found = []
+    for at, entry in enumerate(content["attempts"]):
+        given = dict(entry) if isinstance(entry, dict) else {}
+        attempt = completed(_ATTEMPT | unknown | {"number": at + 1}, given, f"attempts.{at}", odd)
+        if attempt["ending"] not in list(Ending):
+            odd.append(f"attempts.{at}.ending")
+            attempt |= {"ending": Ending.FAILED, "why": "not known"}
+        optional = attempt["resumed_from"]
+        attempt["resumed_from"] = optional if isinstance(optional, str) else None
+        found.append(Attempt(**attempt | {"ending": Ending(attempt["ending"])}))
+    return found or [Attempt(**_ATTEMPT | unknown)]
+
+
+def warn_about_parts(odd: list[str]) -> None:
+    """Says which parts of a record cannot be used."""
+    if odd:
+        logger.warning(
+            "%s can be used only in part: it is damaged, or of another version of this library. Left out, as if it "
+            "were not known: %s.",
+            RECORD_FILE,
+            ", ".join(odd),
+        )
+
+
 @dataclass(slots=True)
 class RunRecord:
     """
@@ -145,25 +188,33 @@ class RunRecord:
         """
         The record in a directory; `None` if there is none.
 
+        What is missing in it, or cannot be, is told and left out: it may be damaged, or of another version.
+
         Raises:
-            UnreadableRecordError: If there is one that cannot be read.
+            UnreadableRecordError: If there is one that cannot be read at all.
         """
         path = directory / RECORD_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            attempts = [Attempt(**{**entry, "ending": Ending(entry["ending"])}) for entry in content["attempts"]]
-            record = cls(
-                directory,
-                content["run"],
-                attempts,
-                content["incidents"],
-                content["memory"],
-                content.get("postmortem"),
-            )
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise UnreadableRecordError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+        if not isinstance(content, dict) or not isinstance(content.get("run"), str):
+            raise UnreadableRecordError(f"{path} cannot be read (it does not say which run it is of)")
+        odd: list[str] = []
+        if content.get("schema") != SCHEMA_VERSION:
+            odd.append(f"schema {content.get('schema')!r}, where {SCHEMA_VERSION} is known")
+        whole = completed(_EMPTY, content, "the record", odd)
+        record = cls(
+            directory,
+            content["run"],
+            _attempts_in(whole, odd),
+            [completed(_INCIDENT, each, f"incidents.{at}", odd) for at, each in enumerate(whole["incidents"])],
+            whole["memory"],
+            whole["postmortem"] if isinstance(whole["postmortem"], str) else None,
+        )
+        warn_about_parts(odd)
         record._take_in_progress()
         return record
 

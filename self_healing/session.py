@@ -29,8 +29,9 @@ from .objectives import content_hash, row_text
 from .policy import RecoveryBudget, RollbackLadder, StepPolicy
 from .preemption import Preemption
 from .rollback import Rollback
-from .run_record import Ending, RunRecord
+from .run_record import Ending, RunRecord, warn_about_parts
 from .run_status import RunState, StatusKeeper
+from .saved_state import Stateful, take_over, take_over_whole
 from .signals import StepSignals
 from .step_clipping import StepClipping
 from .watch import LossWatch
@@ -327,7 +328,7 @@ class Session:
     def go_on_counting(self, step: int, state: Mapping[str, Any]) -> None:
         """Takes in the checkpoint that `train()` is entered again from: which of its steps are in the weights."""
         if "missing_steps" in state:
-            self.missing.load_state_dict(state["missing_steps"])
+            take_over_whole(self.missing, state["missing_steps"])
         self.missing.goes_on_at(step)
 
     def nothing_lost_since(self, step: int) -> None:
@@ -455,13 +456,43 @@ class Session:
         """
         self.record, self.taken_up = record, taken_up
         if taken_up:
-            self.journal.incidents = [Incident.from_dict(entry) for entry in record.incidents]
+            self.journal.incidents = self._incidents_in(record)
+            record.memory = self._readable(record.memory)
             self.recall_memory()
             for incident in self.journal.incidents:
                 if incident.outcome == "open":
                     self.await_outcome(incident)
         self.journal.changed = self.write_record
         self.journal.attempts = record.describe_attempts
+
+    def _incidents_in(self, record: RunRecord) -> list[Incident]:
+        incidents, odd = [], list[str]()
+        for at, entry in enumerate(record.incidents):
+            try:
+                incidents.append(Incident.from_dict(entry))
+            except Exception:
+                odd.append(f"incidents.{at}")
+        warn_about_parts(odd)
+        return incidents
+
+    def _readable(self, memory: Mapping[str, Any]) -> dict[str, Any]:
+        """What can be read of what an earlier process has left: a damaged part costs that part."""
+        budget, rate = RecoveryBudget(self.config), LearningRateControl(self.config)
+        parts: dict[str, Stateful] = {
+            "budget": budget,
+            "ladder": RollbackLadder(self.config, budget),
+            "learning_rate": rate,
+        }
+        odd: list[str] = []
+        for name, part in parts.items():
+            take_over(part, memory.get(name), f"memory.{name}", odd)
+        if "memory.learning_rate.reductions" in odd and rate.touched:
+            # How often it was reduced is not known, and that it was is.
+            rate.reductions = max(rate.reductions, 1)
+        warn_about_parts(odd)
+        reduced = memory.get("rate_after_reduction")
+        readable = {name: part.state_dict() for name, part in parts.items()}
+        return readable | {"rate_after_reduction": reduced if isinstance(reduced, float) else None}
 
     def recall_memory(self) -> None:
         """Budgets and learning rate as the process before this one left them, later than any checkpoint."""
@@ -532,11 +563,16 @@ class Session:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.rate_after_reduction = state.get("rate_after_reduction")
+        reduced = state.get("rate_after_reduction")
+        self.rate_after_reduction = reduced if isinstance(reduced, float) else None
         for name, part in self._parts().items():
             # Written by an earlier version of the library, or with other settings.
-            if name in state:
-                part.load_state_dict(state[name])
+            if name in state and not take_over_whole(part, state[name]):
+                logger.warning(
+                    "What %r has learned cannot be taken from the checkpoint (it is damaged, or of another version of "
+                    "this library): it begins anew.",
+                    name,
+                )
         if self.panel is not None and self.panel.divergence.alarmed:
             # The incident is not taken along: what still holds is seen again, and opens one in this run's journal.
             self.panel.divergence.alarmed = False

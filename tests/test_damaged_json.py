@@ -1,0 +1,235 @@
+"""JSON that a resume reads, damaged or of another version: what can be read is used, and the rest is said."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import journal, sft_trainer
+from transformers import PreTrainedConfig, TrainerState
+
+from self_healing import HealingConfig, Incident, SelfHealingCallback, SelfHealingTrainer
+from self_healing.failures import FailureType
+from self_healing.launcher import launch_of
+from self_healing.restart import start_of, still_alive
+from self_healing.run_record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
+from self_healing.session import Session
+from self_healing.vetting import vet
+
+
+Path_ = tuple[str | int, ...]
+Change = Callable[[Any, str | int], None]
+KINDS: list[Any] = [None, True, -1, 2.5, "x", [], {}, [None], {"x": []}]
+
+
+def paths(value: Any, above: Path_ = ()) -> Iterator[Path_]:
+    """Every key in nested JSON."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*above, key)
+        yield from paths(each, (*above, key))
+
+
+def damaged(content: Any, path: Path_, change: Change) -> Any:
+    content = copy.deepcopy(content)
+    holder = content
+    for key in path[:-1]:
+        holder = holder[key]
+    change(holder, path[-1])
+    return content
+
+
+def deleted(holder: Any, key: str | int) -> None:
+    del holder[key]
+
+
+def renamed(holder: Any, key: str | int) -> None:
+    if isinstance(holder, dict):
+        holder[f"{key}~"] = holder.pop(key)
+
+
+def of_another_kind(draw: random.Random) -> Change:
+    def change(holder: Any, key: str | int) -> None:
+        holder[key] = draw.choice([kind for kind in KINDS if type(kind) is not type(holder[key])])
+
+    return change
+
+
+def damages(content: Any, seed: int) -> Iterator[tuple[str, Any]]:
+    """The content with each of its keys, one after the other, deleted, renamed, or of another kind."""
+    draw = random.Random(seed)
+    for path in paths(content):
+        change = draw.choice([deleted, renamed, of_another_kind(draw), of_another_kind(draw)])
+        yield f"{'.'.join(map(str, path))} {change.__name__}", damaged(content, path, change)
+
+
+# ---- healing_run.json ----
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> dict[str, Any]:
+    """Of a run that failed in its second attempt, with everything in it that there can be."""
+    session = Session(HealingConfig(), tmp_path, run_id="20260101-000000-abcdef")
+    written = RunRecord(tmp_path, session.run_id)
+    session.keep_record(written, taken_up=False)
+    for _ in range(2):
+        session.begin_attempt(None, 4)
+    session.journal.incidents.append(Incident("run-001", 6, "loss_spike", FailureType.DIVERGENCE, steps_lost=3))
+    session.budget.used, session.budget.failed_at = 2, 6
+    session.ladder.load_state_dict({"climbed": {"divergence": 2}, "moments_reset": True})
+    session.learning_rate.reduce(6)
+    session.end_attempt(Ending.FAILED, "RuntimeError")
+    return dict(json.loads((tmp_path / RECORD_FILE).read_text()))
+
+
+def taken_up(directory: Path, content: Any) -> Session:
+    """A process that goes on with what the record says, as far as it does before the Trainer is asked."""
+    (directory / RECORD_FILE).write_text(json.dumps(content))
+    record = RunRecord.read(directory)
+    assert record is not None
+    start = start_of(None, record, launch_of(), taken_up=False, requested="auto")
+    assert start.record is record
+    assert start.spends in (True, False)
+    assert start.steps_to_repeat >= 0
+    assert still_alive(record.newest) in (True, False)
+    session = Session(HealingConfig(), directory, run_id=record.run)
+    session.keep_record(record, taken_up=True)
+    session.budget.spend(6)
+    session.ladder.next(FailureType.DIVERGENCE, 7, early=False, may_reduce=True, rate="1e-3")
+    session.learning_rate.scale(9)
+    session.learning_rate.reduce(9)
+    session.trained_steps(9)
+    session.begin_attempt(None, 4)
+    session.close_outcomes()
+    session.end_attempt(Ending.FINISHED)
+    return session
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_no_damage_to_a_record_stops_a_start(
+    tmp_path: Path, record: dict[str, Any], seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, content in damages(record, seed):
+        caplog.clear()
+        try:
+            session = taken_up(tmp_path, content)
+        except UnreadableRecordError:
+            assert name.startswith("run "), name
+            continue
+        except Exception as error:
+            raise AssertionError(name) from error
+        if not name.startswith("memory"):
+            assert session.ladder.state_dict()["climbed"] == {"divergence": 3}, name
+
+
+@pytest.mark.parametrize(
+    ("path", "left_out"),
+    [
+        (("memory", "budget", "failed_at"), "memory.budget.failed_at"),
+        (("memory", "learning_rate", "reductions"), "memory.learning_rate.reductions"),
+        (("memory", "ladder", "climbed"), "memory.ladder.climbed"),
+        (("memory", "ladder"), "memory.ladder"),
+        (("incidents", 0, "step"), "incidents.0.step"),
+        (("attempts", 1, "ending"), "attempts.1.ending"),
+    ],
+)
+def test_what_can_be_read_of_a_record_is_used(
+    tmp_path: Path, record: dict[str, Any], path: Path_, left_out: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / RECORD_FILE).write_text(json.dumps(damaged(record, path, deleted)))
+    read = RunRecord.read(tmp_path)
+    assert read is not None
+    session = Session(HealingConfig(), tmp_path, run_id=read.run)
+    session.keep_record(read, taken_up=True)
+    assert session.budget.used == 2
+    assert session.learning_rate.scale(7) == 0.5
+    assert [incident.steps_lost for incident in session.journal.incidents] == [3]
+    assert len(read.attempts) == 2
+    assert f"Left out, as if it were not known: {left_out}." in caplog.text
+
+
+def test_a_whole_record_is_used_without_a_word(
+    tmp_path: Path, record: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        session = taken_up(tmp_path, record)
+    assert session.budget.failed_at >= 6
+    assert "can be used only in part" not in caplog.text
+
+
+def test_a_record_of_another_version_is_used(
+    tmp_path: Path, record: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    record["attempts"][0]["node"] = "a"
+    record["incidents"][0]["blame"] = "none"
+    session = taken_up(tmp_path, record | {"schema": 2, "weather": "fine"})
+    assert session.budget.used == 2 + 2
+    assert "schema 2, where 1 is known" in caplog.text
+
+
+# ---- what checkpoints hold ----
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A run with checkpoints at 2, 4 and 6, judged by their content alone."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    saving = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    sft_trainer(run, tokenizer, callbacks=[SelfHealingCallback()], **saving).train()
+    for marker in run.glob("**/healing.json"):
+        marker.unlink()
+    return run
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "config.json"])
+def test_what_the_trainer_cannot_read_is_refused(finished: Path, name: str) -> None:
+    file = finished / "checkpoint-6" / name
+    whole = file.read_text()
+    content = json.loads(whole)
+    content.pop("stateful_callbacks", None)
+    content["log_history"] = content.get("log_history", [])[:1]
+    refused = 0
+    try:
+        for what, each in damages(content, seed=0):
+            file.write_text(json.dumps(each))
+            verdict = vet(finished / "checkpoint-6")
+            refused += not verdict.usable
+            if verdict.usable:
+                # As `Trainer.train` does.
+                assert TrainerState.load_from_json(str(file.parent / "trainer_state.json")).global_step == 6, what
+                PreTrainedConfig.from_json_file(file.parent / "config.json")
+    finally:
+        file.write_text(whole)
+    assert refused > 0
+
+
+def test_auto_finds_the_newest_that_can_be_read(finished: Path, tokenizer: Any) -> None:
+    (finished / "checkpoint-6" / "config.json").write_text('{"model_type": ')
+    state = finished / "checkpoint-4" / "trainer_state.json"
+    state.write_text(state.read_text().replace('"best_metric"', '"best_netric"'))
+    trainer = sft_trainer(finished, tokenizer, max_steps=8)
+    SelfHealingTrainer(trainer).train(resume_from_checkpoint="auto")
+    assert trainer.state.global_step == 8
+    (chosen,) = journal(finished, "checkpoint_chosen")
+    assert chosen["path"] == str(finished / "checkpoint-2")
+    reasons = [event["reason"] for event in journal(finished, "checkpoint_passed_over")]
+    assert reasons[0].startswith("config.json cannot be read (JSONDecodeError")
+    assert reasons[1].startswith("trainer_state.json cannot be read (TypeError")
+
+
+def test_no_damage_to_what_detectors_have_learned_stops_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = json.loads(json.dumps(Session(HealingConfig(), tmp_path).state_dict()))
+    for name, content in damages(state, seed=0):
+        try:
+            Session(HealingConfig(), tmp_path).load_state_dict(content)
+        except Exception as error:
+            raise AssertionError(name) from error
+    assert "What 'ladder' has learned cannot be taken from the checkpoint" in caplog.text
