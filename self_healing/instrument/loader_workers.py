@@ -1,9 +1,12 @@
-"""Worker processes of a data loader that the training thread waits for in vain."""
+"""Worker processes of a data loader that die, and those that the training thread waits for in vain."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -15,6 +18,68 @@ logger = logging.getLogger(__name__)
 
 # Per worker, in seconds: SIGTERM ends one that runs Python at once, SIGKILL all others but those the kernel holds.
 _PATIENCE = 2.0
+
+
+class WorkerDeaths:
+    """
+    Lets the death of a data loader worker surface where batches are fetched, and nowhere else.
+
+    torch raises for it in a signal handler, wherever the training thread is: inside `optimizer.step()` that leaves
+    weights half updated, inside a callback it may be caught and gone. No batch is missing before the next is fetched.
+    """
+
+    def __init__(self) -> None:
+        self._torchs: Callable[[int, FrameType | None], Any] | None = None
+        self._fetching = False
+        self._held: RuntimeError | None = None
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """
+        Around the fetching of batches.
+
+        Raises:
+            RuntimeError: What torch says of a worker that has died since, or dies meanwhile.
+        """
+        held, self._held = self._held, None
+        if held is not None:
+            raise held
+        self._fetching = True
+        try:
+            yield
+        finally:
+            self._fetching = False
+            # torch has its handler from the first worker on.
+            self._stand_before_torch()
+
+    def forget(self) -> None:
+        """Called when an epoch begins: the workers of the last one are not needed any more."""
+        self._held = None
+
+    def release(self) -> None:
+        """Gives torch its handler back, unless somebody else stands before this one; it passes everything on then."""
+        self._fetching, self._held = True, None
+        if self._torchs is not None and signal.getsignal(signal.SIGCHLD) == self._handle:
+            signal.signal(signal.SIGCHLD, self._torchs)
+            self._torchs = None
+
+    def _stand_before_torch(self) -> None:
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+            return
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler) and getattr(handler, "__module__", None) == _utils.signal_handling.__name__:
+            self._torchs = handler
+            signal.signal(signal.SIGCHLD, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._torchs is None:
+            return
+        try:
+            self._torchs(number, frame)
+        except RuntimeError as error:
+            if self._fetching:
+                raise
+            self._held = error
 
 
 def end_awaited_workers(frame: FrameType | None) -> list[int]:

@@ -32,6 +32,7 @@ from .live_state import (
     reload_checkpoint,
     reset_moments,
 )
+from .loader_workers import WorkerDeaths
 from .loading import TrainingLoader
 from .models import fingerprint, models_of
 from .origin import Origin, watching_outputs
@@ -142,6 +143,7 @@ class Instrument:
         self.position = DataPosition(trainer, self.objective)
         self.reentry = Reentry(trainer, self.ledger, self.position)
         self.window: Window | None = None
+        self._worker_deaths = WorkerDeaths()
         self._step_mark = StepMark(self.trainer.optimizer)
         self._checkpointing = ActivationCheckpointing(self.trainer.model)
         self._one_by_one = UpdateOneByOne(self.trainer.optimizer)
@@ -232,6 +234,7 @@ class Instrument:
             hook.remove()
         self._hooks.clear()
         self.position.release()
+        self._worker_deaths.release()
         self._checkpointing.switch_off()
         self._one_by_one.switch_off()
         self.window = None
@@ -311,6 +314,7 @@ class Instrument:
         """Called in `on_epoch_begin`."""
         if self.attached:
             with self.contained():
+                self._worker_deaths.forget()
                 self.position.epoch_begins()
                 self.reentry.epoch_begins()
 
@@ -361,7 +365,7 @@ class Instrument:
         with self.contained():
             self.window = None
             self.reentry.fetching()
-        with self._leaving_on_exception():
+        with self._leaving_on_exception(), self._worker_deaths.fetching():
             result = original(*args, **kwargs)
         if self.attached:
             with self.contained():
