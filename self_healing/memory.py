@@ -30,7 +30,7 @@ from .instrument import (
     write_memory_snapshot,
 )
 from .journal import Incident
-from .microbatch import CallShape, ComputedOtherwise, Kind, SplitCalls, SplitGeneration
+from .microbatch import CallShape, ComputedOtherwise, Kind, Passes, SplitCalls, SplitGeneration
 from .session import Session
 from .step_backup import StepBackup
 
@@ -76,6 +76,7 @@ class MemoryHealer:
         self._go_back = go_back
         self._splits: list[SplitCalls] = []
         self._models: list[torch.nn.Module] = []
+        self._passes: Passes | None = None
         self._context: HealingContext | None = None
         # Whether the incident is about an `optimizer.step()`, which ends with the step and not with what is computed.
         self._stepping = False
@@ -113,8 +114,9 @@ class MemoryHealer:
         if self._splits or not self._instrument.can_split_calls:
             return
         instrument, sizes = self._instrument, self.session.sizes
+        self._passes = Passes(instrument.objective.paired) if instrument.may_repeat_the_loss else None
         for model in instrument.models():
-            calls = SplitCalls(model, sizes, loss_only=instrument.uses_only_the_loss)
+            calls = SplitCalls(model, sizes, instrument.uses_only_the_loss, self._passes)
             instrument.intercept_calls(model, calls.call)
             if hasattr(model, "generate"):
                 instrument.intercept(model, "generate", SplitGeneration(model, sizes, calls).call)
@@ -123,7 +125,7 @@ class MemoryHealer:
 
     def _leave_calls_alone(self) -> None:
         self._instrument.release_calls(self._models)
-        self._splits, self._models = [], []
+        self._splits, self._models, self._passes = [], [], None
 
     def metrics(self) -> dict[str, float]:
         """For the trainer's logs: whether calls were split since the last, and whether the device is nearly full."""
@@ -154,6 +156,11 @@ class MemoryHealer:
     def heals(self) -> bool:
         """Whether anything is done at all."""
         return self.config.on_oom == "heal"
+
+    @property
+    def passes(self) -> Passes | None:
+        """Those that training steps are computed in, where their calls are split; `None` where they are not."""
+        return self._passes if self._passes is not None and self._passes.wanted else None
 
     def relieve(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """The next rung of the ladder; `False` where the error has to pass."""

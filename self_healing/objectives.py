@@ -82,7 +82,7 @@ _TOKEN_NORMALISED_GRPO = frozenset({"dapo", "cispo", "vespo"})
 
 def objective_of(trainer: Any) -> Objective:
     """The objective a trainer trains; of one that is not known, rows are whatever its tensors share."""
-    own_loss = _has_own_loss(trainer)
+    own_loss = has_own_loss(trainer)
     for cls in type(trainer).__mro__:
         if cls.__name__ not in _BY_CLASS_NAME:
             continue
@@ -110,7 +110,7 @@ def objective_named(name: str) -> Objective:
     return known[name]
 
 
-def _has_own_loss(trainer: Any) -> bool:
+def has_own_loss(trainer: Any) -> bool:
     """Whether the loss is the user's: a function given to the trainer, or a subclass that computes it itself."""
     if getattr(trainer, "compute_loss_func", None) is not None:
         return True

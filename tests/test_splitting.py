@@ -683,7 +683,7 @@ def test_images_laid_out_by_patch_are_refused(tokenizer: Any) -> None:
     assert_refused(Seeing("sum"), "laid out by patch", **inputs)
 
 
-def _flattened(tokenizer: Any, boundaries: bool) -> dict[str, torch.Tensor]:
+def flattened_batch(tokenizer: Any, boundaries: bool) -> dict[str, torch.Tensor]:
     """Three sequences in one row; with `boundaries`, their first tokens are predicted from the sequence before."""
     sequences = [torch.tensor(tokenizer(text)["input_ids"]) for text in TEXTS[:3]]
     labels = [sequence.clone() for sequence in sequences]
@@ -699,12 +699,12 @@ def _flattened(tokenizer: Any, boundaries: bool) -> dict[str, torch.Tensor]:
 
 def test_a_flattened_batch_is_split_between_sequences(tokenizer: Any) -> None:
     model = tiny_model(tokenizer, dropout=0.0, attn_implementation="sdpa").double()
-    flat = _flattened(tokenizer, boundaries=False)
+    flat = flattened_batch(tokenizer, boundaries=False)
     rows = flat["input_ids"].size(1) // 3 + 2
     assert_same_call(model, rows=rows, use_cache=False, **flat)
     # With a cache, attention goes across.
     assert_refused(model, "see each other", rows=rows, **flat)
-    assert_refused(model, "first token of the next one", rows=9, **_flattened(tokenizer, boundaries=True))
+    assert_refused(model, "first token of the next one", rows=9, **flattened_batch(tokenizer, boundaries=True))
 
 
 def test_calls_that_cannot_be_cut_are_refused(tokenizer: Any) -> None:

@@ -18,9 +18,9 @@ from transformers import Trainer
 from .. import consensus
 from ..clipping import scale_gradients
 from ..failures import FailureType, UnrecoverableTrainingError, classify_exception, is_nonfinite_exception
-from ..objectives import objective_of
+from ..objectives import has_own_loss, objective_of
 from .best_model import BestModel
-from .bookkeeping import Ledger
+from .bookkeeping import Bookkeeping, Ledger
 from .interception import Interception
 from .less_memory import ActivationCheckpointing, UpdateOneByOne
 from .live_state import (
@@ -60,8 +60,24 @@ class CheckpointHold(Protocol):
     def open(self) -> bool: ...
 
 
+class StepPasses(Protocol):
+    """Computes a training step in several passes over its rows."""
+
+    def run(
+        self,
+        first: Callable[[], torch.Tensor],
+        again: Callable[[], torch.Tensor],
+        anew: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """With the first pass, each later one, and the step as if there had not been any."""
+
+
 class MemoryRelief(Protocol):
     """What is done when memory runs out; if so, whether what failed is to be tried again."""
+
+    @property
+    def passes(self) -> StepPasses | None:
+        """What training steps are computed in, where one pass does not fit."""
 
     @property
     def heals(self) -> bool:
@@ -485,8 +501,11 @@ class Instrument:
         if again:
             self.heartbeat.enter("step")
         try:
-            loss: torch.Tensor = original(model, inputs, *args, **kwargs)
-            return loss
+            passes = self._memory.passes
+            if passes is None:
+                loss: torch.Tensor = original(model, inputs, *args, **kwargs)
+                return loss
+            return self._in_passes(passes, lambda: original(model, copy.copy(inputs), *args, **kwargs))
         except Exception as error:
             # On several processes the others wait in a collective that this one never reached.
             if self._heals_exceptions and consensus.world_size() == 1 and is_nonfinite_exception(error):
@@ -497,6 +516,32 @@ class Instrument:
             if again:
                 self.heartbeat.leave()
             self._in_training_step = False
+
+    def _in_passes(self, passes: StepPasses, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A training step of which only the last pass is counted, and rows are prepared in the first alone."""
+        state, noted = self.trainer.state, list[tuple[Any, Bookkeeping, int]]()
+
+        def note(batch: Any) -> Any:
+            # A copy: `compute_loss` may pop keys from the batch it is given.
+            noted.append((copy.copy(batch), self.ledger.capture(), state.num_input_tokens_seen))
+            return batch
+
+        def first() -> torch.Tensor:
+            with self.preparing(note):
+                return compute()
+
+        def again() -> torch.Tensor:
+            batch, before, tokens = noted[0]
+            self.ledger.rewind_counts(before)
+            state.num_input_tokens_seen = tokens
+            with self.preparing(lambda batch: batch, prepared=batch):
+                return compute()
+
+        def anew() -> torch.Tensor:
+            noted[0][1].rng.restore()
+            return again()
+
+        return passes.run(first, again, anew)
 
     def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         window = self.window
@@ -922,6 +967,16 @@ class Instrument:
         # Replaced on this one trainer.
         own = own or "compute_loss" in vars(trainer)
         return self.objective.name == "generic" and not own
+
+    @property
+    def may_repeat_the_loss(self) -> bool:
+        """
+        Whether the loss of a training step can be computed several times for one backward pass over all rows: it is a
+        loss of the libraries, which treats rows (pairs) one by one, and no other process takes part in it.
+        """
+        known = self.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
+        own = has_own_loss(self.trainer) or "compute_loss" in vars(self.trainer)
+        return known and not own and consensus.world_size() == 1
 
     @property
     def can_split_calls(self) -> bool:

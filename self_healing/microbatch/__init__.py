@@ -11,9 +11,19 @@ one.
 
 from .calls import SplitCalls
 from .generation import SplitGeneration
+from .passes import Passes
 from .recomputing import ComputedOtherwise
 from .sizes import CallShape, Kind, SizeMemory
 from .slicing import CannotSplit
 
 
-__all__ = ["CallShape", "CannotSplit", "ComputedOtherwise", "Kind", "SizeMemory", "SplitCalls", "SplitGeneration"]
+__all__ = [
+    "CallShape",
+    "CannotSplit",
+    "ComputedOtherwise",
+    "Kind",
+    "Passes",
+    "SizeMemory",
+    "SplitCalls",
+    "SplitGeneration",
+]

@@ -57,7 +57,9 @@ class _NoLabels(CannotSplit):
 # ---- how losses add up ----
 
 
-def merge(outputs: Sequence[Any], chunks: Sequence[Chunk], whole: Mapping[str, Any], rule: Rule) -> Any:
+def merge(
+    outputs: Sequence[Any], chunks: Sequence[Chunk], whole: Mapping[str, Any], rule: Rule, knows: int = -1
+) -> Any:
     """
     What the model would have given for all rows.
 
@@ -70,6 +72,8 @@ def merge(outputs: Sequence[Any], chunks: Sequence[Chunk], whole: Mapping[str, A
             Keyword arguments of the call.
         rule (`str`):
             How the losses add up.
+        knows (`int`, *optional*, defaults to -1):
+            The chunk whose outputs say what needs gradients.
     """
 
     def number(name: str, values: list[torch.Tensor]) -> torch.Tensor:
@@ -77,7 +81,7 @@ def merge(outputs: Sequence[Any], chunks: Sequence[Chunk], whole: Mapping[str, A
             raise CannotSplit(f"the model gives `{name}`, one number for all rows")
         return _added(values, _weights(rule, chunks, whole))
 
-    return merged("", list(outputs), list(chunks), number)
+    return merged("", list(outputs), list(chunks), number, knows)
 
 
 def _added(values: list[torch.Tensor], weights: list[Any]) -> torch.Tensor:

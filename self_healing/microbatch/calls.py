@@ -12,6 +12,7 @@ from .. import consensus
 from ..instrument.random_state import RandomState
 from .additivity import Additivity, is_language_model, merge, put_back, rope_by_length, why_rows_depend
 from .outputs import loss_alone, without_caches
+from .passes import NotInPasses, Passes, SplitCall
 from .recomputing import recomputed, recomputed_at_once
 from .sizes import CallShape, SizeMemory
 from .slicing import (
@@ -28,6 +29,7 @@ from .slicing import (
 )
 
 
+_CHANGES_BUFFERS = "a forward pass changes what the model keeps (its buffers)"
 _OTHERWISE = (
     "computed again in the backward pass, its forward gives something else (another adapter or mode was set meanwhile)"
 )
@@ -44,12 +46,17 @@ class SplitCalls:
             What fits.
         loss_only (`bool`, *optional*, defaults to `False`):
             Whether of a call with labels nothing but the loss is used, so that the logits need not be kept.
+        passes ([`Passes`], *optional*):
+            Those of the training steps, where these can be computed in passes.
     """
 
-    def __init__(self, module: torch.nn.Module, sizes: SizeMemory, loss_only: bool = False) -> None:
+    def __init__(
+        self, module: torch.nn.Module, sizes: SizeMemory, loss_only: bool = False, passes: Passes | None = None
+    ) -> None:
         self._module = module
         self._sizes = sizes
         self._loss_only = loss_only
+        self._passes = passes
         self._inside = False
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._additivity = Additivity(module, self._device)
@@ -67,22 +74,43 @@ class SplitCalls:
         shape = shape_of_call("train" if trains else "forward", args, kwargs)
         if shape is None:
             return original(*args, **kwargs)
-        allowed = self._sizes.rows_for(shape)
-        if allowed < shape.rows:
-            before = _Before(self._module, self._device, self._proven)
-            try:
-                if self.given_up:
-                    raise CannotSplit(self.given_up)
-                chunks = self._chunks(shape, allowed, args, kwargs)
-                if len(chunks) > 1:
-                    return self._split(original, chunks, args, kwargs)
-            except CannotSplit as refusal:
-                before.put_back()
-                self.refused = str(refusal)
-        with self.running(shape):
-            result = original(*args, **kwargs)
-        self._sizes.ran(shape)
+        passes = self._passes if self._passes is not None and self._passes.open else None
+        if passes is not None and passes.later:
+            return self._later_pass(passes, original, shape, kwargs)
+        in_passes = passes if trains and not self._wants_whole_gradients() else None
+        result, split = self._split_if_needed(original, shape, in_passes, args, kwargs)
+        if not split:
+            with self.running(shape):
+                result = original(*args, **kwargs)
+            self._sizes.ran(shape)
+        if passes is not None and not (split and in_passes is not None):
+            passes.note(self._module, shape, result)
         return result
+
+    def _split_if_needed(
+        self,
+        original: Callable[..., Any],
+        shape: CallShape,
+        passes: Passes | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, bool]:
+        """What the call gives, and whether it was split; if not, it has to be made."""
+        allowed = self._sizes.rows_for(shape)
+        if allowed >= shape.rows:
+            return None, False
+        before = _Before(self._module, self._device, self._proven)
+        try:
+            if passes is not None:
+                return self._first_pass(original, passes, shape, allowed, args, kwargs)
+            if self.given_up:
+                raise CannotSplit(self.given_up)
+            chunks = self._chunks(shape, allowed, args, kwargs)
+            return (self._split(original, chunks, args, kwargs), True) if len(chunks) > 1 else (None, False)
+        except CannotSplit as refusal:
+            before.put_back()
+            self.refused = str(refusal)
+            return None, False
 
     @contextlib.contextmanager
     def running(self, shape: CallShape) -> Iterator[None]:
@@ -96,7 +124,14 @@ class SplitCalls:
 
     # ---- chunks ----
 
-    def _chunks(self, shape: CallShape, allowed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Chunk]:
+    def _chunks(
+        self,
+        shape: CallShape,
+        allowed: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        groups: list[list[int]] | None = None,
+    ) -> list[Chunk]:
         why = why_rows_depend(self._module, args, kwargs)
         if why:
             raise CannotSplit(why)
@@ -106,16 +141,18 @@ class SplitCalls:
         total, length = shape.rows, shape.length
         used = used_lengths(kwargs, total) if self._may_trim(kwargs) else None
         chunks = []
-        for start, stop in spans(total, allowed):
-            part = {name: rows_of(value, total, start, stop, name) for name, value in kwargs.items()}
-            positional = tuple(rows_of(value, total, start, stop) for value in args)
+        picked: list[slice | list[int]] = [slice(start, stop) for start, stop in spans(total, allowed)]
+        for rows in groups or picked:
+            part = {name: rows_of(value, total, rows, name) for name, value in kwargs.items()}
+            positional = tuple(rows_of(value, total, rows) for value in args)
+            numbers = range(total)[rows] if isinstance(rows, slice) else rows
             keep = length
             if used is not None:
-                keep = min(max(-(-max(used[start:stop]) // LENGTH_STEP), 1) * LENGTH_STEP, length)
+                keep = min(max(-(-max(used[row] for row in numbers) // LENGTH_STEP), 1) * LENGTH_STEP, length)
             if keep < length:
                 part = {name: trimmed(value, name, length, keep) for name, value in part.items()}
-            size = CallShape(shape.kind, stop - start, keep)
-            chunks.append(Chunk(positional, part, stop - start, size, cut=length - keep))
+            size = CallShape(shape.kind, len(numbers), keep)
+            chunks.append(Chunk(positional, part, len(numbers), size, cut=length - keep))
         return chunks
 
     def _adds_noise_by_length(self) -> bool:
@@ -157,12 +194,56 @@ class SplitCalls:
             else:
                 outputs.append(recomputed(run, self._device, self._trained(), self._differs))
             if index == 0 and self._kept_state() != before:
-                raise CannotSplit("a forward pass changes what the model keeps (its buffers)")
+                raise CannotSplit(_CHANGES_BUFFERS)
             self._sizes.ran(chunk.shape)
         result = merge(outputs, chunks, whole, rule)
         self._proven = True
         self.pieces = max(self.pieces, len(chunks))
         return result
+
+    # ---- one in each pass ----
+
+    def _first_pass(
+        self,
+        original: Callable[..., Any],
+        passes: Passes,
+        shape: CallShape,
+        allowed: int,
+        args: tuple[Any, ...],
+        whole: dict[str, Any],
+    ) -> tuple[Any, bool]:
+        groups = _pairs(shape, allowed, args, whole) if passes.paired else None
+        chunks = self._chunks(shape, allowed, args, whole, groups)
+        if len(chunks) == 1:
+            return None, False
+        rule = self._additivity.rule(original, chunks, args, whole)
+        order = None if groups is None else [row for group in groups for row in group]
+        call, before = SplitCall(self._module, shape, chunks, rule, order), self._kept_state()
+        result = self._next_chunk(original, call, whole)
+        if self._kept_state() != before:
+            raise CannotSplit(_CHANGES_BUFFERS)
+        passes.begin(call)
+        self._proven = True
+        self.pieces = max(self.pieces, len(chunks))
+        return result, True
+
+    def _later_pass(
+        self, passes: Passes, original: Callable[..., Any], shape: CallShape, whole: dict[str, Any]
+    ) -> Any:
+        call = passes.due(self._module, shape)
+        if not isinstance(call, SplitCall):
+            return call.result
+        try:
+            return self._next_chunk(original, call, whole)
+        except CannotSplit as refusal:
+            self.refused = str(refusal)
+            passes.refuse()
+
+    def _next_chunk(self, original: Callable[..., Any], call: SplitCall, whole: dict[str, Any]) -> Any:
+        chunk = call.chunk
+        output = self._runner(original, chunk, self._only_loss(whole))()
+        self._sizes.ran(chunk.shape)
+        return call.join(output, whole)
 
     def _differs(self) -> None:
         """A piece computed again gave something else: believed when it does so in the next attempt as well."""
@@ -204,6 +285,14 @@ class SplitCalls:
             return loss_alone(output) if only_loss else without_caches(output)
 
         return run
+
+
+def _pairs(shape: CallShape, allowed: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[int]]:
+    """The rows of each chunk where the loss compares those of the first half with those of the second."""
+    pairs, odd = divmod(shape.rows, 2)
+    if odd or allowed < 2 or sequences_of(args, kwargs) is not None:
+        raise NotInPasses
+    return [[*range(start, stop), *range(pairs + start, pairs + stop)] for start, stop in spans(pairs, allowed // 2)]
 
 
 class _Before:

@@ -90,11 +90,11 @@ class SplitGeneration:
         pieces = []
         for start, stop in spans(shape.rows, allowed):
             part = {
-                name: value if name in _OF_NO_ROW else rows_of(value, shape.rows, start, stop, name)
+                name: value if name in _OF_NO_ROW else rows_of(value, shape.rows, slice(start, stop), name)
                 for name, value in kwargs.items()
             }
             positional = tuple(
-                value if _is_config(value) or callable(value) else rows_of(value, shape.rows, start, stop)
+                value if _is_config(value) or callable(value) else rows_of(value, shape.rows, slice(start, stop))
                 for value in args
             )
             chunk = dataclasses.replace(shape, rows=stop - start)

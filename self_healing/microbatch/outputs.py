@@ -12,7 +12,11 @@ from .slicing import CannotSplit, Chunk, mapping_like
 
 
 def merged(
-    name: str, values: list[Any], chunks: list[Chunk], number: Callable[[str, list[torch.Tensor]], torch.Tensor]
+    name: str,
+    values: list[Any],
+    chunks: list[Chunk],
+    number: Callable[[str, list[torch.Tensor]], torch.Tensor],
+    knows: int = -1,
 ) -> Any:
     """
     What the model would have given for all rows, from what it gave for some after the other.
@@ -26,6 +30,8 @@ def merged(
             The chunks.
         number (`Callable[[str, list[torch.Tensor]], torch.Tensor]`):
             Puts together what is one number of each.
+        knows (`int`, *optional*, defaults to -1):
+            The chunk whose values say what needs gradients: of those that are computed again everything seems to.
     """
     first = values[0]
     if any(type(value) is not type(first) for value in values):
@@ -36,18 +42,19 @@ def merged(
         return first
     if isinstance(first, torch.Tensor):
         together = number(name, values) if first.dim() == 0 else _joined(name, values, chunks)
-        # Of chunks that are computed again everything seems to need gradients; the last one knows.
-        return together if values[-1].requires_grad else together.detach()
+        return together if values[knows].requires_grad else together.detach()
     if isinstance(first, Mapping):
         if any(value.keys() != first.keys() for value in values):
             raise CannotSplit("the model gives something for some rows that it does not give for others")
-        found = {key: merged(str(key), [value[key] for value in values], chunks, number) for key in first}
+        found = {key: merged(str(key), [value[key] for value in values], chunks, number, knows) for key in first}
         return mapping_like(first, found)
     if isinstance(first, (list, tuple)):
         if any(len(value) != len(first) for value in values):
             raise CannotSplit(f"the model gives lists `{name}` of different lengths")
         parts = [
-            merged(f"{name}.{place}" if name else str(place), [value[place] for value in values], chunks, number)
+            merged(
+                f"{name}.{place}" if name else str(place), [value[place] for value in values], chunks, number, knows
+            )
             for place in range(len(first))
         ]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

@@ -19,12 +19,16 @@ _SAME = 1e-3
 
 
 class ComputedOtherwise(RuntimeError):
-    """What a piece gives when it is computed again is not what it gave before, twice in a row."""
+    """
+    A batch that was split gives something else than it should.
 
-    def __init__(self) -> None:
-        super().__init__(
-            "out of memory, and computed again in the backward pass a part of the batch gives something else"
-        )
+    Args:
+        how (`str`):
+            How it was computed.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__(f"out of memory, and computed {how} gives something else")
 
 
 def recomputed(
@@ -44,7 +48,7 @@ def recomputed(
         parameters (`Sequence[torch.Tensor]`):
             What gets gradients in it.
         otherwise (`Callable[[], None]`):
-            Told if something else comes out when it is run again, and again; [`ComputedOtherwise`] is raised then.
+            Told if something else comes out when it is run again, twice; [`ComputedOtherwise`] is raised then.
     """
     structure: list[Any] = []
     with warnings.catch_warnings():
@@ -100,7 +104,7 @@ class _Recomputed(torch.autograd.Function):
         held.append(flattened(output, tensors))
         # Detached: what is given through as it came must not become an output of this.
         tensors = [tensor.detach() for tensor in tensors]
-        ctx.sums = _sums(tensors)
+        ctx.sums = fingerprint(tensors)
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.is_floating_point()))
         return tuple(tensors)
 
@@ -113,13 +117,13 @@ class _Recomputed(torch.autograd.Function):
                 "`backward()`, but not by `torch.autograd.grad` or for some inputs only."
             )
         tensors = _run_again(ctx)
-        if not _agree(ctx.sums, _sums(tensors)):
+        if not agree(ctx.sums, fingerprint(tensors), _SAME):
             # A single observation may be a fault of the device; its activations go before the next.
             tensors.clear()
             tensors = _run_again(ctx)
-            if not _agree(ctx.sums, _sums(tensors)):
+            if not agree(ctx.sums, fingerprint(tensors), _SAME):
                 ctx.otherwise()
-                raise ComputedOtherwise
+                raise ComputedOtherwise("again in the backward pass a part of the batch")
         pairs = [
             (tensor, gradient)
             for tensor, gradient in zip(tensors, gradients, strict=True)
@@ -143,22 +147,29 @@ def _run_again(ctx: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Two numbers of each output that tell it from another one."""
+def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Two numbers of each tensor of floats that tell it from another one; the second is a sum of absolute values."""
     floats = [tensor.detach().float() for tensor in tensors if tensor.is_floating_point()]
     if not floats:
-        return None
+        return torch.zeros(0)
     return torch.stack([number for each in floats for number in (each.sum(), each.abs().sum())])
 
 
-def _agree(before: torch.Tensor | None, again: torch.Tensor | None) -> bool:
-    if before is None or again is None:
-        return before is again
+def agree(before: torch.Tensor, again: torch.Tensor, same: float, least: float = 1e-6) -> bool:
+    """
+    Whether fingerprints are those of the same tensors.
+
+    Args:
+        before (`torch.Tensor`), again (`torch.Tensor`):
+            The fingerprints.
+        same (`float`), least (`float`, *optional*, defaults to 1e-6):
+            By how much they may differ: relative to the numbers in the tensors, and in any case.
+    """
     if before.shape != again.shape:
         return False
-    # Sums are as exact as what they are large against: every second one is of absolute values.
+    # Sums are as exact as what they are large against.
     scale = before[1::2].abs().repeat_interleave(2)
-    near = (before - again).abs() <= _SAME * scale + 1e-6
+    near = (before - again).abs() <= same * scale + least
     # A number that is not finite says nothing about splitting; the step is judged by it soon enough.
     return bool((near | ~torch.isfinite(before) | ~torch.isfinite(again)).all())
 

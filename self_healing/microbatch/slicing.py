@@ -114,9 +114,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(inner)
 
 
-def rows_of(value: Any, total: int, start: int, stop: int, name: str = "") -> Any:
-    """The part of an argument that belongs to some rows that follow each other; what belongs to no row stays."""
-    return _part(value, total, slice(start, stop), name)
+def rows_of(value: Any, total: int, rows: slice | list[int], name: str = "") -> Any:
+    """The part of an argument that belongs to some rows; what belongs to no row stays."""
+    return _part(value, total, rows, name)
 
 
 def picked_rows(args: Sequence[Any], kwargs: Mapping[str, Any], shape: CallShape, rows: Sequence[int]) -> Chunk:
