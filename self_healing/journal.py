@@ -7,6 +7,7 @@ A sink that fails is reported once and never stops the training.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -90,32 +91,20 @@ class Incident:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Incident:
         """What [`to_dict`] wrote in an earlier process."""
+        known = {each.name: entry[each.name] for each in fields(cls) if each.name in entry}
+        failure = known.pop("failure", None)
         return cls(
-            entry["incident"],
-            entry["step"],
-            entry["symptom"],
-            None if entry["failure"] is None else FailureType(entry["failure"]),
-            entry["cause"],
-            dict(entry["evidence"]),
-            list(entry["actions"]),
-            entry["steps_lost"],
-            entry["seconds_lost"],
-            outcome=entry["outcome"],
+            id=entry["incident"],
+            failure=None if failure is None else FailureType(failure),
+            # Its own from here on.
+            **{name: copy.copy(value) for name, value in known.items()},
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "incident": self.id,
-            "step": self.step,
-            "symptom": self.symptom,
-            "failure": None if self.failure is None else self.failure.value,
-            "cause": self.cause,
-            "evidence": self.evidence,
-            "actions": list(self.actions),
-            "steps_lost": self.steps_lost,
-            "seconds_lost": round(self.seconds_lost, 3),
-            "outcome": self.outcome,
-        }
+        told = {each.name: copy.copy(getattr(self, each.name)) for each in fields(self) if each.name != "id"}
+        told["failure"] = None if self.failure is None else self.failure.value
+        told["seconds_lost"] = round(self.seconds_lost, 3)
+        return {"incident": self.id, **told}
 
 
 @dataclass(frozen=True, slots=True)

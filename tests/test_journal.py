@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,35 @@ def test_trackio_shows_the_metrics_and_the_alert(tmp_path: Path) -> None:
     (alert,) = read_back["alerts"]
     assert alert["title"] == "self_healing: transient"
     assert "no step lost" in alert["text"]
+
+
+# Something in every field, none of it the default.
+WHOLE = Incident(
+    id="run-001",
+    step=7,
+    symptom="rule:kl_high",
+    failure=FailureType.RED_FLAG,
+    cause="kl high",
+    evidence={"rows": [{"dataset_index": 3}]},
+    actions=["roll_back"],
+    seconds_lost=0.25,
+    severity="error",
+    figures=["back to the state of step 5"],
+    outcome="resolved",
+    **{name: 2 for name in ("steps_lost", "steps_repeated") if name in {each.name for each in fields(Incident)}},
+)
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Incident)])
+def test_every_field_of_an_incident_outlives_the_process(name: str) -> None:
+    read = Incident.from_dict(json.loads(json.dumps(WHOLE.to_dict())))
+    assert getattr(WHOLE, name) != getattr(Incident("", 0, ""), name), "nothing was put into this field above"
+    assert getattr(read, name) == getattr(WHOLE, name)
+
+
+def test_an_incident_of_an_earlier_version_is_read_all_the_same() -> None:
+    told = {name: value for name, value in WHOLE.to_dict().items() if name not in ("severity", "figures")}
+    assert Incident.from_dict(told).severity is None
 
 
 def test_callbacks_that_listen_are_told(tmp_path: Path, tokenizer: Any) -> None:
