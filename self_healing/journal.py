@@ -215,7 +215,7 @@ class Journal:
         text = describe(incident)
         # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
         logger.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", text)
-        self.alert(f"self_healing: {incident.cause}", text, severity)
+        self.alert(f"self_healing: {incident.cause}", text, severity, incident.step)
         if self.notify is not None:
             self._contained("on_instability", lambda: self.notify(incident) if self.notify else None)
         self._record()
@@ -261,25 +261,34 @@ class Journal:
 
         self._contained(str(self.path), write)
 
-    def alert(self, title: str, text: str, severity: str) -> None:
-        """Raises a trackio alert if a trackio run is active."""
+    def alert(self, title: str, text: str, severity: str, step: int) -> None:
+        """Raises a trackio alert about an optimizer step if a trackio run is active."""
         trackio = sys.modules.get("trackio")
         if trackio is None or not self.config.trackio_alerts or self.rank != 0:
             return
-        if trackio.context_vars.current_run.get() is None:
+        run = trackio.context_vars.current_run.get()
+        if run is None:
             return
         level = {"info": "INFO", "warning": "WARN", "error": "ERROR"}[severity]
-        self._contained("trackio", lambda: trackio.alert(title, text, level=trackio.AlertLevel[level]))
+        # Of the run: `trackio.alert` takes no step, and counts how often something was logged.
+        self._contained("trackio", lambda: run.alert(title, text, level=trackio.AlertLevel[level], step=step))
 
-    def metrics(self) -> dict[str, float]:
-        """`healing/*` metrics for the trackers; empty while nothing has happened."""
+    def metrics(self, resolved_at_the_end: int = 0) -> dict[str, float]:
+        """
+        `healing/*` metrics for the trackers; empty while nothing has happened.
+
+        Args:
+            resolved_at_the_end (`int`, *optional*, defaults to 0):
+                Incidents whose outcome is open, and will be that they are resolved when the run ends now.
+        """
         if not self.incidents or not self.config.healing_metrics:
             return {}
         return {
             "healing/incidents": len(self.incidents),
-            "healing/resolved": sum(incident.outcome in ("resolved", "self_recovered") for incident in self.incidents),
+            "healing/resolved": resolved_at_the_end
+            + sum(incident.outcome in ("resolved", "self_recovered") for incident in self.incidents),
             "healing/skipped_steps": sum("skip_step" in incident.actions for incident in self.incidents),
-            "healing/quarantined_rows": sum(len(incident.evidence.get("rows", ())) for incident in self.incidents),
+            "healing/quarantined_rows": sum(map(_quarantined, self.incidents)),
             "healing/steps_lost": sum(incident.steps_lost for incident in self.incidents),
             "healing/seconds_lost": round(sum(incident.seconds_lost for incident in self.incidents), 3),
         }
@@ -426,10 +435,15 @@ class Journal:
 
         self._contained(str(path), write)
         self.event("postmortem", step, verdict=verdict, failure=failure.value, path=str(path))
-        self.alert("self_healing: run ended", verdict, "error")
+        self.alert("self_healing: run ended", verdict, "error", step)
         written = str(path) if str(path) not in self._broken_sinks else None
         self.directions = Directions(written, resume_with)
         return written
+
+
+def _quarantined(incident: Incident) -> int:
+    """Rows of batches, and samples of the data."""
+    return sum(len(incident.evidence[kind]) for kind in ("rows", "samples") if kind in incident.evidence)
 
 
 # What is still going on when it is told: the reader may want to do something about it.

@@ -200,9 +200,10 @@ class Session:
     def _hand_over(self, incident: Incident | None) -> None:
         self.handed_over = incident
 
-    def metrics(self, training: bool) -> dict[str, float]:
+    def metrics(self, training: bool, summary: bool = False) -> dict[str, float]:
         """What is added to the trainer's logs; the statistic of clipping only to those of training steps."""
-        found = self.journal.metrics()
+        # The log that sums up the run is written before what is open is closed.
+        found = self.journal.metrics(self._resolved_at_the_end() if summary else 0)
         if self.config.healing_metrics:
             found |= self.memory_metrics()
         wanted = self.config.healing_metrics and self.learning_rate.touched
@@ -367,6 +368,8 @@ class Session:
 
     def await_outcome(self, incident: Incident) -> None:
         """Judges an incident by the healthy steps that follow it; steps that are done again do not follow it yet."""
+        # One that was waited for already has cost more meanwhile.
+        self._judging = [entry for entry in self._judging if entry[0] is not incident]
         self._judging.append((incident, self.detector.trend(), []))
         if "roll_back" in incident.actions:
             self.watch.pending.add(incident.id)
@@ -418,29 +421,39 @@ class Session:
 
     def _close(self, incident: Incident, trend: tuple[float, float] | None, after: list[float]) -> None:
         self.watch.pending.discard(incident.id)
-        typical = sorted(after)[len(after) // 2] if after else None
-        if not incident.actions:
-            outcome = "unresolved"
-        elif typical is None:
-            # Nothing followed: the run ended with this step, or on a step that was skipped.
-            outcome = "resolved" if incident.steps_lost == 0 else "unresolved"
-        elif incident.actions == [Action.USE_REEXECUTED_STEP.value]:
-            # What was applied is what an undisturbed run applies: where the loss goes from there says nothing of it.
-            outcome = "resolved"
-        elif trend is None:
-            # Without a trend, the losses the run began with.
-            limit = math.inf if self.panel is None else self.panel.divergence.early_limit
-            outcome = "resolved" if typical <= limit else "unresolved"
-        else:
-            centre, scale = trend
-            # A floor of 5 % of the loss: after few or very even steps the scale says little.
-            outcome = "resolved" if typical <= centre + 2 * max(scale, 0.05 * abs(centre), 1e-3) else "unresolved"
         self.journal.closed(
             incident,
-            outcome,
-            loss_after=typical,
+            self._outcome(incident, trend, after),
+            loss_after=_typical(after),
             trend=None if trend is None else {"median": trend[0], "scale": trend[1]},
         )
+
+    def _outcome(self, incident: Incident, trend: tuple[float, float] | None, after: list[float]) -> str:
+        """What the steps after an incident say of it."""
+        typical = _typical(after)
+        if not incident.actions:
+            return "unresolved"
+        if typical is None:
+            # Nothing followed: the run ended with this step, or on a step that was skipped.
+            return "resolved" if incident.steps_lost == 0 else "unresolved"
+        if incident.actions == [Action.USE_REEXECUTED_STEP.value]:
+            # What was applied is what an undisturbed run applies: where the loss goes from there says nothing of it.
+            return "resolved"
+        if trend is None:
+            # Without a trend, the losses the run began with.
+            limit = math.inf if self.panel is None else self.panel.divergence.early_limit
+            return "resolved" if typical <= limit else "unresolved"
+        centre, scale = trend
+        # A floor of 5 % of the loss: after few or very even steps the scale says little.
+        return "resolved" if typical <= centre + 2 * max(scale, 0.05 * abs(centre), 1e-3) else "unresolved"
+
+    def _resolved_at_the_end(self) -> int:
+        """Incidents that are open, and resolved if the run ends now ([`close_outcomes`])."""
+        return sum(
+            self._outcome(incident, trend, after) == "resolved"
+            for incident, trend, after in self._judging
+            if after or not may_be_repeated(incident)
+        ) + sum(not after and may_be_repeated(incident) for incident, _, after in self._judging)
 
     # ---- state that outlives the process ----
 
@@ -586,6 +599,10 @@ class Session:
             "ladder": self.ladder,
             "missing_steps": self.missing,
         }
+
+
+def _typical(losses: list[float]) -> float | None:
+    return sorted(losses)[len(losses) // 2] if losses else None
 
 
 def may_be_repeated(incident: Incident) -> bool:

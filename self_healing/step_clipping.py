@@ -36,7 +36,7 @@ class StepClipping:
         self._zclip: ZClip | None = None
         self._adagc: AdaGC | None = None
         self._largest_z: float | None = None
-        self._clipped = 0
+        self._clipped = self._would_clip = 0
         # A step that is done again, after an exception before its update, has the limit it had.
         self._step = -1
         self._limit: float | None = None
@@ -80,8 +80,9 @@ class StepClipping:
         self.take_in(signals)
         norm = min(signals.grad_norm, ceiling)
         if self._limit is not None and self._limit < norm:
-            self._clipped += 1
+            self._would_clip += 1
             if self.config.zclip_mode == "clip" and may_clip:
+                self._clipped += 1
                 window.scale_gradients(self._limit / norm)
 
     def take_in(self, signals: StepSignals) -> None:
@@ -96,15 +97,20 @@ class StepClipping:
         return result.limit
 
     def metrics(self) -> dict[str, float]:
-        """What was seen since this was last asked for: largest z, and how many steps were clipped, or would be."""
+        """What was seen since it was last asked for: largest z, and how many steps were clipped, and would be."""
         if not self.config.healing_metrics:
             return {}
         found: dict[str, float] = {}
         if self._largest_z is not None:
-            found = {"healing/zclip_z": self._largest_z, "healing/zclip_clipped": float(self._clipped)}
+            found = {
+                "healing/zclip_z": self._largest_z,
+                "healing/zclip_clipped": float(self._clipped),
+                "healing/zclip_would_clip": float(self._would_clip),
+            }
         if self._last is not None:
             found["healing/adagc_clipped_tensors"] = float((self._last.factors < 1).sum())
-        self._largest_z, self._clipped, self._last = None, 0, None
+        self._largest_z, self._last = None, None
+        self._clipped = self._would_clip = 0
         return found
 
     def state_dict(self) -> dict[str, Any]:

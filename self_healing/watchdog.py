@@ -374,7 +374,7 @@ class Watchdog:
         alarm.deadline = elapsed + alarm.pause
         text = f"Still no sign of life from '{alarm.section}' after {elapsed:.0f} s."
         _bounded(lambda: logger.error("%s", text))
-        _bounded(lambda: self._journal.alert("self_healing: still hanging", text, "error"))
+        _bounded(lambda: self._journal.alert("self_healing: still hanging", text, "error", self._step()))
 
     def _leave(self, alarm: _Alarm, elapsed: float) -> None:
         why = f"hang in '{alarm.section}' for {elapsed:.0f} s, which an interrupt does not end"
@@ -436,7 +436,7 @@ class Watchdog:
             path,
         )
         text = f"'{alarm.section}' has not moved for {elapsed:.0f} s; stacks in {path}"
-        journal.alert("self_healing: training hangs", text, "error")
+        journal.alert("self_healing: training hangs", text, "error", self._step())
 
     def _write_stacks(self, path: Path, alarm: _Alarm, evidence: dict[str, Any], workers: dict[int, str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

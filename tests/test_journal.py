@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
@@ -20,6 +21,7 @@ from conftest import (
     assert_same_weights,
     journal,
     logged,
+    quarantined,
     sft_trainer,
     weights,
 )
@@ -102,6 +104,7 @@ def test_trackio_shows_the_metrics_and_the_alert(tmp_path: Path) -> None:
     (alert,) = read_back["alerts"]
     assert alert["title"] == "self_healing: transient"
     assert "no step lost" in alert["text"]
+    assert alert["step"] == 2
 
 
 # Something in every field, none of it the default.
@@ -131,6 +134,40 @@ def test_every_field_of_an_incident_outlives_the_process(name: str) -> None:
 def test_an_incident_of_an_earlier_version_is_read_all_the_same() -> None:
     told = {name: value for name, value in WHOLE.to_dict().items() if name not in ("severity", "figures")}
     assert Incident.from_dict(told).severity is None
+
+
+@pytest.mark.parametrize("forward", [3, 11], ids=["early", "in the last step"])
+def test_the_last_log_and_the_report_tell_the_same(tmp_path: Path, tokenizer: Any, forward: int) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    OutputFault(trainer.model, strike=lambda number: number == forward)
+    trainer.train()
+    report = HealingReport.from_run_dir(tmp_path)
+    resolved = sum(incident["outcome"] == "resolved" for incident in report.incidents)
+    assert trainer.state.log_history[-1]["healing/resolved"] == resolved == 1
+    assert len(journal(tmp_path, "outcome")) == 1
+
+
+def test_samples_that_were_quarantined_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    broken = 5
+
+    class Broken(torch.utils.data.Dataset):
+        def __init__(self, dataset: Any) -> None:
+            self.dataset = dataset
+
+        def __len__(self) -> int:
+            return len(self.dataset)
+
+        def __getitem__(self, index: int) -> Any:
+            if index == broken:
+                raise ValueError("cannot be decoded")
+            return self.dataset[index]
+
+    trainer.train_dataset = Broken(trainer.train_dataset)
+    trainer.args.max_steps = 8
+    trainer.train()
+    assert [row["dataset_index"] for row in quarantined(tmp_path)] == [broken]
+    assert trainer.state.log_history[-1]["healing/quarantined_rows"] == 1
 
 
 def test_callbacks_that_listen_are_told(tmp_path: Path, tokenizer: Any) -> None:

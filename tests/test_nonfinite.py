@@ -414,3 +414,15 @@ def test_overflow_that_outlasts_patience_lowers_the_scale_until_the_run_goes_on(
     assert trainer.accelerator.scaler.get_scale() == 64.0
     assert trainer.state.global_step == 10
     assert len(incidents(tmp_path)) == 2
+
+
+def test_an_incident_that_is_waited_for_twice_has_one_outcome(tmp_path: Path) -> None:
+    session = Session(HealingConfig(outcome_steps=2), tmp_path)
+    incident = session.journal.open(4, "nonfinite_loss", {})
+    session.journal.acted(incident, "skip_step")
+    for _ in range(2):
+        # When the step is left out, and when the run goes back because of it.
+        session.await_outcome(incident)
+    for _ in range(4):
+        session.judge_outcomes(5.0)
+    assert len(incidents(tmp_path)) == 1

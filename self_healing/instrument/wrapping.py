@@ -111,8 +111,9 @@ class Instrument:
             The trainer, in `on_train_begin` or later. Only this object is touched, and [`detach`] undoes it.
         judge (`Callable[[Window], None]`):
             Called once per optimizer step, with gradients computed and clipped and nothing applied yet.
-        extra_logs (`Callable[[bool], dict[str, float]]`):
-            Metrics to add to what the trainer logs, by whether it is a log of training steps.
+        extra_logs (`Callable[[bool, bool], dict[str, float]]`):
+            Metrics to add to what the trainer logs, by whether it is a log of training steps, and whether it is the
+            one that sums up the run.
         hold ([`CheckpointHold`]):
             Whether checkpoints that are due have to wait.
         rate_scale (`Callable[[int], float]`):
@@ -140,7 +141,7 @@ class Instrument:
         self,
         trainer: Trainer,
         judge: Callable[[Window], None],
-        extra_logs: Callable[[bool], dict[str, float]],
+        extra_logs: Callable[[bool, bool], dict[str, float]],
         hold: CheckpointHold,
         rate_scale: Callable[[int], float],
         before_step: Callable[[], None],
@@ -851,7 +852,7 @@ class Instrument:
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         with self.contained():
-            logs.update(self._extra_logs("loss" in logs))
+            logs.update(self._extra_logs("loss" in logs, "train_runtime" in logs))
             if "train_runtime" in logs:
                 self.reentry.finalizing()
                 self._cover_the_whole_run(logs)
