@@ -17,15 +17,21 @@ from self_healing.vetting import vet
 
 
 def launch(directory: Path, *arguments: str, script: str = "two_processes.py") -> int:
-    return subprocess.run(
+    launcher = subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
             *(str(Path(__file__).with_name(script)), str(directory), *arguments),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        timeout=300,
-    ).returncode
+    )
+    try:
+        return launcher.wait(timeout=300)
+    except subprocess.TimeoutExpired:
+        # Killed, it would leave its processes behind.
+        launcher.terminate()
+        launcher.wait(timeout=60)
+        raise
 
 
 def on_two_processes(directory: Path, *arguments: str, **options: str) -> list[dict[str, Any]]:
