@@ -26,15 +26,15 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
-from self_healing import SelfHealingCallback, SelfHealingTrainer
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.own_files import is_own
 
 
 NAMES = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "Trainer")
 # They differ between any two runs: the path of the run is in them.
 NOT_COMPARED = ("training_args.bin", "README.md")
-# Checkpoints that may lie in last-known-good/ beyond those of the plain trainer, and what else we write.
-CHECKPOINTS_MORE, BYTES_MORE = 3, 200_000
+# What the docs allow beyond the checkpoints of the plain trainer, and what else we write.
+CHECKPOINTS_MORE, BYTES_MORE = HealingConfig().keep_verified_checkpoints + 1, 200_000
 
 
 def rows_of(name: str, tokenizer: Any, tmp_path: Path) -> Dataset:
