@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from conftest import POISON_WORD, TEXTS, PoisonToken, RaisingAt, sft_trainer
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import RepoUrl
+from transformers.utils.hub import hf_api
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints import PINNED_DIR
 from self_healing.data import QUARANTINE_FILE
 from self_healing.hang_memory import HANGS_FILE
-from self_healing.instrument import EMERGENCY_DIR
+from self_healing.instrument import EMERGENCY_DIR, leave_out_of_uploads
 from self_healing.instrument.generated import GENERATED_FILE
 from self_healing.journal import EVENTS_FILE, POSTMORTEM_FILE
 from self_healing.memory import SIZES_FILE
@@ -181,11 +183,34 @@ def test_a_folder_that_cannot_be_written_to_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_uploads_of_other_folders_are_as_before(run: Any, hub: Hub, tmp_path: Path) -> None:
-    from transformers.utils.hub import hf_api
-
     run.push_to_hub()
     hub.files.clear()
     (tmp_path / "incidents").mkdir()
     (tmp_path / "incidents" / "notes.txt").write_text("theirs")
     hf_api().upload_folder(repo_id="me/other", folder_path=tmp_path)
     assert hub.files == {"incidents/notes.txt"}
+
+
+def test_the_function_of_older_versions_leaves_them_out_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # transformers 5.4 calls `huggingface_hub.upload_folder`, and no client of its own.
+    given: list[Any] = []
+    monkeypatch.setattr("transformers.trainer.upload_folder", lambda **options: given.append(options), raising=False)
+    leave_out_of_uploads(str(tmp_path), ["incidents/*", "checkpoint-*/healing.json"])
+    upload = transformers.trainer.upload_folder
+    upload(repo_id="me/model", folder_path=str(tmp_path), ignore_patterns=["_*"])
+    upload(repo_id="me/model", folder_path=str(tmp_path / "checkpoint-2"))
+    upload(repo_id="me/model", folder_path=str(tmp_path / "other"))
+    patterns = [options.get("ignore_patterns") for options in given]
+    assert patterns == [["_*", "incidents/*", "checkpoint-*/healing.json"], ["healing.json"], None]
+
+
+def test_a_client_that_others_replace_later_is_the_one_that_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_out_of_uploads(str(tmp_path), ["incidents/*"])
+    given: list[Any] = []
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, **options: given.append(options["ignore_patterns"]))
+    hf_api().upload_folder(repo_id="me/model", folder_path=tmp_path)
+    assert given == [["incidents/*"]]
