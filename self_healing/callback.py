@@ -35,7 +35,7 @@ from .checkpoints import (
 from .checksums import wait_for_checksums
 from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
-from .disk import SaveHealer
+from .disk import SaveHealer, refuse_unwritable
 from .failures import FailureType, UnrecoverableTrainingError
 from .instrument import (
     BestChoice,
@@ -165,6 +165,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             )
             self.session = None
             return
+        if adopted is None:
+            self._refuse_unwritable(args)
         self.session = session = adopted or Session(
             self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
         )
@@ -270,6 +272,18 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 "not be healed in place. Please set it to False, or train with SelfHealingTrainer(trainer).train(), "
                 "which does so."
             )
+
+    def _refuse_unwritable(self, args: Any) -> None:
+        """Asks the process that writes checkpoints, for all of them."""
+        refusal: str | None = None
+        if args.process_index == 0:
+            try:
+                refuse_unwritable(args)
+            except ConfigurationError as error:
+                refusal = str(error)
+        refusal = consensus.from_first_rank(refusal)
+        if refusal is not None:
+            raise ConfigurationError(refusal)
 
     def _warn_about_the_run_it_leaves(self, instrument: Instrument, trainer: Any) -> None:
         outer = instrument.trainer

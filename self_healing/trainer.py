@@ -28,6 +28,7 @@ from .checkpoints import (
     step_of,
 )
 from .config import HealingConfig, as_config
+from .disk import refuse_unwritable
 from .dry_run import DryRunReport, dry_run
 from .failures import (
     FAILURE_RECIPES,
@@ -284,6 +285,7 @@ class SelfHealingTrainer:
         return start, passed_over
 
     def _look_where(self, requested: str | os.PathLike[str] | bool | None, passed_over: list[Verdict]) -> Start:
+        refuse_unwritable(self.trainer.args)
         output_dir, launch = self.trainer.args.output_dir, launch_of()
         restarted = self.config.resume_after_restart and launch.started_again
         record: RunRecord | None = None

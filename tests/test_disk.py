@@ -27,7 +27,7 @@ from conftest import (
 from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints import expendable_checkpoint, remove_torn, write_marker
 from self_healing.disk import SaveHealer
 from self_healing.failures import FailureType, classify_exception, could_not_be_written
@@ -464,3 +464,48 @@ def test_an_emergency_checkpoint_that_does_not_fit_leaves_nothing_torn_and_the_r
     assert trainer.state.global_step == 6
     assert not list((tmp_path / "run" / "emergency").glob("checkpoint-*"))
     assert_same_weights(weights(trainer), weights(clean))
+
+
+# ---- an output_dir that cannot be written ----
+
+
+def make_unwritable(directory: Path) -> None:
+    """Puts a file in its place: not even root can write into that."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.touch()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_output_dir_that_cannot_be_written_is_refused_before_the_first_step(
+    tmp_path: Path, tokenizer: Any, wrapped: bool
+) -> None:
+    trainer = sft_trainer(tmp_path / "run", tokenizer, save_strategy="steps", save_steps=2)
+    make_unwritable(tmp_path / "run")
+    before = weights(trainer)
+    if not wrapped:
+        trainer.add_callback(SelfHealingCallback())
+    with pytest.raises(ConfigurationError, match=r"cannot be written .*FileExistsError.*Nothing has been trained"):
+        (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+    assert_same_weights(weights(trainer), before)
+
+
+def test_without_checkpoints_to_write_it_is_only_told(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
+    make_unwritable(tmp_path / "run")
+    SelfHealingTrainer(trainer).train()
+    assert trainer.state.global_step == 2
+    assert "cannot be written" in caplog.text
+
+
+def test_a_disk_that_is_full_for_the_moment_is_no_reason_to_refuse(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(**_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=1, save_strategy="steps", save_steps=1)
+    monkeypatch.setattr("self_healing.disk.tempfile.TemporaryFile", full)
+    SelfHealingTrainer(trainer).train()
+    assert trainer.state.global_step == 1
