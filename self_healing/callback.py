@@ -55,7 +55,7 @@ from .instrument import (
 from .journal import Incident
 from .judge import StepJudge
 from .memory import MemoryHealer
-from .own_files import hide_from_uploads, own_patterns
+from .own_files import hide_from_uploads, own_patterns, remove_leftovers
 from .reporting import Reporting
 from .run_status import RunState
 from .services import ServiceCalls
@@ -198,6 +198,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         # does not know (Trainer._save_checkpoint, 5.23).
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if session.entries == 0:
+            if args.process_index == 0:
+                remove_leftovers(args.output_dir, self.config.healing_dir)
             if not session.taken_up:
                 session.journal.set_aside_postmortem()
             session.begin_watching(instrument, self._rules)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .failures import describe_exception, text_of
-from .strict_json import jsonable
+from .json_lines import append_line, parse_lines
 
 
 logger = logging.getLogger(__name__)
@@ -276,13 +275,16 @@ class Findings:
         except OSError:
             return
         self._read += len(lines) + len(newline)
-        for line in lines.splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict):
-                self._believe(entry)
+        entries, torn = parse_lines(lines.decode("utf-8", errors="replace"))
+        if torn:
+            logger.warning(
+                "%s: %d line(s) cannot be read, probably because a process was killed while it wrote them; a sample "
+                "named there is found again when it is drawn.",
+                self.path,
+                torn,
+            )
+        for entry in entries:
+            self._believe(entry)
 
     def _believe(self, entry: dict[str, Any]) -> None:
         if entry.get("run") != self.run or entry.get("fingerprint") != self.fingerprint:
@@ -305,16 +307,6 @@ class Findings:
 
 
 POISON = "it makes a step non-finite"
-
-
-def append_line(path: str, line: Mapping[str, Any]) -> None:
-    """Appends a line in one write: several processes may do so at once."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(descriptor, (json.dumps(jsonable(line)) + "\n").encode())
-    finally:
-        os.close(descriptor)
 
 
 def why_not_appendable(path: Path) -> OSError | None:

@@ -30,6 +30,7 @@ from .config import HealingConfig
 from .detectors import Symptom
 from .detectors.symptom import Severity
 from .failures import FAILURE_RECIPES, FailureType, text_of
+from .json_lines import append_line
 from .known_errors import match_known_error
 from .strict_json import jsonable
 
@@ -254,12 +255,7 @@ class Journal:
             **fields,
         }
 
-        def write() -> None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(jsonable(line)) + "\n")
-
-        self._contained(str(self.path), write)
+        self._contained(str(self.path), lambda: append_line(self.path, line))
 
     def alert(self, title: str, text: str, severity: str, step: int) -> None:
         """Raises a trackio alert about an optimizer step if a trackio run is active."""

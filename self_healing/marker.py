@@ -8,6 +8,7 @@ import re
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,13 @@ def replace_marker(checkpoint: Path, content: dict[str, Any]) -> None:
     # Never written in place: a hard link to it would change as well.
     temporary = checkpoint / f"{MARKER_FILE}.tmp"
     with _CHANGING:
-        temporary.write_text(f'{text}, "{_SEAL}": {zlib.crc32(text.encode())}}}', encoding="utf-8")
-        os.replace(temporary, checkpoint / MARKER_FILE)
+        try:
+            temporary.write_text(f'{text}, "{_SEAL}": {zlib.crc32(text.encode())}}}', encoding="utf-8")
+            os.replace(temporary, checkpoint / MARKER_FILE)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
 
 def change_marker(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
@@ -26,10 +28,14 @@ RUN_FILES = (
 )
 # In each checkpoint.
 CHECKPOINT_FILES = ("healing.json", "healing.json.tmp", "generated.pt")
+# What a process leaves that is killed while it writes, or takes away, one of them; and in each checkpoint.
+LEFTOVERS = ("healing_*.tmp", ".healing_*.tmp", "postmortem*.tmp", ".checkpoint-*.gone")
+CHECKPOINT_LEFTOVERS = ("healing.json.tmp",)
 GITIGNORE = ".gitignore"
 
 _HEADER = "# Written by self_healing: what it keeps here holds text of samples, and is not for the Hub or for git."
 # As the Trainer names them, here and on the Hub.
+_OWN_FOLDERS = ("last-known-good", "emergency", "emergency/beside")
 _CHECKPOINTS = ("checkpoint-*", "last-checkpoint")
 
 
@@ -65,6 +71,38 @@ def is_own(path: str | os.PathLike[str], patterns: Iterable[str] = (*RUN_FILES, 
     if in_checkpoint and relative.name in CHECKPOINT_FILES:
         return True
     return any(fnmatchcase(str(relative), pattern) for pattern in patterns)
+
+
+def remove_leftovers(
+    output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None = None
+) -> list[Path]:
+    """
+    Removes what processes have left that were killed while they wrote, or took away, a file of self_healing. To be
+    called before anything is written. What cannot be removed is left.
+
+    Args:
+        output_dir (`str` or `PathLike`):
+            Where the Trainer writes.
+        healing_dir (`str` or `PathLike`, *optional*):
+            Where the journal is, if not there.
+
+    Returns:
+        `list[Path]`: what was removed.
+    """
+    places = [Path(output_dir), *(Path(output_dir, name) for name in _OWN_FOLDERS)]
+    found = [entry for place in places for name in LEFTOVERS for entry in place.glob(name)]
+    if healing_dir is not None:
+        found += [entry for name in LEFTOVERS for entry in Path(healing_dir).glob(name)]
+    found += [
+        entry for place in places for name in CHECKPOINT_LEFTOVERS for entry in place.glob(f"{_CHECKPOINTS[0]}/{name}")
+    ]
+    for entry in found:
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                entry.unlink()
+    return [entry for entry in found if not entry.exists()]
 
 
 def hide_from_uploads(

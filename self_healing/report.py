@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any
 from rich.table import Table
 
 from .journal import EVENTS_FILE, POSTMORTEM_FILE, Incident
+from .json_lines import parse_lines
 from .run_status import RunState, RunStatus, read_status
 
+
+logger = logging.getLogger("self_healing")
 
 _OF_THE_RATE = ("lr_reductions", "learning_rate_scale", "learning_rate")
 
@@ -85,11 +89,19 @@ class HealingReport:
         incidents: dict[str, dict[str, Any]] = {}
         rate: dict[str, Any] = {}
         text = path.read_text(encoding="utf-8", errors="replace")
-        events = [event for event in map(_event_in, text.splitlines()) if event is not None]
+        lines, torn = parse_lines(text)
+        events = [event for event in lines if {"run", "step", "kind"} <= event.keys()]
         if not events and (text.strip() or not path.name.startswith(Path(EVENTS_FILE).stem)):
             raise ValueError(
                 f"{path} is no journal: not one of its lines is an event. Please name the output_dir (or healing_dir) "
                 f"of a run that had a SelfHealingCallback, or its {EVENTS_FILE}."
+            )
+        if torn:
+            logger.warning(
+                "%s: %d line(s) cannot be read, probably because a process was killed while it wrote them. The report "
+                "is made of the others.",
+                path,
+                torn,
             )
         for event in events:
             if event["kind"] in ("run_started", "run_ended"):
@@ -211,12 +223,3 @@ def _status_of(events: Sequence[Mapping[str, Any]]) -> RunStatus | None:
         float(last.get("time", 0.0)),
         str(newest.get("verdict", "")),
     )
-
-
-def _event_in(line: str) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        # A line torn by a killed process; the ones around it are whole.
-        return None
-    return event if isinstance(event, dict) and {"run", "step", "kind"} <= event.keys() else None

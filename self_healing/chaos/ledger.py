@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ..json_lines import append_line, parse_lines
 
 
 @dataclass(slots=True)
@@ -62,15 +63,9 @@ class Ledger:
 
     def write(self, event: str, **fields: Any) -> None:
         """Appends one line."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"event": event, "time": time.time(), "pid": os.getpid(), **fields}) + "\n"
-        # One write, so that several processes do not mix their lines, and synced: what comes next may be SIGKILL.
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        line = {"event": event, "time": time.time(), "pid": os.getpid(), **fields}
+        # What comes next may be SIGKILL.
+        append_line(self.path, line, sync=True)
 
     def strike(self, fault: str, kind: str, step: int, count: int, detail: Mapping[str, Any]) -> None:
         """Writes down that a fault is about to strike."""
@@ -82,19 +77,11 @@ class Ledger:
 
     def lines(self) -> list[dict[str, Any]]:
         """All that is there; a line torn by a killed process is passed over."""
-        found = []
         try:
-            text = self.path.read_text(encoding="utf-8")
+            found, _ = parse_lines(self.path.read_text(encoding="utf-8", errors="replace"))
         except FileNotFoundError:
             return []
-        for line in text.splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and "event" in entry:
-                found.append(entry)
-        return found
+        return [entry for entry in found if "event" in entry]
 
     def strikes(self) -> list[Strike]:
         """All strikes in the order they came."""
