@@ -95,7 +95,10 @@ def write_marker(
         content[CHECKSUMS] = checksums
     replace_marker(checkpoint, content)
     if checksums is None:
-        add_checksums_later(checkpoint, content, links=(checkpoint.parent / PINNED_DIR / checkpoint.name,))
+        folder = checkpoint.parent
+        # Where it is linked or moved to before they are computed.
+        beside = folder.parent if folder.name == EMERGENCY_DIR else folder / PINNED_DIR
+        add_checksums_later(checkpoint, content, links=(beside / checkpoint.name,))
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any] | None:

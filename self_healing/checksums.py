@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -28,7 +29,7 @@ class _Checkpoint:
         path (`Path`):
             The checkpoint directory.
         links (`Sequence[Path]`):
-            Directories that may hold the same checkpoint under a marker of their own.
+            Where the same checkpoint may be by then, too or instead.
         run (`str`), time (`float`):
             What its marker says, so that no other checkpoint gets these checksums.
         files (`dict[str, tuple[int, int, int]]`):
@@ -42,11 +43,17 @@ class _Checkpoint:
     files: dict[str, tuple[int, int, int]]
 
     def compute(self) -> None:
-        checksums = {name: crc32_of(self.path / name) for name in self.files}
-        if identities(self.path, list(self.files)) != self.files:
-            # Written once more in the meantime: the checksums are of neither.
+        places = (self.path, *self.links)
+        for place in places:
+            # It may have been moved, or rotated away, since.
+            with contextlib.suppress(FileNotFoundError):
+                checksums = {name: crc32_of(place / name) for name in self.files}
+                if identities(place, list(self.files)) == self.files:
+                    break
+                # Written once more in the meantime: the checksums are of neither.
+        else:
             return
-        for place in (self.path, *self.links):
+        for place in places:
             change_marker(place, lambda content: self._add(content, checksums))
 
     def _add(self, content: dict[str, Any], checksums: dict[str, int]) -> None:
@@ -119,7 +126,7 @@ def add_checksums_later(checkpoint: Path, marker: dict[str, Any], links: Sequenc
         marker (`dict`):
             What it says.
         links (`Sequence[Path]`):
-            Directories that may hold the same checkpoint under a marker of their own.
+            Where the same checkpoint may be by then, too or instead.
     """
     files = identities(checkpoint, list(marker["files"]))
     _QUEUE.put(_Checkpoint(checkpoint, links, marker["run"], marker["time"], files))

@@ -27,6 +27,7 @@ from .checkpoints import (
     standing_of,
     step_of,
 )
+from .checksums import wait_for_checksums
 from .config import HealingConfig, as_config
 from .disk import refuse_unwritable
 from .dry_run import DryRunReport, dry_run
@@ -465,6 +466,8 @@ class SelfHealingTrainer:
             if not gave_up and session.journal.directions is None:
                 self._write_postmortem(session, classify_exception(error), error, why)
             session.end_attempt(Ending.GAVE_UP if gave_up else Ending.FAILED, why)
+            # Those of the emergency checkpoint: the process may be about to end.
+            wait_for_checksums()
 
     def _at_the_end(self) -> bool:
         state = self.trainer.state

@@ -28,6 +28,7 @@ from self_healing.checkpoints import (
     set_standing,
     write_marker,
 )
+from self_healing.marker import load_marker
 from self_healing.vetting import Verdict, breach_of_marker, vet
 
 
@@ -118,6 +119,18 @@ def test_weights_in_shards_in_place_of_one_file_are_resumed_from(
     healer.train(resume_from_checkpoint=str(checkpoint))
     assert_same_weights(weights(healer.trainer), resumed_from_4)
     assert f"{checkpoint} is resumed from all the same: its weights are not those it was written with" in caplog.text
+
+
+def test_the_checksums_of_large_checkpoints_follow_while_the_run_goes_on(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("self_healing.checksums._AT_ONCE", 0)
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], save_total_limit=1, **SAVING)
+    trainer.train()
+    assert "crc32" in (load_marker(tmp_path / "checkpoint-6") or {})
+    plain = sft_trainer(tmp_path / "plain", tokenizer, **SAVING)
+    plain.train()
+    assert_same_weights(weights(trainer), weights(plain))
 
 
 # ---- the callback alone: the Trainer takes what it is told to ----

@@ -295,6 +295,26 @@ def test_the_checksums_of_a_large_checkpoint_come_later(marked: Path, monkeypatc
     assert checkpoint.stat().st_mtime == 1
 
 
+@pytest.mark.parametrize("place", ["emergency", "."])
+def test_a_checkpoint_that_is_moved_meanwhile_gets_its_checksums(
+    marked: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """An emergency one goes among the regular ones, a regular one is rotated away while it is kept."""
+    waiting: list[Any] = []
+    monkeypatch.setattr("self_healing.checksums._AT_ONCE", 0)
+    monkeypatch.setattr("self_healing.checksums._QUEUE.put", waiting.append)
+    before = marked / place / "checkpoint-4"
+    after = marked / ("checkpoint-4" if place == "emergency" else "last-known-good/checkpoint-4")
+    for folder in (before.parent, after.parent):
+        folder.mkdir(exist_ok=True)
+    if place == "emergency":
+        (marked / "checkpoint-4").rename(before)
+    write_marker(before, "run", 4, {}, emergency=False)
+    before.rename(after)
+    waiting[0].compute()
+    assert vet(after).reason == "complete"
+
+
 def test_a_checkpoint_that_changes_meanwhile_gets_no_checksums(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("self_healing.checksums._AT_ONCE", 0)
     checkpoint = marked / "checkpoint-4"
@@ -677,6 +697,23 @@ def test_an_incomplete_set_of_other_weights_is_refused(
     verdict = vet(checkpoint)
     assert not verdict.usable
     assert reason in verdict.reason
+
+
+def test_shards_that_a_resume_does_not_read_are_not_looked_at(marked: Path) -> None:
+    """Whoever wrote the same weights in shards was killed; what is in one file is read before them."""
+    checkpoint = marked / "checkpoint-4"
+    whole = (checkpoint / "model.safetensors").read_bytes()
+    config = (checkpoint / "config.json").read_bytes()
+    sorted(resharded(checkpoint).glob("model-*.safetensors"))[-1].unlink()
+    (checkpoint / "model.safetensors").write_bytes(whole)
+    (checkpoint / "config.json").write_bytes(config)
+    (checkpoint / "generation_config.json").write_bytes(
+        (marked / "checkpoint-2" / "generation_config.json").read_bytes()
+    )
+    verdict = vet(checkpoint)
+    assert verdict.reason == (
+        "complete; model.safetensors.index.json was not looked at, because a resume reads model.safetensors"
+    )
 
 
 def test_what_lies_beside_other_weights_is_still_compared(marked: Path) -> None:
