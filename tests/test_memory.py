@@ -10,7 +10,6 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from conftest import (
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import TrainerCallback
-from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.memory import SIZES_FILE
@@ -848,77 +846,6 @@ class TestWithOtherFaults:
         assert memory.fired == 1
         assert_same_weights(weights(trainer), weights(plain))
         assert losses(trainer) == losses(plain)
-
-
-class StrikingCalls:
-    """Changes what the model gives in some of its calls, counted from the first one that is split."""
-
-    def __init__(self, model: Any, rows: int, strike: Callable[[int], bool], change: Callable[[Any], Any]) -> None:
-        # Generation is left whole: split, it draws other tokens.
-        self.memory = TooManyRows(model, rows, unless=lambda: not torch.is_grad_enabled())
-        self.calls, self.fired = 0, 0
-        self._rows, self._strike, self._change = rows, strike, change
-        model.model.norm.register_forward_hook(self._hook)
-
-    def _hook(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-        if not module.training or output.shape[0] > self._rows:
-            return None
-        self.calls += 1
-        if not self._strike(self.calls):
-            return None
-        self.fired += 1
-        return self._change(output)
-
-
-def nan(output: torch.Tensor) -> torch.Tensor:
-    return output * math.nan
-
-
-def flipped(output: torch.Tensor) -> torch.Tensor:
-    return output * 2
-
-
-class OwnLoss(SFTTrainer):
-    """With a loss that nobody knows: parts of its batches are computed again in the backward pass."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-class TestFaultsInASplitBatch:
-    """A fault of the device that strikes one piece says nothing about splitting."""
-
-    @pytest.mark.parametrize(
-        ("name", "call", "change"),
-        [
-            pytest.param("SFTTrainer", 1, nan, id="SFT, NaN in a piece"),
-            pytest.param("DPOTrainer", 4, nan, id="DPO, NaN in the last piece"),
-            pytest.param("own loss", 1, flipped, id="computed again, another number the first time"),
-            pytest.param("own loss", 3, flipped, id="computed again, another number the second time"),
-            pytest.param("own loss", 3, nan, id="computed again, NaN the second time"),
-            pytest.param("own loss", 1, nan, id="computed again, NaN the first time", marks=pytest.mark.slow),
-            pytest.param("SFTTrainer", 2, nan, id="SFT, NaN in the last piece", marks=pytest.mark.slow),
-            pytest.param("DPOTrainer", 2, nan, id="DPO, NaN in a piece", marks=pytest.mark.slow),
-            pytest.param("GRPOTrainer", 1, nan, id="GRPO, NaN in a piece", marks=pytest.mark.slow),
-        ],
-    )
-    def test_is_computed_again(
-        self, tmp_path: Path, tokenizer: Any, name: str, call: int, change: Callable[[Any], Any]
-    ) -> None:
-        build = {"own loss": partial(sft_trainer, trainer_class=OwnLoss), **BUILDERS}[name]
-        plain = build(tmp_path / "plain", tokenizer, dropout=0.0)
-        plain.train()
-        healed, fault = run(
-            build,
-            tmp_path / "healed",
-            tokenizer,
-            lambda model: StrikingCalls(model, 2, lambda number: number == call, change),
-            dropout=0.0,
-        )
-        assert fault.fired == 1
-        assert_same_run(healed, plain)
-        assert sum(outcome["steps_lost"] for outcome in journal(tmp_path / "healed", "outcome")) == 0
-        assert "not_split" not in json.dumps(journal(tmp_path / "healed"))
 
 
 class TestWhatIsTheUsers:

@@ -280,7 +280,25 @@ def test_a_try_that_does_not_take_place_is_forgotten() -> None:
     sizes.came_through()
     assert not sizes.trying
     sizes.begin_step(3)
+    assert sizes.rows_for(train(8)) == 2
+    sizes.begin_step(4)
     assert sizes.rows_for(train(8)) == 4
+
+
+def test_a_try_that_never_takes_place_does_not_keep_what_failed_from_its_own() -> None:
+    """Of 8 rows that come in pairs, 3 are never run at a time."""
+    sizes = SizeMemory(probe_steps=4)
+    sizes.begin_step(1)
+    sizes.failed(train(8))
+    sizes.failed(train(4))
+    tried = set()
+    for step in range(1, 10):
+        sizes.begin_step(step)
+        allowed = sizes.rows_for(train(8))
+        tried.add(allowed)
+        sizes.ran(train(allowed - allowed % 2))
+        sizes.came_through()
+    assert tried == {2, 3, 4, 8}
 
 
 def test_nothing_that_failed_is_tried_but_as_a_try() -> None:

@@ -227,16 +227,15 @@ class SizeMemory:
             (rows for rows in (each.fewest(shape.length) for each in self._frontiers_for(shape.kind)) if rows),
             default=shape.rows + 1,
         )
-        untried = [rows for rows in larger if rows < failed]
-        due = self._step >= (frontier.next_retry if self.failure_is_fatal else frontier.next_try)
-        if untried:
+        untried, others = [rows for rows in larger if rows < failed], [rows for rows in larger if rows >= failed]
+        if untried and self._step >= (frontier.next_retry if self.failure_is_fatal else frontier.next_try):
             # Half-way to what failed.
             rows = untried[-1] if failed > 2 * known else untried[len(untried) // 2]
+        elif others and self._step >= frontier.next_retry:
+            rows = others[0]
         else:
-            rows, due = larger[0], self._step >= frontier.next_retry
-        if not due or not self._may_have_room(shape, rows):
             return None
-        return _Try(shape.kind, known, rows, failed_before=not untried)
+        return _Try(shape.kind, known, rows, rows >= failed) if self._may_have_room(shape, rows) else None
 
     def _may_have_room(self, shape: CallShape, rows: int) -> bool:
         """Whether there is memory for at least what so many rows were seen to hold; what they need beyond is open."""
@@ -270,12 +269,16 @@ class SizeMemory:
         if tried is None:
             return
         frontier = self._frontiers[tried.kind]
-        frontier.next_try, frontier.try_wait = self._step + 1, 1
-        if tried.failed_before or (self.failure_is_fatal and tried.known):
+        took_place = any(shape.kind == tried.kind and shape.rows > tried.known for shape in seen)
+        if took_place:
             # Growing as long as it goes well.
+            frontier.next_try, frontier.try_wait = self._step + 1, 1
+        else:
+            # A call that is not split, sequences or pairs that do not fill a chunk: the next step is for other tries.
+            frontier.next_try = self._step + 2
+        if tried.failed_before or (self.failure_is_fatal and tried.known):
             frontier.next_retry = self._step + 1
-            if any(shape.kind == tried.kind and shape.rows > tried.known for shape in seen):
-                # Else it could not be tried: a call that is not split, sequences that do not fill a chunk.
+            if took_place:
                 frontier.wait = self._base_wait
 
     def failed(self, shape: CallShape, with_gradients: bool = True) -> None:
@@ -311,7 +314,7 @@ class SizeMemory:
         frontier = self._frontiers[tried.kind]
         if tried.failed_before or self.failure_is_fatal:
             frontier.wait *= 2
-        if tried.known:
+        elif tried.known:
             frontier.try_wait *= 2
             frontier.next_try = self._step + frontier.try_wait
 
