@@ -201,8 +201,8 @@ def test_one_that_runs_out_of_memory_makes_the_next_start_split(tmp_path: Path) 
 # ---- FSDP2 ----
 
 
-def under(strategy: str, directory: Path) -> list[dict[str, Any]]:
-    return on_two_processes(directory, strategy, script="two_sharded_processes.py")
+def under(strategy: str, directory: Path, part: str = "step") -> list[dict[str, Any]]:
+    return on_two_processes(directory, strategy, part, script="two_sharded_processes.py")
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +244,13 @@ def test_fsdp2_heals_as_ddp_does(sharded: list[dict[str, Any]], tmp_path: Path) 
             assert run["outcomes"] == twin[name]["outcomes"]
             assert run["losses"] == pytest.approx(twin[name]["losses"], rel=1e-6)
             assert run["sum"] == pytest.approx(twin[name]["sum"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_corrupted_weights_under_fsdp2_are_rolled_back_bitwise(tmp_path: Path) -> None:
+    sharded = under("fsdp2", tmp_path, "rollback")
+    for rank in sharded:
+        assert rank["corrupted"]["sharded"]
+        assert rank["corrupted"]["losses"] == rank["plain"]["losses"]
+        assert rank["corrupted"]["sum"] == rank["plain"]["sum"]
+    assert sharded[0]["corrupted"]["outcomes"] == [["corrupted_state", 0]]

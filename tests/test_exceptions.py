@@ -436,7 +436,9 @@ def test_after_an_interruption_the_postmortem_names_the_newest_checkpoint(tmp_pa
     assert "checkpoint-2" in postmortem["resume_with"]
 
 
-def test_an_exception_raised_twice_while_the_step_is_reexecuted_is_the_users_own(tmp_path: Path, tokenizer: Any) -> None:
+def test_an_exception_raised_twice_while_the_step_is_reexecuted_is_the_users_own(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
     state = {"forwards": 0}
     cause = KeyError("inner")

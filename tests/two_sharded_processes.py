@@ -24,10 +24,11 @@ from conftest import (
     sft_trainer,
 )
 from torch.distributed.tensor import DTensor
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 from self_healing import SelfHealingCallback
 from self_healing.instrument.gradients import gradients_of
+from self_healing.instrument.live_state import local
 
 
 def shard_on_the_cpu() -> None:
@@ -48,7 +49,11 @@ class PoisonGradient(PoisonToken):
         return None
 
 
-def main(directory: Path, strategy: str) -> None:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def main(directory: Path, strategy: str, part: str) -> None:
     if strategy == "fsdp2":
         shard_on_the_cpu()
     torch.distributed.init_process_group("gloo")
@@ -57,6 +62,13 @@ def main(directory: Path, strategy: str) -> None:
     poison = tokenizer.convert_tokens_to_ids(POISON_WORD)
     results: dict[str, Any] = {}
 
+    class Corrupting(TrainerCallback):
+        """Weights of the second rank turn NaN after the 20th step."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 20 and rank == 1:
+                local(next(model.parameters()).data).view(-1)[0] = float("nan")
+
     def run(name: str, fault: Callable[[Any], Any], poisoned: tuple[int, ...] = (), **arguments: Any) -> None:
         set_seed(1234)
         trainer = sft_trainer(
@@ -64,17 +76,13 @@ def main(directory: Path, strategy: str) -> None:
             tokenizer,
             texts=[f"{text} {POISON_WORD}" if index in poisoned else text for index, text in enumerate(TEXTS)],
             callbacks=None if name == "plain" else [SelfHealingCallback()],
-            ddp_backend="gloo",
-            max_steps=4,
-            **arguments,
+            **{"ddp_backend": "gloo", "max_steps": 4, **arguments},
         )
         fault(trainer)
         trainer.train()
         results[name] = {
             "sharded": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
-            "sum": sum(float(value.full_tensor().double().sum()) for value in trainer.model.parameters())
-            if strategy == "fsdp2"
-            else sum(float(value.double().sum()) for value in trainer.model.parameters()),
+            "sum": sum(float(whole(value.data).double().sum()) for value in trainer.model.parameters()),
             "losses": losses(trainer),
             "left_over": len(gradients_of(trainer.model)),
             "outcomes": [
@@ -82,19 +90,29 @@ def main(directory: Path, strategy: str) -> None:
             ],
         }
 
-    run("plain", lambda trainer: None)
-    run("transient", lambda trainer: OutputFault(trainer.model, lambda forward: forward == 4 and rank == 1))
-    # Of the second and of the last step all rows are NaN: what is left of them reaches the third, or the end.
-    run(
-        "skipped",
-        lambda trainer: OutputFault(trainer.model, lambda _: trainer.state.global_step in (1, 3)),
-        dropout=0.0,
-    )
-    run("poison", lambda trainer: PoisonToken(trainer.model, poison), poisoned=(5, 17), dropout=0.0)
-    run("gradient", lambda trainer: PoisonGradient(trainer.model, poison), poisoned=(5, 17), dropout=0.0)
+    def within_a_step() -> None:
+        run("plain", lambda trainer: None)
+        run("transient", lambda trainer: OutputFault(trainer.model, lambda forward: forward == 4 and rank == 1))
+        # Of the second and of the last step all rows are NaN: what is left of them reaches the third, or the end.
+        struck = (1, 3)
+        run(
+            "skipped",
+            lambda trainer: OutputFault(trainer.model, lambda _: trainer.state.global_step in struck),
+            **same,
+        )
+        run("poison", lambda trainer: PoisonToken(trainer.model, poison), poisoned=(5, 17), **same)
+        run("gradient", lambda trainer: PoisonGradient(trainer.model, poison), poisoned=(5, 17), **same)
+
+    def going_back() -> None:
+        longer = {"max_steps": 24, "gradient_accumulation_steps": 1}
+        run("plain", lambda trainer: None, **longer)
+        run("corrupted", lambda trainer: trainer.add_callback(Corrupting()), **longer)
+
+    same: dict[str, Any] = {"dropout": 0.0}
+    {"step": within_a_step, "rollback": going_back}[part]()
     (directory / f"results.{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])
     leave_together()
