@@ -73,6 +73,8 @@ class HealingContext:
             Size of the model call that did not fit, for `SPLIT_BATCH`.
         batch ([`BatchPlan`], *optional*):
             Sizes to go on with, for `REDUCE_BATCH_SIZE`.
+        resume_from (`str`, *optional*):
+            For `STOP`: the checkpoint to go on from, if it is not the newest of the run.
         went_back ([`WentBack`], *optional*):
             Set by `ROLL_BACK`: what it did.
         attempted (`list[str]`):
@@ -91,6 +93,7 @@ class HealingContext:
     blamed_step: int | None = None
     shape: CallShape | None = None
     batch: BatchPlan | None = None
+    resume_from: str | None = None
     went_back: WentBack | None = None
     attempted: list[str] = field(default_factory=list)
 
@@ -429,8 +432,8 @@ class HealingActions:
             checkpoint = point.path = publish(point.path, str(trainer.args.output_dir))
         # Of a run that came to nothing the newest checkpoint is no better than its end.
         verified = failure is FailureType.NOT_TRAINED
-        older = None
-        if checkpoint is None:
+        older = context.resume_from
+        if checkpoint is None and older is None:
             older = newest_checkpoint_of(session.run_id, str(trainer.args.output_dir), verified=verified)
         session.rollback.release()
         advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)

@@ -208,6 +208,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.first_resume = resumed_from
             session.learning_rate.begin(int(state.max_steps), instrument.beta2)
             session.begin_counting(int(state.global_step))
+            session.on_trial = resumed_from is not None
         else:
             session.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
         session.entries += 1

@@ -502,6 +502,30 @@ def newest_verdict_of(
     return None
 
 
+def older_checkpoints(than: str, output_dir: str) -> Iterator[str]:
+    """
+    The checkpoints of the same run that can be resumed from instead, the newest first. What is but another name for
+    the same files (`last-known-good/` holds hard links) is none.
+    """
+    newest = Path(than)
+    run, step = (load_marker(newest) or {}).get("run"), step_of(than, default=number_of(newest) or 0)
+    for checkpoint in checkpoints_in(output_dir):
+        number = number_of(checkpoint)
+        of_the_run = number is not None and number <= step and (load_marker(checkpoint) or {}).get("run") == run
+        if of_the_run and not _share_files(checkpoint, newest) and vet(checkpoint).usable:
+            yield str(checkpoint)
+
+
+def mark_suspect(checkpoint: str, output_dir: str, incident: str) -> None:
+    """Marks a damaged checkpoint, and with it every one that has its files."""
+    damaged = Path(checkpoint)
+    for each in [damaged, *(other for other in checkpoints_in(output_dir) if _share_files(other, damaged))]:
+        try:
+            set_standing(each, "suspect", incident)
+        except OSError:
+            logger.warning("%s could not be marked as suspect.", each, exc_info=True)
+
+
 def step_of(checkpoint: str, default: int) -> int:
     """The step a checkpoint was written at, from its marker."""
     marker = read_marker(Path(checkpoint))

@@ -30,6 +30,7 @@ class FailureType(StrEnum):
     NONFINITE_UNDIAGNOSED = "nonfinite_undiagnosed"
     NONFINITE_FROM_THE_START = "nonfinite_from_the_start"
     CORRUPTED_STATE = "corrupted_state"
+    DAMAGED_CHECKPOINT = "damaged_checkpoint"
     SPIKE_TRANSIENT = "spike_transient"
     GRADIENT_SPIKE = "gradient_spike"
     LOSS_SPIKE = "loss_spike"
@@ -191,6 +192,13 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ),
         advice="Resume from the newest checkpoint that `self-healing check` finds good. If it comes back, test the "
         "device (dcgmi diag, memory test) and look for code that writes into the weights.",
+        severity="warning",
+    ),
+    FailureType.DAMAGED_CHECKPOINT: Recipe(
+        diagnosis="The run has not been well since it was resumed, and with an older checkpoint the same batch is: "
+        "the one it was resumed from is damaged, though it is whole and finite.",
+        ladder=(Action.RESUME, Action.STOP),
+        advice="Resume from the older checkpoint, and look at the disk or the file system the damaged one lay on.",
         severity="warning",
     ),
     FailureType.SPIKE_TRANSIENT: Recipe(
@@ -444,6 +452,23 @@ class UnrecoverableTrainingError(RuntimeError):
         super().__init__(message)
         self.failure = failure
         self.postmortem = postmortem
+
+
+class DamagedCheckpointError(UnrecoverableTrainingError):
+    """
+    The checkpoint a run was resumed from is damaged, and it can be entered again from an older one.
+
+    Args:
+        incident ([`Incident`]):
+            What showed it.
+        older (`str`):
+            The checkpoint to go on from.
+    """
+
+    def __init__(self, incident: Any, older: str) -> None:
+        super().__init__(f"go on from {older}", failure=FailureType.DAMAGED_CHECKPOINT)
+        self.incident = incident
+        self.older = older
 
 
 # Named, not imported: none of these libraries is a dependency, and an exception of theirs can only arrive

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any, NoReturn
 
 from . import consensus
 from .actions import HealingActions, HealingContext, save_offending_batch
+from .checkpoints import mark_suspect, older_checkpoints
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
 from .diagnosis import Diagnosis, diagnose, diagnose_rise, diagnose_start, diagnose_stillness
-from .failures import FAILURE_RECIPES, Action, FailureType
+from .failures import FAILURE_RECIPES, Action, DamagedCheckpointError, FailureType
 from .instrument import Instrument, TrainingFault, Window
 from .journal import Incident
 from .rate_trial import try_rates
+from .resume_trial import try_older_checkpoints
 from .rollback import Target, WentBack
 from .session import Session
 from .signals import StepSignals
@@ -35,6 +37,15 @@ _FAILURES = {
 
 # Causes of a divergence that going back may cure, or has to end.
 _MAY_GO_BACK = frozenset({"weights", "the computation, not the weights"})
+# What a damaged checkpoint looks like at first.
+_OF_A_DAMAGED_CHECKPOINT = frozenset(
+    {FailureType.NONFINITE_NUMERICAL, FailureType.CORRUPTED_STATE, FailureType.DIVERGENCE}
+)
+# How far, in logarithms, a loss has to be above that of an older checkpoint at least, and where nothing is known of
+# what is usual.
+_LEAST_RISE, _CLEARLY_WORSE = 0.1, 1.0
+# Older checkpoints that are tried: what is wrong with three of them is wrong with something else.
+_OLDER_CHECKPOINTS = 3
 # Share of a run's steps that have to be in its weights at its end.
 _LEAST_TRAINED = 0.5
 # What is to blame where weights that were never changed give numbers that are not finite.
@@ -91,6 +102,8 @@ class StepJudge:
             self._judge_finite(window, signals)
         undisturbed = signals.finite and not window.skipped and len(session.journal.incidents) == incidents
         tensors = session.rollback.step_taken(window, signals.loss, healthy=undisturbed and session.calm)
+        if session.on_trial and self._stands_the_test():
+            session.on_trial = False
         if tensors:
             self._heal_silent_corruption(window, tensors)
 
@@ -189,6 +202,74 @@ class StepJudge:
             )
         return diagnose(window, self._instrument, self.config, self.session.healthy_inputs)
 
+    # ---- resumed from a checkpoint that may be damaged ----
+
+    def _stands_the_test(self) -> bool:
+        """Whether enough healthy steps have followed a resume; without a gradient a step shows nothing."""
+        return self.session.rollback.streak >= self.config.snapshot_verify_steps and not self._panel.vanishing.below
+
+    def _suspect_checkpoint(self, context: HealingContext) -> None:
+        """
+        A run that has not been well since it was resumed: before anything else is blamed, older checkpoints are tried
+        on the same batch. Where it is the checkpoint, the run goes on from the older one, or ends.
+        """
+        session, instrument, window = self.session, self._instrument, context.window
+        resumed, incident = session.first_resume, context.incident
+        if not session.on_trial or resumed is None or window is None or not instrument.can_reexecute:
+            return
+        trial = try_older_checkpoints(
+            window,
+            session.rollback,
+            resumed,
+            self._older_than(resumed),
+            scale=session.learning_rate.scale(window.step),
+            rise=self._half_of_the_rise(window.signals().loss),
+            unmoved=session.trained_steps(window.step) <= session.trained_at_entry,
+        )
+        if trial.tried:
+            incident.evidence["with_checkpoints"] = trial.tried
+            self._compute_anew(window)
+        if trial.sound is None:
+            return
+        session.on_trial = False
+        cause = "the checkpoint it was resumed from"
+        session.journal.diagnosed(incident, FailureType.DAMAGED_CHECKPOINT, cause, {"damaged": trial.damaged})
+        if consensus.is_first_rank() and self._args.should_save:
+            for damaged in trial.damaged:
+                mark_suspect(damaged, str(self._args.output_dir), incident.id)
+        if session.may_enter_again and session.budget.spend(instrument.step):
+            raise DamagedCheckpointError(incident, trial.sound)
+        context.resume_from = trial.sound
+        context.verdict = (
+            f"the run has not been well since it was resumed from {resumed}; with {trial.sound} the same batch is well"
+        )
+        self.actions.apply((Action.STOP,), context, self._args)
+
+    def _half_of_the_rise(self, loss: float) -> float:
+        """Half of how far a loss is above what was usual, in logarithms: the other half may be the batch."""
+        level, scale = self._panel.loss_level, self._panel.loss_trend.scale
+        if level is None or not math.isfinite(loss) or not min(level, loss) > 0:
+            return _CLEARLY_WORSE
+        return max(0.5 * math.log(loss / level), 2 * scale, _LEAST_RISE)
+
+    def _older_than(self, checkpoint: str) -> Iterator[str]:
+        """Older checkpoints, as the first rank sees them."""
+        output_dir = str(self._args.output_dir)
+        found = older_checkpoints(checkpoint, output_dir) if consensus.is_first_rank() else iter(())
+        for _ in range(_OLDER_CHECKPOINTS):
+            older: str | None = consensus.from_first_rank(next(found, None))
+            if older is None:
+                return
+            yield older
+
+    def _compute_anew(self, window: Window) -> None:
+        """After an experiment: the step is what it was before it."""
+        if window.skipped:
+            window.skip(self.session.detector.last_loss)
+            return
+        window.reexecute()
+        window.accept()
+
     # ---- back to a trusted state ----
 
     def _climb(self, context: HealingContext, failure: FailureType, verdict: str = "") -> None:
@@ -196,6 +277,8 @@ class StepJudge:
         session, instrument, incident, window = self.session, self._instrument, context.incident, context.window
         if window is None:
             raise ValueError("going back in the middle of a run needs `context.window`")
+        if failure in _OF_A_DAMAGED_CHECKPOINT:
+            self._suspect_checkpoint(context)
         if not session.rollback.can_go_back():
             why = verdict or FAILURE_RECIPES[failure].diagnosis.rstrip(".")
             context.verdict = f"{why}; there is no trusted state to go back to, neither in memory nor on disk"
@@ -418,6 +501,8 @@ class StepJudge:
         of_these = f", none of the {since} since step {session.entry_step} among them" if none_since else ""
         verdict = f"the run has come to its end, but only {trained} of its {step} steps are in the weights{of_these}"
         context = HealingContext(incident, instrument, instrument.window, verdict=verdict)
+        if none_since:
+            self._suspect_checkpoint(context)
         self.actions.apply((Action.STOP,), context, self._args)
 
     def _on_any_rank(self, flag: bool) -> bool:
@@ -475,6 +560,7 @@ class StepJudge:
     def _heal_divergence(self, incident: Incident, window: Window) -> bool:
         """Finds out what made the loss rise; back to a trusted state if it was the weights."""
         session, began = self.session, time.perf_counter()
+        self._suspect_checkpoint(HealingContext(incident, self._instrument, window))
         found = self._diagnose_rise(window, window.signals().loss)
         session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
         if found.cause in _MAY_GO_BACK:
@@ -496,6 +582,7 @@ class StepJudge:
     def _heal_stillness(self, incident: Incident, window: Window) -> bool:
         """Weights that were driven where there is no gradient are a divergence, however slow the loss shows it."""
         began = time.perf_counter()
+        self._suspect_checkpoint(HealingContext(incident, self._instrument, window))
         panel, still = self._panel, window.signals()
         first = median(panel.divergence.first or [math.nan])
         found = diagnose_stillness(window, self.session.rollback, still, first, panel.loss_trend.scale)

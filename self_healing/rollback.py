@@ -552,16 +552,10 @@ class Rollback:
         return False
 
     def _to_disk(self, step: int) -> WentBack | None:
-        instrument = self._running
         found = self._checkpoint()
         if found is None:
             return None
-        try:
-            instrument.reload(found)
-        except Exception:
-            logger.warning("%s could not be loaded.", found, exc_info=True)
-            return None
-        if consensus.any_rank(bool(instrument.nonfinite_tensors()), self._device):
+        if not self.try_checkpoint(found):
             return None
         self._recall({})
         reached = step_of(found, default=number_of(Path(found)) or step)
@@ -674,6 +668,30 @@ class Rollback:
             return False
         self.ring.take(self._running.live_state(), step, {})
         return True
+
+    def set_aside_for_checkpoints(self, step: int, unmoved: bool) -> bool:
+        """
+        As [`set_aside`], for an experiment with checkpoints: where no state is kept in memory, the one resumed from is
+        put back in the end, if nothing has been added to it.
+        """
+        return self.set_aside(step) or unmoved
+
+    def try_checkpoint(self, checkpoint: str) -> bool:
+        """Puts a checkpoint in place for an experiment; `False` if it cannot be loaded, or is not finite."""
+        failed = False
+        try:
+            self._running.reload(checkpoint)
+        except Exception:
+            failed = True
+            logger.warning("%s could not be loaded.", checkpoint, exc_info=True)
+        return not consensus.any_rank(failed or bool(self._running.nonfinite_tensors()), self._device)
+
+    def bring_back_from_checkpoints(self, resumed: str) -> None:
+        """After [`set_aside_for_checkpoints`]: the run's own state is in place again."""
+        if self.ring.candidate is not None:
+            self.bring_back()
+        else:
+            self._running.reload(resumed)
 
     def try_on(self, snapshot: Snapshot) -> Control | None:
         """Puts a state in place for an experiment; a healthy step from before it, to compare with."""

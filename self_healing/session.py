@@ -91,6 +91,8 @@ class Session:
         self.learning_rate = LearningRateControl(config)
         self.schedule = ScheduleWatch()
         self.missing = MissingSteps()
+        # Whether the checkpoint that was resumed from has still to show that it is good.
+        self.on_trial = False
         # Steps finished when `train()` was entered first, and how many of them were in the weights.
         self.entry_step = self.trained_at_entry = 0
         self.rollback = Rollback(config, self.journal, self._remember, self._recall)
@@ -537,6 +539,30 @@ class Session:
         }
         record.write()
 
+    def begin_from_older(self, checkpoint: str, step: int) -> None:
+        """
+        The checkpoint that was resumed from is damaged: what was learned from it is forgotten, and read anew from an
+        older one when `train()` is entered the next time, as a new process would.
+        """
+        config = self.config
+        self.nothing_lost_since(step)
+        self.rollback.release()
+        self.rollback = Rollback(config, self.journal, self._remember, self._recall)
+        self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
+        self.policy = StepPolicy(config)
+        self.watch = LossWatch(config, self.journal)
+        self.schedule = ScheduleWatch()
+        self.missing = MissingSteps()
+        self.stop_for = self.roll_back_for = self.resume_point = None
+        self.reported_step, self.observed_step = -2, -1
+        self.entries_before, self.entries = self.entries_before + self.entries, 0
+        # Budget and ladder are the run's, and not those the checkpoint was written with.
+        self.taken_up = True
+        if self.record is not None and self.record.attempts:
+            newest = self.record.newest
+            newest.resumed_from, newest.first_step = checkpoint, min(newest.first_step, step)
+        self.write_record()
+
     def begin_attempt(self, checkpoint: str | None, step: int) -> None:
         """This process begins its part in the run."""
         if self.record is None:
@@ -607,7 +633,11 @@ def _typical(losses: list[float]) -> float | None:
 
 def may_be_repeated(incident: Incident) -> bool:
     """Whether the steps an incident has cost are those that went with a process, and that the next one does again."""
-    ends_a_process = incident.failure in (FailureType.PROCESS_DIED, FailureType.USER_CODE)
+    ends_a_process = incident.failure in (
+        FailureType.PROCESS_DIED,
+        FailureType.USER_CODE,
+        FailureType.DAMAGED_CHECKPOINT,
+    )
     taken_up = Action.STOP in incident.actions and Action.RESUME in incident.actions
     return ends_a_process or taken_up or Action.EXIT_FOR_RESTART in incident.actions
 

@@ -34,6 +34,7 @@ from .dry_run import DryRunReport, dry_run
 from .failures import (
     FAILURE_RECIPES,
     Action,
+    DamagedCheckpointError,
     FailureType,
     UnrecoverableTrainingError,
     add_note,
@@ -462,8 +463,11 @@ class SelfHealingTrainer:
             self._write_postmortem(session, FailureType.INTERRUPTED, error, "the run was interrupted", path)
             session.end_attempt(Ending.INTERRUPTED, why)
         else:
-            gave_up = isinstance(error, UnrecoverableTrainingError)
-            if not gave_up and session.journal.directions is None:
+            # Another process goes on from the older checkpoint.
+            damaged = getattr(error, "failure", None) is FailureType.DAMAGED_CHECKPOINT
+            told = isinstance(error, UnrecoverableTrainingError)
+            gave_up = told and not damaged
+            if not told and session.journal.directions is None:
                 self._write_postmortem(session, classify_exception(error), error, why)
             session.end_attempt(Ending.GAVE_UP if gave_up else Ending.FAILED, why)
             # Those of the emergency checkpoint: the process may be about to end.
@@ -488,11 +492,15 @@ class SelfHealingTrainer:
         entry_rng = RandomState.capture(self.trainer.accelerator.device)
         cause: BaseException | None = None
         while True:
+            recovery: _Recovery | None
             try:
                 skipping = skipping_any_loader(self.trainer) if resume else contextlib.nullcontext()
                 with entry_hooks_removed_on_exception(self.trainer), skipping:
                     output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume, **kwargs)
                 return output
+            except DamagedCheckpointError as error:
+                recovery = self._leave_damaged_checkpoint(session, error)
+                let_go(error)
             except (UnrecoverableTrainingError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
             except BaseException as error:
@@ -504,10 +512,13 @@ class SelfHealingTrainer:
                     raise
                 let_go(error)
             if recovery is None:
+                assert cause is not None
                 # Outside the handler, which would put another exception in the place of what it came from.
                 raise cause
             # Outside the handler: the exception and with it the failed step's activations are gone.
             self._let_go(session)
+            if recovery.incident.failure is FailureType.DAMAGED_CHECKPOINT:
+                session.begin_from_older(recovery.resume, step_of(recovery.resume, default=0))
             began = time.perf_counter()
             if recovery.waits:
                 self._wait(session, recovery)
@@ -523,9 +534,16 @@ class SelfHealingTrainer:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
 
-    def _trains_again(self, session: Session) -> bool:
-        """Whether this entry has come as far as the data, so that what it is left by is a failure of its own."""
-        return session.broken or (session.instrument is not None and session.instrument.reentry.has_fetched)
+    def _leave_damaged_checkpoint(self, session: Session, error: DamagedCheckpointError) -> _Recovery:
+        """Back to an older checkpoint, with the learning rate as it was: the steps since then are done again."""
+        step = int(self.trainer.state.global_step)
+        logger.warning(
+            "The run has not been well since it was resumed, and with %s the same batch is: it goes on from there.",
+            error.older,
+        )
+        error.incident.steps_lost = max(step - step_of(error.older, default=step), 0)
+        session.journal.acted(error.incident, Action.RESUME.value, checkpoint=error.older)
+        return _Recovery(error.incident, error.older, waits=False)
 
     def _recover(self, session: Session, error: BaseException, resume: Any, cause: BaseException) -> _Recovery | None:
         """

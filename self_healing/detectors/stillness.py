@@ -33,6 +33,11 @@ class VanishingGradientDetector:
         self.steps = steps
         self._below = 0
 
+    @property
+    def below(self) -> bool:
+        """Whether the last norm was that small."""
+        return self._below > 0
+
     def observe(self, step: int, grad_norm: float) -> Symptom | None:
         """Judges one norm; `"vanishing_gradient"`."""
         if not math.isfinite(grad_norm):
