@@ -76,7 +76,7 @@ class SampleHealer:
                 session.quarantine.path, session.run_id, fingerprint, {}, keep_text=self.config.quarantine_text
             )
         else:
-            findings = session.quarantine.watch(session.run_id, fingerprint, args.process_index)
+            findings = session.quarantine.watch(session.run_id, fingerprint, args.process_index, instrument.step)
             findings.take()
             if loading.has_workers:
                 self._let_workers_tell(findings)

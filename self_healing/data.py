@@ -198,6 +198,8 @@ class Findings:
             This process.
         keep_text (`bool`, *optional*, defaults to `True`):
             Whether the text of samples may be written down.
+        dropped_in (`dict[int | str, int]`, *optional*):
+            The step in which a row was dropped first, by name. Shared likewise.
     """
 
     def __init__(
@@ -208,16 +210,20 @@ class Findings:
         blocked: dict[SampleName, str],
         rank: int = 0,
         keep_text: bool = True,
+        dropped_in: dict[SampleName, int] | None = None,
     ) -> None:
         self._keep_text = keep_text
         self.path = str(path)
         self.run = run
         self.fingerprint = fingerprint
         self.blocked = blocked
+        self.dropped_in = {} if dropped_in is None else dropped_in
         self.rank = rank
         # Since they were last taken: found by this process, or by its workers.
         self.new: list[BadSample] = []
         self.retried: list[str] = []
+        # Rows that an earlier process has dropped in steps that are done again, as the quarantine knows them.
+        self.ahead: set[str] = set()
         self._read = 0
         self._unwritable = False
 
@@ -264,8 +270,15 @@ class Findings:
         self.retried.append(f"{what} ({raised})")
         logger.warning("%s raised %s; the second attempt succeeded.", what, raised)
 
-    def learn(self) -> None:
-        """Reads what other processes have written since the last time, if they have."""
+    def learn(self, before: int | None = None) -> None:
+        """
+        Reads what other processes have written since the last time, if they have.
+
+        Args:
+            before (`int`, *optional*):
+                Where the run goes on from: a row that was dropped in a later step is dropped there again. With another
+                one in its place, that step would be another one.
+        """
         try:
             if os.stat(self.path).st_size <= self._read:
                 return
@@ -284,14 +297,19 @@ class Findings:
                 torn,
             )
         for entry in entries:
-            self._believe(entry)
+            self._believe(entry, before)
 
-    def _believe(self, entry: dict[str, Any]) -> None:
+    def _believe(self, entry: dict[str, Any], before: int | None) -> None:
         if entry.get("run") != self.run or entry.get("fingerprint") != self.fingerprint:
             return
         if entry.get("kind") != "bad_sample":
-            if entry.get("dataset_index") is not None and entry.get("segment") is None:
+            at = entry.get("step")
+            if before is not None and isinstance(at, int) and at >= before:
+                self.ahead.add(_key_of(entry))
+            elif entry.get("dataset_index") is not None and entry.get("segment") is None:
                 self.blocked.setdefault(entry["dataset_index"], POISON)
+                if isinstance(at, int):
+                    self.dropped_in.setdefault(entry["dataset_index"], at)
             return
         sample = BadSample(**{field.name: entry[field.name] for field in fields(BadSample) if field.name in entry})
         if sample.name not in self.blocked:
@@ -307,6 +325,11 @@ class Findings:
 
 
 POISON = "it makes a step non-finite"
+
+
+def _key_of(row: Mapping[str, Any]) -> str:
+    """What tells a row from all others."""
+    return ":".join(str(row.get(name)) for name in ("content_hash", "dataset_index", "segment", "stream_ordinal"))
 
 
 def why_not_appendable(path: Path) -> OSError | None:
@@ -342,9 +365,11 @@ class Quarantine:
         self.seen: set[str] = set()
         # By the fingerprint of the data set.
         self.blocked: dict[str, dict[SampleName, str]] = {}
+        # Likewise.
+        self._dropped_in: dict[str, dict[SampleName, int]] = {}
         self.findings: Findings | None = None
 
-    def watch(self, run: str, fingerprint: str, rank: int = 0) -> Findings:
+    def watch(self, run: str, fingerprint: str, rank: int = 0, step: int | None = None) -> Findings:
         """
         From here on the samples of a data set are guarded.
 
@@ -355,10 +380,18 @@ class Quarantine:
                 Of the data set.
             rank (`int`, *optional*, defaults to 0):
                 This process.
+            step (`int`, *optional*):
+                Optimizer steps finished: what was dropped in a later one comes again, and is dropped there again.
         """
         blocked = self.blocked.setdefault(fingerprint, {})
-        self.findings = Findings(self.path, run, fingerprint, blocked, rank, self._keep_text)
-        self.findings.learn()
+        dropped_in = self._dropped_in.setdefault(fingerprint, {})
+        for name in [name for name, at in dropped_in.items() if step is not None and at >= step]:
+            blocked.pop(name, None)
+            del dropped_in[name]
+        self.findings = Findings(self.path, run, fingerprint, blocked, rank, self._keep_text, dropped_in)
+        self.findings.learn(before=step)
+        # They are written down already.
+        self.seen |= self.findings.ahead
         return self.findings
 
     def add(self, rows: Iterable[QuarantinedRow], step: int, epoch: float | None, incident: str) -> None:
@@ -369,7 +402,8 @@ class Quarantine:
         for row in rows:
             if findings is not None and row.dataset_index is not None and row.segment is None:
                 findings.blocked.setdefault(row.dataset_index, POISON)
-            key = f"{row.content_hash}:{row.dataset_index}:{row.segment}:{row.stream_ordinal}"
+                findings.dropped_in.setdefault(row.dataset_index, step)
+            key = _key_of(asdict(row))
             if key in self.seen:
                 continue
             self.seen.add(key)
@@ -383,10 +417,13 @@ class Quarantine:
 
     def state_dict(self) -> dict[str, Any]:
         blocked = {name: [[*entry] for entry in names.items()] for name, names in self.blocked.items() if names}
-        return {"seen": sorted(self.seen), "blocked": blocked}
+        dropped_in = {name: [[*entry] for entry in steps.items()] for name, steps in self._dropped_in.items() if steps}
+        return {"seen": sorted(self.seen), "blocked": blocked, "dropped_in": dropped_in}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = set(state["seen"])
         # Written by an earlier version of the library, it holds no samples.
         for fingerprint, entries in state.get("blocked", {}).items():
             self.blocked.setdefault(fingerprint, {}).update({name: why for name, why in entries})
+        for fingerprint, entries in state.get("dropped_in", {}).items():
+            self._dropped_in.setdefault(fingerprint, {}).update({name: step for name, step in entries})

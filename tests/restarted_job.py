@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import build_tokenizer, grpo_trainer, sft_trainer, tiny_model
+from conftest import POISON_WORD, TEXTS, PoisonToken, build_tokenizer, grpo_trainer, sft_trainer, tiny_model
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -148,7 +148,12 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
     make = {"sft": sft_trainer, "grpo": grpo_trainer}[options.get("trainer", "sft")]
     if options.get("warm_up"):
         SelfHealingTrainer(make(output_dir, build_tokenizer(), max_steps=2, save_strategy="no")).train()
+    poisoned = options.get("poison")
+    if poisoned is not None:
+        arguments["texts"] = [f"{text} {POISON_WORD}" if row == poisoned else text for row, text in enumerate(TEXTS)]
     trainer = make(output_dir, build_tokenizer(), **arguments)
+    if poisoned is not None:
+        PoisonToken(trainer.model, trainer.processing_class.convert_tokens_to_ids(POISON_WORD))
     fault = options.get("fault")
     if fault == "sigkill_while_saving":
         kill_while_saving(trainer, options["step"], once)

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, default_data_collator, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.data import BadSample, Findings, Quarantine, why_not_appendable
+from self_healing.data import POISON, BadSample, Findings, Quarantine, QuarantinedRow, why_not_appendable
 from self_healing.failures import FailureType, classify_exception
 from self_healing.instrument.loader_workers import end_workers_that_failed
 from self_healing.instrument.loading import TrainingLoader
@@ -718,6 +718,19 @@ def test_a_run_that_goes_on_reads_what_its_earlier_process_wrote(tmp_path: Path)
     assert set(Quarantine(tmp_path).watch("run 1", "data").blocked) == {5}
     assert not Quarantine(tmp_path).watch("run 2", "data").blocked
     assert not Quarantine(tmp_path).watch("run 1", "other data").blocked
+
+
+def test_a_row_that_was_dropped_in_a_later_step_comes_again(tmp_path: Path) -> None:
+    row = QuarantinedRow(5, None, None, "a hash", None, None, micro_batch=0, row=0)
+    quarantine = Quarantine(tmp_path)
+    quarantine.watch("run", "data")
+    quarantine.add([row], 7, 0.5, "incident")
+    for again in (quarantine, Quarantine(tmp_path)):
+        assert again.watch("run", "data", step=8).blocked == {5: POISON}
+        assert not again.watch("run", "data", step=7).blocked
+        again.add([row], 7, 0.5, "another incident")
+        assert again.watch("run", "data", step=8).blocked == {5: POISON}
+    assert len(quarantine.path.read_text().splitlines()) == 1
 
 
 def test_the_quarantine_survives_its_checkpoint(tmp_path: Path) -> None:

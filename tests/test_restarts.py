@@ -204,6 +204,23 @@ def test_a_quarantined_sample_is_not_touched_by_the_process_that_is_started_next
     assert job_result(job)["weights"] == job_result(undisturbed)["weights"]
 
 
+def test_a_row_that_was_dropped_before_a_kill_is_dropped_in_that_step_again(
+    tmp_path: Path, start: Callable[..., int], until_it_ends: Callable[..., list[int]]
+) -> None:
+    undisturbed, job = tmp_path / "undisturbed", tmp_path / "job"
+    order = {"poison": 3, "arguments": {"max_steps": 20}}
+    assert start(undisturbed, **order) == 0
+    (dropped,) = (json.loads(line) for line in (undisturbed / "quarantine.jsonl").read_text().splitlines())
+    checkpoint = dropped["step"] // 4 * 4
+    # After the drop, and before the next checkpoint.
+    assert until_it_ends(job, 3, fault="sigkill", step=checkpoint + 3, **order) == [-9, 0]
+    assert journal(job, "run_started")[-1]["resumed_from"] == str(job / f"checkpoint-{checkpoint}")
+    assert job_result(job)["weights"] == job_result(undisturbed)["weights"]
+    assert job_result(job)["losses"] == job_result(undisturbed)["losses"]
+    # It is written down once.
+    assert len((job / "quarantine.jsonl").read_text().splitlines()) == 1
+
+
 @pytest.mark.slow
 def test_a_broken_device_surfaces_where_nobody_starts_the_job_again(tmp_path: Path, start: Callable[..., int]) -> None:
     job = tmp_path / "job"
