@@ -16,7 +16,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ logger = logging.getLogger("self_healing")
 SCHEMA_VERSION = 1
 EVENTS_FILE = "healing_events.jsonl"
 POSTMORTEM_FILE = "postmortem.json"
+# Symptoms.
+_OF_PROCESSES = frozenset({"process_died", "preempted"})
 _POSTMORTEM_OF_RANK = re.compile(r"postmortem\.rank(\d+)\.json")
 
 
@@ -88,6 +90,11 @@ class Incident:
     severity: Severity | None = None
     figures: list[str] = field(default_factory=list)
     outcome: str = "open"
+
+    @property
+    def of_a_process(self) -> bool:
+        """Whether it is none of the training's: a process was killed, or asked to leave."""
+        return self.symptom in _OF_PROCESSES
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Incident:
@@ -160,6 +167,8 @@ class Journal:
         self.rank = rank
         self.attempt = 0
         self.incidents: list[Incident] = []
+        # The totals of a run that this one goes on from without its incidents: a resume by hand.
+        self.earlier: Mapping[str, float] = {}
         self.notify = notify
         # Those of the last postmortem.
         self.directions: Directions | None = None
@@ -277,17 +286,32 @@ class Journal:
             resolved_at_the_end (`int`, *optional*, defaults to 0):
                 Incidents whose outcome is open, and will be that they are resolved when the run ends now.
         """
-        if not self.incidents or not self.config.healing_metrics:
+        totals = self.totals()
+        if not totals["incidents"] or not self.config.healing_metrics:
             return {}
-        return {
-            "healing/incidents": len(self.incidents),
-            "healing/resolved": resolved_at_the_end
-            + sum(incident.outcome in ("resolved", "self_recovered") for incident in self.incidents),
-            "healing/skipped_steps": sum("skip_step" in incident.actions for incident in self.incidents),
-            "healing/quarantined_rows": sum(map(_quarantined, self.incidents)),
-            "healing/steps_lost": sum(incident.steps_lost for incident in self.incidents),
-            "healing/seconds_lost": round(sum(incident.seconds_lost for incident in self.incidents), 3),
+        totals["resolved"] += resolved_at_the_end
+        return {f"healing/{name}": value for name, value in totals.items()}
+
+    def totals(self, without: Collection[str] = ()) -> dict[str, float]:
+        """
+        What the incidents come to, with those before the checkpoint a run was resumed from. That a process was killed
+        or asked to leave is left out: what is trained, and logged, is the same in one process and in several.
+
+        Args:
+            without (`Collection[str]`, *optional*):
+                Incidents to leave out, by their id.
+        """
+        wanted = (incident for incident in self.incidents if incident.id not in without)
+        counted = [incident for incident in wanted if not incident.of_a_process]
+        own = {
+            "incidents": len(counted),
+            "resolved": sum(incident.outcome in ("resolved", "self_recovered") for incident in counted),
+            "skipped_steps": sum("skip_step" in incident.actions for incident in counted),
+            "quarantined_rows": sum(map(_quarantined, counted)),
+            "steps_lost": sum(incident.steps_lost for incident in counted),
+            "seconds_lost": sum(incident.seconds_lost for incident in counted),
         }
+        return {name: round(self.earlier.get(name, 0) + value, 3) for name, value in own.items()}
 
     def _contained(self, sink: str, write: Callable[[], None]) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
@@ -34,6 +35,7 @@ from .run_status import RunState, StatusKeeper
 from .saved_state import Stateful, take_over, take_over_whole
 from .signals import StepSignals
 from .step_clipping import StepClipping
+from .strict_json import jsonable
 from .watch import LossWatch
 from .watchdog import Watchdog
 
@@ -451,11 +453,12 @@ class Session:
 
     def _resolved_at_the_end(self) -> int:
         """Incidents that are open, and resolved if the run ends now ([`close_outcomes`])."""
+        counted = [entry for entry in self._judging if not entry[0].of_a_process]
         return sum(
             self._outcome(incident, trend, after) == "resolved"
-            for incident, trend, after in self._judging
+            for incident, trend, after in counted
             if after or not may_be_repeated(incident)
-        ) + sum(not after and may_be_repeated(incident) for incident, _, after in self._judging)
+        ) + sum(not after and may_be_repeated(incident) for incident, _, after in counted)
 
     # ---- state that outlives the process ----
 
@@ -595,8 +598,8 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "run_id": self.run_id,
-            "incidents": len(self.journal.incidents),
+            "totals": self.journal.totals({incident.id for incident, _, _ in self._judging}),
+            "awaited": [[jsonable(incident.to_dict()), trend, after] for incident, trend, after in self._judging],
             "rate_after_reduction": self.rate_after_reduction,
             **{name: part.state_dict() for name, part in self._parts().items()},
         }
@@ -604,6 +607,8 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         reduced = state.get("rate_after_reduction")
         self.rate_after_reduction = reduced if isinstance(reduced, float) else None
+        if not self.taken_up:
+            self._go_on_awaiting(state)
         for name, part in self._parts().items():
             # Written by an earlier version of the library, or with other settings.
             if name in state and not take_over_whole(part, state[name]):
@@ -615,6 +620,25 @@ class Session:
         if self.panel is not None and self.panel.divergence.alarmed:
             # The incident is not taken along: what still holds is seen again, and opens one in this run's journal.
             self.panel.divergence.alarmed = False
+
+    def _go_on_awaiting(self, state: Mapping[str, Any]) -> None:
+        """
+        Takes in what a run that is resumed without its record knew: what its incidents come to, and those that are
+        still to be judged, as far as they can be read.
+        """
+        totals, awaited = state.get("totals"), state.get("awaited")
+        if isinstance(totals, Mapping):
+            self.journal.earlier = {name: value for name, value in totals.items() if isinstance(value, int | float)}
+        for each in awaited if isinstance(awaited, list) else ():
+            with contextlib.suppress(LookupError, TypeError, ValueError):
+                self._await_again(*each)
+
+    def _await_again(self, entry: Mapping[str, Any], trend: Sequence[float] | None, after: Sequence[float]) -> None:
+        incident = Incident.from_dict(entry)
+        self._judging.append((incident, None if trend is None else (trend[0], trend[1]), list(after)))
+        self.journal.incidents.append(incident)
+        if "roll_back" in incident.actions:
+            self.watch.pending.add(incident.id)
 
     def _parts(self) -> dict[str, Any]:
         return self._detectors() | {
