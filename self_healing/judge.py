@@ -176,6 +176,7 @@ class StepJudge:
         session, incident, window = self.session, context.incident, context.window
         if window is None:
             raise ValueError("ending a run at its start needs `context.window`")
+        self._suspect_checkpoint(context)
         found = diagnose_start(window, str(incident.evidence.get("why", "")))
         session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
         incident.evidence.pop("why", None)
@@ -217,6 +218,7 @@ class StepJudge:
         resumed, incident = session.first_resume, context.incident
         if not session.on_trial or resumed is None or window is None or not instrument.can_reexecute:
             return
+        moved = instrument.weights_moved
         trial = try_older_checkpoints(
             window,
             session.rollback,
@@ -226,6 +228,8 @@ class StepJudge:
             rise=self._half_of_the_rise(window.signals().loss),
             unmoved=session.trained_steps(window.step) <= session.trained_at_entry,
         )
+        # The updates of the experiment are none of the run's.
+        instrument.weights_moved = moved
         if trial.tried:
             incident.evidence["with_checkpoints"] = trial.tried
             self._compute_anew(window)

@@ -534,6 +534,10 @@ class SelfHealingTrainer:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
 
+    def _trains_again(self, session: Session) -> bool:
+        """Whether this entry has come as far as the data, so that what it is left by is a failure of its own."""
+        return session.broken or (session.instrument is not None and session.instrument.reentry.has_fetched)
+
     def _leave_damaged_checkpoint(self, session: Session, error: DamagedCheckpointError) -> _Recovery:
         """Back to an older checkpoint, with the learning rate as it was: the steps since then are done again."""
         step = int(self.trainer.state.global_step)
