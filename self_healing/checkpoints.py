@@ -492,7 +492,12 @@ def newest_verdict_of(
     """The same as [`newest_checkpoint_of`], with what is to be thought of it."""
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)
-        if marker is None or marker.get("run") != run or (verified and marker.get("standing") != "verified"):
+        if marker is None:
+            if passed_over is not None and (damage := damage_of_marker(checkpoint)) is not None:
+                reason = f"its marker {MARKER_FILE} cannot be believed ({damage}), so whose it is is not known"
+                passed_over.append(Verdict(str(checkpoint), number_of(checkpoint), False, reason, "unmarked"))
+            continue
+        if marker.get("run") != run or (verified and marker.get("standing") != "verified"):
             continue
         verdict = vet(checkpoint)
         if verdict.usable:

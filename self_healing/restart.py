@@ -181,7 +181,7 @@ def step_in(checkpoint: Path) -> int:
     marker = read_marker(checkpoint)
     if marker is not None:
         return int(marker["step"])
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
     return number_of(checkpoint) or 0
 
@@ -190,7 +190,7 @@ def log_history_in(checkpoint: str | None) -> list[dict[str, Any]]:
     """What had been logged when a checkpoint was written; nothing if that cannot be read."""
     if checkpoint is None:
         return []
-    with contextlib.suppress(OSError, ValueError, KeyError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return list(json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))["log_history"])
     return []
 

@@ -20,7 +20,13 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner, Result
 
 from self_healing import SelfHealingCallback
-from self_healing.checkpoints import find_trusted_checkpoint, set_standing, vet_all, write_marker
+from self_healing.checkpoints import (
+    find_trusted_checkpoint,
+    newest_checkpoint_of,
+    set_standing,
+    vet_all,
+    write_marker,
+)
 from self_healing.checksums import wait_for_checksums
 from self_healing.cli import app
 from self_healing.instrument import names_in_checkpoints
@@ -348,6 +354,14 @@ def test_a_damaged_marker_is_a_doubt(marked: Path, change: Callable[[dict[str, A
     file.write_text(json.dumps(content))
     (doubt,) = vet(marked / "checkpoint-4").doubts
     assert doubt.startswith(f"its marker healing.json cannot be believed ({why}")
+
+
+def test_a_checkpoint_whose_marker_is_damaged_is_passed_over_where_it_must_be_of_this_run(marked: Path) -> None:
+    run = load_marker(marked / "checkpoint-4")["run"]
+    flipped_bit("healing.json", 40)(marked / "checkpoint-4")
+    passed_over: list[Verdict] = []
+    assert newest_checkpoint_of(run, str(marked), passed_over=passed_over) == str(marked / "checkpoint-2")
+    assert passed_over[0].reason.endswith("so whose it is is not known")
 
 
 # ---- names of tensors ----
