@@ -431,25 +431,23 @@ class StepJudge:
 
     # ---- what goes into a checkpoint ----
 
-    def vouch_for_state(self) -> bool:
+    def vouch_for_state(self) -> None:
         """
         Right before a checkpoint is written: searches all that goes into it for NaN and Inf that no loss has shown,
         and heals what it finds, so that the checkpoint can be trusted.
-
-        Returns:
-            Whether the state is finite now, on all ranks.
         """
         session, instrument = self.session, self._instrument
         if not instrument.can_reexecute:
             # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
-            return True
+            return
         found = instrument.nonfinite_tensors()
         finite = not self._on_any_rank(bool(found))
         if not finite:
             finite = self._heal_state_to_be_saved(found)
+        if not finite:
+            instrument.disown_best()
         session.rollback.note_scan(instrument.step, finite)
         self._told_of_state = not finite
-        return finite
 
     def _heal_state_to_be_saved(self, found: list[str]) -> bool:
         session, instrument = self.session, self._instrument
@@ -462,6 +460,8 @@ class StepJudge:
         session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted state", {})
         if self.config.on_nonfinite != "heal" or window is None or session.leaving:
             return self._report_state(incident, "It is not healed here; the checkpoint is marked as suspect")
+        if not session.rollback.can_go_back():
+            return self._report_state(incident, "There is no trusted state to go back to; the checkpoint is suspect")
         context = HealingContext(incident, instrument, window)
         if not session.budget.spend(step):
             context.verdict = (
@@ -472,8 +472,13 @@ class StepJudge:
         with instrument.random_state_kept():
             went = self._undo_corruption(incident, window, step)
         if went is None:
-            return self._report_state(incident, "There is no trusted state to go back to; the checkpoint is suspect")
+            # What is frozen is in no snapshot.
+            context.verdict = f"no trusted state is any better: {', '.join(instrument.nonfinite_tensors()[:5])}"
+            self.actions.apply((Action.STOP,), context, self._args)
+            return False
         if incident.steps_lost:
+            # It is not what was evaluated.
+            instrument.disown_best()
             session.rollback.settled(step - 1)
             session.went_back(incident)
             session.await_outcome(incident)

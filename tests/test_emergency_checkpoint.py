@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RaisingAt, assert_same_weights, logged, sft_trainer, weights
+from conftest import RaisingAt, assert_same_weights, journal, logged, sft_trainer, weights
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -163,9 +163,26 @@ def test_what_is_owed_cannot_be_written_again_and_is_owed_still(
     assert logged(resumed) == logged(clean)
 
 
-@pytest.mark.parametrize("event", ["on_step_end"])
-def test_the_marker_says_what_is_owed(tmp_path: Path, tokenizer: Any, event: str) -> None:
-    left = killed_while_it_waits(tmp_path, tokenizer, event, 4)
+def test_kept_checkpoints_give_way_to_an_emergency_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
+    class FullOnce(SFTTrainer):
+        def _save_rng_state(self, output_dir: str) -> None:
+            # One of them shares all it holds with a regular one, and would free nothing.
+            if "emergency" in output_dir and len(list(tmp_path.glob("last-known-good/checkpoint-*"))) > 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super()._save_rng_state(output_dir)
+
+    arguments = {"max_steps": 24, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+    faults = [RaisingAt("on_step_begin", 22)]
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=faults, trainer_class=FullOnce, **arguments)
+    healer = SelfHealingTrainer(trainer, sleep=lambda _: None)
+    healer.train()
+    assert healer.get_report().steps_lost == 0
+    (saved,) = [event for event in journal(tmp_path, "action") if event["action"] == "emergency_checkpoint"]
+    assert saved["happened"]
+
+
+def test_the_marker_says_what_is_owed(tmp_path: Path, tokenizer: Any) -> None:
+    left = killed_while_it_waits(tmp_path, tokenizer, "on_step_end", 4)
     (checkpoint,) = checkpoints_in(left)
     marker = load_marker(checkpoint)
     assert marker is not None

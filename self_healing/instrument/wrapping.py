@@ -120,9 +120,8 @@ class Instrument:
             Factor on the schedule's learning rate, by optimizer steps finished.
         before_step (`Callable[[], None]`):
             Called right before `optimizer.step()`.
-        vouch (`Callable[[], bool]`):
-            Asked right before the Trainer writes a checkpoint of its schedule: whether the state is finite, once
-            what can be healed is.
+        vouch (`Callable[[], None]`):
+            Called right before the Trainer writes a checkpoint of its schedule: looks at the state, and heals it.
         before_save (`Callable[[int], None]`):
             Called with the step after that, if the checkpoint is written.
         memory ([`MemoryRelief`]):
@@ -145,7 +144,7 @@ class Instrument:
         hold: CheckpointHold,
         rate_scale: Callable[[int], float],
         before_step: Callable[[], None],
-        vouch: Callable[[], bool],
+        vouch: Callable[[], None],
         before_save: Callable[[int], None],
         memory: MemoryRelief,
         broken: Callable[[], None],
@@ -724,8 +723,9 @@ class Instrument:
             self._maybe_saving = False
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._must_hold():
-            self._vouch_for_state()
+        if self._maybe_saving and self.attached and not self._must_hold():
+            with self.contained():
+                self._vouch()
         if self._must_hold():
             self._hold.owed = self._held_back = True
             return None
@@ -740,15 +740,10 @@ class Instrument:
                 self._held_back = True
         return None
 
-    def _vouch_for_state(self) -> None:
-        """A state that is not finite is no best model, whatever its evaluation says."""
-        if not self._maybe_saving or not self.attached:
-            return
-        finite = True
-        with self.contained():
-            finite = self._vouch()
+    def disown_best(self) -> None:
+        """The state that is about to be saved is no best model, whatever the evaluation of this step has said."""
         state = self.trainer.state
-        if not finite and state.best_global_step == self.step:
+        if state.best_global_step == self.step:
             state.best_metric, state.best_global_step = self._best_before
 
     def write_checkpoint(self) -> None:
