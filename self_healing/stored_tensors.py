@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -135,18 +136,12 @@ def check_safetensors(file: Path, expected: int | None) -> None:
     # Checks what the header says against itself: no hole, no overlap, each tensor as long as its shape asks for.
     with reading(file), safe_open(file, framework="pt", device="cpu"):
         pass
-    bad, checksum = None, 0
-    # Aligned for every type, and reused.
-    buffer = bytearray(_PIECE)
+    bad: str | None = None
     with reading(file), file.open("rb") as stream:
-        checksum = zlib.crc32(stream.read(min((tensor.begin for tensor in tensors), default=-1)))
+        checksum = zlib.crc32(stream.read(tensors[0].begin if tensors else -1))
+        buffer = memoryview(bytearray(_PIECE))
         for tensor in tensors:
-            left = tensor.end - tensor.begin
-            while left > 0:
-                piece = memoryview(buffer)[: min(left, _PIECE)]
-                if stream.readinto(piece) != len(piece):
-                    raise Unusable(f"{file.name} is truncated within {tensor.name}")
-                left -= len(piece)
+            for piece in _pieces(stream, tensor.end - tensor.begin, buffer):
                 if expected is not None:
                     checksum = zlib.crc32(piece, checksum)
                 if bad is None and tensor.dtype in _FLOATING and _holds_bad(piece, _FLOATING[tensor.dtype]):
@@ -155,6 +150,16 @@ def check_safetensors(file: Path, expected: int | None) -> None:
         raise Unusable(f"{bad} in {file.name} holds NaN or Inf")
     if expected is not None:
         check_checksum(file, expected, checksum)
+
+
+def _pieces(stream: BufferedReader, length: int, buffer: memoryview) -> Iterator[memoryview]:
+    """The next bytes of a file, in pieces that are gone when the next one is asked for."""
+    while length > 0:
+        piece = buffer[: min(length, len(buffer))]
+        if stream.readinto(piece) != len(piece):
+            raise EOFError("it ends too early")
+        yield piece
+        length -= len(piece)
 
 
 def _holds_bad(piece: memoryview, dtype: torch.dtype) -> bool:
