@@ -96,7 +96,8 @@ def report(
     if not picture.healthy:
         console.print(picture.table())
         console.print(
-            f"{len(picture.incidents)} incidents, {picture.steps_lost} steps and {picture.seconds_lost:.1f} s lost."
+            f"{len(picture.incidents)} incidents, {picture.steps_lost} steps and {picture.seconds_lost:.1f} s lost"
+            + (f", {picture.steps_repeated} steps done again." if picture.steps_repeated else ".")
         )
     elif state in (None, RunState.ENDED):
         console.print("Nothing had to be healed.")

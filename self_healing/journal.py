@@ -66,7 +66,9 @@ class Incident:
         actions (`list[str]`):
             What was done.
         steps_lost (`int`):
-            Optimizer steps that did not move the weights, or have to be done again.
+            Optimizer steps that are missing from the weights.
+        steps_repeated (`int`):
+            Optimizer steps that were finished, are in no checkpoint, and have to be done again.
         seconds_lost (`float`):
             Time diagnosis and remedy took.
         severity (`str`, *optional*):
@@ -86,6 +88,7 @@ class Incident:
     evidence: dict[str, Any] = field(default_factory=dict)
     actions: list[str] = field(default_factory=list)
     steps_lost: int = 0
+    steps_repeated: int = 0
     seconds_lost: float = 0.0
     severity: Severity | None = None
     figures: list[str] = field(default_factory=list)
@@ -240,6 +243,7 @@ class Journal:
             failure=None if incident.failure is None else incident.failure.value,
             outcome=outcome,
             steps_lost=incident.steps_lost,
+            steps_repeated=incident.steps_repeated,
             seconds_lost=round(incident.seconds_lost, 3),
             **evidence,
         )
@@ -309,6 +313,7 @@ class Journal:
             "skipped_steps": sum("skip_step" in incident.actions for incident in counted),
             "quarantined_rows": sum(map(_quarantined, counted)),
             "steps_lost": sum(incident.steps_lost for incident in counted),
+            "steps_repeated": sum(incident.steps_repeated for incident in counted),
             "seconds_lost": sum(incident.seconds_lost for incident in counted),
         }
         return {name: round(self.earlier.get(name, 0) + value, 3) for name, value in own.items()}
@@ -499,6 +504,8 @@ def figures(evidence: Mapping[str, Any]) -> str:
 def describe(incident: Incident) -> str:
     """One incident in a sentence, for a person at 3 a.m."""
     lost = "no step lost" if incident.steps_lost == 0 else f"{incident.steps_lost} step(s) lost"
+    if incident.steps_repeated:
+        lost += f", {incident.steps_repeated} step(s) done again"
     done = ", ".join(action.replace("_", " ") for action in incident.actions) or "nothing"
     if incident.figures:
         done += f" ({'; '.join(incident.figures)})"

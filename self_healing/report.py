@@ -29,7 +29,7 @@ class HealingReport:
     Args:
         incidents (`list[dict]`):
             One entry per incident: incident, step, symptom, failure, cause, evidence, actions, steps_lost,
-            seconds_lost, outcome.
+            steps_repeated, seconds_lost, outcome.
         journal (`str` or `None`):
             Where the events lie.
         lr_reductions (`int`):
@@ -51,8 +51,13 @@ class HealingReport:
 
     @property
     def steps_lost(self) -> int:
-        """Optimizer steps that did not move the weights or had to be done again."""
+        """Optimizer steps that are missing from the weights."""
         return sum(incident["steps_lost"] for incident in self.incidents)
+
+    @property
+    def steps_repeated(self) -> int:
+        """Optimizer steps that were finished, were in no checkpoint, and had to be done again."""
+        return sum(incident["steps_repeated"] for incident in self.incidents)
 
     @property
     def seconds_lost(self) -> float:
@@ -121,7 +126,7 @@ class HealingReport:
             incident.update(
                 {
                     key: event[key]
-                    for key in ("failure", "cause", "outcome", "steps_lost", "seconds_lost")
+                    for key in ("failure", "cause", "outcome", "steps_lost", "steps_repeated", "seconds_lost")
                     if key in event
                 }
             )
@@ -132,6 +137,7 @@ class HealingReport:
         return {
             "incidents": self.incidents,
             "steps_lost": self.steps_lost,
+            "steps_repeated": self.steps_repeated,
             "seconds_lost": round(self.seconds_lost, 3),
             "journal": self.journal,
             "lr_reductions": self.lr_reductions,
@@ -174,8 +180,10 @@ class HealingReport:
     def table(self) -> Table:
         """The incidents as a table for the terminal."""
         table = Table(title="What happened", header_style="bold")
-        for column in ("step", "fault", "cause found", "remedy", "steps\nlost", "seconds\nlost", "outcome"):
-            numeric = "lost" in column or column == "step"
+        repeated = ("steps\ndone again",) if self.steps_repeated else ()
+        columns = ("step", "fault", "cause found", "remedy", "steps\nlost", *repeated, "seconds\nlost", "outcome")
+        for column in columns:
+            numeric = column.startswith(("step", "seconds"))
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for incident in self.incidents:
             table.add_row(
@@ -184,6 +192,7 @@ class HealingReport:
                 incident["cause"],
                 ", ".join(action.replace("_", " ") for action in incident["actions"]) or "-",
                 str(incident["steps_lost"]),
+                *([str(incident["steps_repeated"])] if repeated else ()),
                 f"{incident['seconds_lost']:.2f}",
                 incident["outcome"],
             )

@@ -262,7 +262,7 @@ class Session:
         journal.diagnosed(incident, FailureType.PREEMPTED, name, {})
         code = preemption.exit_code
         journal.acted(incident, Action.SAVE_AND_LEAVE.value, checkpoint=checkpoint, exit_code=code)
-        incident.steps_lost = step if checkpoint is None else max(step - step_of(checkpoint, default=step), 0)
+        incident.steps_repeated = step if checkpoint is None else max(step - step_of(checkpoint, default=step), 0)
         self.close_outcomes()
         journal.dealt_with(incident)
         journal.closed(incident, "unresolved" if checkpoint is None else "resolved")
@@ -339,7 +339,7 @@ class Session:
     def nothing_lost_since(self, step: int) -> None:
         """Steps from here on that were left out have been applied after all."""
         for incident, _, _ in self._judging:
-            if incident.step >= step and not may_be_repeated(incident):
+            if incident.step >= step:
                 incident.steps_lost = 0
 
     def note_rate(self, learning_rate: float) -> None:
@@ -439,7 +439,7 @@ class Session:
             return "unresolved"
         if typical is None:
             # Nothing followed: the run ended with this step, or on a step that was skipped.
-            return "resolved" if incident.steps_lost == 0 else "unresolved"
+            return "resolved" if incident.steps_lost + incident.steps_repeated == 0 else "unresolved"
         if incident.actions == [Action.USE_REEXECUTED_STEP.value]:
             # What was applied is what an undisturbed run applies: where the loss goes from there says nothing of it.
             return "resolved"

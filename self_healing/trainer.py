@@ -372,7 +372,7 @@ class SelfHealingTrainer:
         }
         incident = session.journal.open(earlier.last_step, "process_died", evidence)
         session.journal.diagnosed(incident, FailureType.PROCESS_DIED, "killed, or crashed in native code", {})
-        incident.steps_lost = start.steps_to_repeat
+        incident.steps_repeated = start.steps_to_repeat
         session.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
         session.journal.dealt_with(incident)
         session.await_outcome(incident)
@@ -385,7 +385,7 @@ class SelfHealingTrainer:
             return
         if not may_be_repeated(incident) and (refused or incident.outcome == "open"):
             return
-        incident.steps_lost = max(incident.steps_lost, start.steps_to_repeat)
+        incident.steps_repeated = max(incident.steps_repeated, start.steps_to_repeat)
         if refused:
             return
         if incident.outcome == "fatal":
@@ -399,6 +399,7 @@ class SelfHealingTrainer:
             incident=incident.id,
             checkpoint=start.checkpoint,
             steps_lost=incident.steps_lost,
+            steps_repeated=incident.steps_repeated,
             outcome=incident.outcome,
         )
 
@@ -545,7 +546,7 @@ class SelfHealingTrainer:
             "The run has not been well since it was resumed, and with %s the same batch is: it goes on from there.",
             error.older,
         )
-        error.incident.steps_lost = max(step - step_of(error.older, default=step), 0)
+        error.incident.steps_repeated = max(step - step_of(error.older, default=step), 0)
         session.journal.acted(error.incident, Action.RESUME.value, checkpoint=error.older)
         return _Recovery(error.incident, error.older, waits=False)
 
@@ -616,7 +617,7 @@ class SelfHealingTrainer:
                 failure=failure,
                 postmortem=path,
             ) from error
-        incident.steps_lost = 0 if unmoved else max(step - step_of(point, default=step), 0)
+        incident.steps_repeated = 0 if unmoved else max(step - step_of(point, default=step), 0)
         if Action.REDUCE_BATCH_SIZE in remedies:
             self._reduce_batch_size(session, incident)
         if Action.RESUME in remedies:

@@ -381,8 +381,8 @@ def test_where_no_emergency_checkpoint_is_written_nothing_speaks_of_one(tmp_path
     resumed = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, **arguments))
     resumed.train(resume_from_checkpoint=True)
     # Steps 5 and 6 were done twice, and are in the weights.
-    assert [incident["steps_lost"] for incident in resumed.get_report().incidents] == [2]
-    assert [incident["steps_lost"] for incident in HealingReport.from_run_dir(tmp_path).incidents] == [2]
+    for report in (resumed.get_report(), HealingReport.from_run_dir(tmp_path)):
+        assert (report.steps_lost, report.steps_repeated) == (0, 2)
     assert resumed._session is not None
     assert resumed._session.trained_steps(8) == 8
 
@@ -616,7 +616,7 @@ def test_an_exception_out_of_the_optimizer_falls_back_on_the_newest_checkpoint(t
     assert_same_weights(weights(trainer), weights(clean))
     assert output.training_loss == expected.training_loss
     (event,) = [event for event in journal(tmp_path / "healed", "outcome") if event["failure"] == "network"]
-    assert event["steps_lost"] == 2
+    assert (event["steps_lost"], event["steps_repeated"]) == (0, 2)
 
 
 def test_auto_find_batch_size_is_switched_off_with_a_notice(

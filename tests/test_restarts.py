@@ -87,7 +87,7 @@ def test_a_process_killed_in_mid_step_is_started_again_by_torchrun_and_ends_bitw
     assert job_result(job)["losses"] == plain_under_torchrun["losses"]
     (incident,) = job_result(job)["incidents"]
     assert (incident["failure"], incident["step"]) == ("process_died", fault_at(seed))
-    assert incident["steps_lost"] == fault_at(seed) % 4
+    assert (incident["steps_lost"], incident["steps_repeated"]) == (0, fault_at(seed) % 4)
     assert incident["outcome"] == "resolved"
 
 
@@ -129,7 +129,8 @@ def test_where_the_only_checkpoint_is_damaged_the_run_begins_anew_and_is_the_sam
     assert until_it_ends(job, 3, fault="sigkill", step=6, spoil="truncate") == [-9, 0]
     assert job_result(job)["weights"] == plain["weights"]
     (incident,) = job_result(job)["incidents"]
-    assert (incident["failure"], incident["steps_lost"]) == ("process_died", 6)
+    assert (incident["failure"], incident["steps_lost"]) == ("process_died", 0)
+    assert incident["steps_repeated"] == 6
     assert len({event["run"] for event in journal(job)}) == 1
 
 
