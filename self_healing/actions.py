@@ -214,8 +214,7 @@ class HealingActions:
         remaining = diagnosis.rows - diagnosis.poison_rows
         if not _instrument(context).may_empty_micro_batches(keep) or remaining == 0:
             return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
-        window.reexecute(keep)
-        if not window.signals().finite:
+        if not window.compute_again(keep).finite:
             # The rows were not the whole story: one rung up.
             return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
         window.accept()

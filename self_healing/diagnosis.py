@@ -314,8 +314,11 @@ def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], 
     finally:
         # Whatever happened, an interruption included: the weights are the run's own again.
         rollback.bring_back()
-    window.reexecute()
-    window.accept()
+    if window.compute_again().finite:
+        window.accept()
+    else:
+        # It was, when the run came to it: not applied like this.
+        window.skip(None)
     return diagnosis
 
 
@@ -324,8 +327,7 @@ def _try_trusted_states(window: Window, rollback: Rollback, better: Callable[[St
     tried: dict[str, Any] = {}
     for snapshot in rollback.generations():
         rollback.try_on(snapshot)
-        window.reexecute()
-        then = window.signals()
+        then = window.compute_again()
         tried[f"weights of step {snapshot.step}"] = {"loss": then.loss, "grad_norm": then.grad_norm}
         if better(then):
             rollback.prefer(snapshot)

@@ -621,8 +621,7 @@ class StepJudge:
         session = self.session
         began = time.perf_counter()
         incident = session.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
-        window.reexecute()
-        again = window.signals()
+        again = window.compute_again()
         transient = again.finite and self._panel.spike(again) is None
         failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
         cause = "transient" if transient else "the same again" if again.finite else "not finite when computed again"

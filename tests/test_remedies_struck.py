@@ -8,7 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OutputFault, RaisingForward, assert_same_weights, journal, logged, sft_trainer, weights
+from conftest import (
+    POISON_WORD,
+    TEXTS,
+    GradientFault,
+    OutputFault,
+    PoisonToken,
+    RaisingForward,
+    assert_same_weights,
+    journal,
+    logged,
+    quarantined,
+    sft_trainer,
+    weights,
+)
+from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.snapshots import SnapshotRing
@@ -79,6 +93,77 @@ def test_a_fault_that_lasts_is_not_blamed_on_rows_or_numbers(
     assert_no_trace(trainer, undisturbed, tmp_path)
     assert [event["failure"] for event in journal(tmp_path, "outcome")] == ["nonfinite_transient"]
     assert not (tmp_path / "quarantine.jsonl").exists()
+
+
+# ---- leaving rows out ----
+
+
+POISONED = [f"{POISON_WORD} {text}" if index == 5 else text for index, text in enumerate(TEXTS)]
+
+
+def with_a_poison_row(output_dir: Path, tokenizer: Any, second: Callable[[int], bool]) -> tuple[Any, OutputFault]:
+    """A trained run that has left a row out, and what struck meanwhile."""
+    trainer = sft_trainer(output_dir, tokenizer, texts=POISONED, max_steps=8, callbacks=[SelfHealingCallback()])
+    PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    struck = OutputFault(trainer.model, strike=second)
+    trainer.train()
+    return trainer, struck
+
+
+class Forwards(TrainerCallback):
+    """How many training forwards there were by the end of each step."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, int] = {}
+        self.fault: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.by_step[state.global_step] = self.fault.forwards
+
+
+def forwards_of_the_incident(output_dir: Path, tokenizer: Any) -> tuple[Any, range]:
+    """A run with the poison row alone, and the forwards that healing it took."""
+    count = Forwards()
+    trainer = sft_trainer(output_dir, tokenizer, texts=POISONED, max_steps=8, callbacks=[SelfHealingCallback(), count])
+    PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+    count.fault = OutputFault(trainer.model, strike=lambda _: False)
+    trainer.train()
+    (step,) = {event["step"] for event in journal(output_dir, "detected")}
+    return trainer, range(count.by_step.get(step, 0) + 3, count.by_step[step + 1] + 1)
+
+
+def test_leaving_a_row_out_outlasts_a_second_fault(tmp_path: Path, tokenizer: Any) -> None:
+    alone, forwards = forwards_of_the_incident(tmp_path / "alone", tokenizer)
+    trainer, struck = with_a_poison_row(tmp_path / "struck", tokenizer, lambda forward: forward == forwards[-1])
+    assert struck.fired == 1
+    assert_same_weights(weights(trainer), weights(alone))
+    assert [event["steps_lost"] for event in journal(tmp_path / "struck", "outcome")] == [0]
+
+
+@pytest.mark.slow
+def test_wherever_a_second_fault_strikes_the_same_row_is_left_out(tmp_path: Path, tokenizer: Any) -> None:
+    alone, forwards = forwards_of_the_incident(tmp_path / "alone", tokenizer)
+    for at in forwards:
+        directory = tmp_path / str(at)
+        trainer, struck = with_a_poison_row(directory, tokenizer, lambda forward, at=at: forward == at)
+        assert struck.fired == 1
+        assert [row["dataset_index"] for row in quarantined(directory)] == [5], f"struck at forward {at}"
+        assert_same_weights(weights(trainer), weights(alone))
+
+
+# ---- a gradient that stands far out ----
+
+
+def test_computing_a_spike_again_outlasts_a_second_fault(tmp_path: Path, tokenizer: Any) -> None:
+    arguments = {"max_steps": 56, "gradient_accumulation_steps": 1, "learning_rate": 1e-4}
+    clean = sft_trainer(tmp_path / "clean", tokenizer, **arguments)
+    clean.train()
+    trainer = sft_trainer(tmp_path / "struck", tokenizer, callbacks=[SelfHealingCallback()], **arguments)
+    spike = GradientFault(trainer.model, strike=lambda backward: backward == 54, value=1e5)
+    struck = OutputFault(trainer.model, strike=lambda forward: forward == 55)
+    trainer.train()
+    assert (spike.fired, struck.fired) == (1, 1)
+    assert_no_trace(trainer, clean, tmp_path / "struck")
 
 
 # ---- going back, and applying the steps since then again ----

@@ -217,6 +217,25 @@ class Window:
         """
         self._until_it_fits(lambda: self._reexecute(keep))
 
+    def compute_again(self, keep: Mapping[int, Sequence[int]] | None = None) -> StepSignals:
+        """
+        Computes the step again as a remedy or an experiment, and once more if that is not finite: a fault that passes
+        may have struck just then.
+
+        Args:
+            keep (`Mapping[int, Sequence[int]]`, *optional*):
+                As for [`reexecute`].
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        self.reexecute(keep)
+        signals = self.signals()
+        if signals.finite:
+            return signals
+        self.reexecute(keep)
+        return self.signals()
+
     def _until_it_fits(self, compute: Callable[[], _T]) -> _T:
         """Something that begins with rewinding the step: it can be begun again with more memory, or once more."""
         repeated = False
@@ -374,7 +393,7 @@ class Window:
             if not math.isfinite(float(loss)):
                 return Origin("loss")
             named = self._trainer.model.named_parameters()
-            bad = [name for name, each in named if each.grad is not None and not bool(each.grad.isfinite().all())]
+            bad = [name for name, each in named if each.grad is not None and not _is_finite_here(each.grad)]
             return Origin("gradient", tuple(bad)) if bad else None
         finally:
             self._rewind()
@@ -518,6 +537,9 @@ class Window:
             return self._run_again(control)
 
         loss = self._until_it_fits(compute)
+        if not math.isfinite(loss):
+            # As in `compute_again`.
+            loss = self._until_it_fits(compute)
         self._rewind()
         return loss
 
@@ -735,6 +757,12 @@ class _Items:
 def _as_tensor(norm: Any, device: torch.device) -> torch.Tensor:
     full = getattr(norm, "full_tensor", None)
     return torch.as_tensor(full() if full is not None else norm, device=device)
+
+
+def _is_finite_here(gradient: torch.Tensor) -> bool:
+    """Of a sharded gradient the part of this process: asking for all of it is a collective."""
+    local = getattr(gradient, "to_local", None)
+    return bool(torch.isfinite(gradient if local is None else local()).all())
 
 
 def _with_items(args: tuple[Any, ...], kwargs: dict[str, Any], items: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
