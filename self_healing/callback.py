@@ -183,7 +183,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             rate_scale=session.learning_rate.scale,
             before_step=session.rollback.join,
             vouch=judge.vouch_for_state,
-            before_save=session.rollback.about_to_save,
+            before_save=session.about_to_save,
             memory=memory,
             broken=self._give_up_quietly,
             heals_exceptions=self.config.on_nonfinite in ("heal", "skip"),

@@ -487,17 +487,27 @@ def newest_checkpoint_of(
 
 
 def newest_verdict_of(
-    run: str, output_dir: str, verified: bool = False, passed_over: list[Verdict] | None = None
+    run: str,
+    output_dir: str,
+    verified: bool = False,
+    passed_over: list[Verdict] | None = None,
+    wrote: Callable[[Path], bool] = lambda _: False,
 ) -> Verdict | None:
-    """The same as [`newest_checkpoint_of`], with what is to be thought of it."""
+    """
+    The same as [`newest_checkpoint_of`], with what is to be thought of it; `wrote` says of one without a marker
+    whether it is of this run all the same.
+    """
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)
+        damage = damage_of_marker(checkpoint) if marker is None else None
+        if damage is not None and passed_over is not None:
+            reason = f"its marker {MARKER_FILE} cannot be believed ({damage}), so whose it is is not known"
+            passed_over.append(Verdict(str(checkpoint), number_of(checkpoint), False, reason, "unmarked"))
         if marker is None:
-            if passed_over is not None and (damage := damage_of_marker(checkpoint)) is not None:
-                reason = f"its marker {MARKER_FILE} cannot be believed ({damage}), so whose it is is not known"
-                passed_over.append(Verdict(str(checkpoint), number_of(checkpoint), False, reason, "unmarked"))
-            continue
-        if marker.get("run") != run or (verified and marker.get("standing") != "verified"):
+            wanted = damage is None and not verified and wrote(checkpoint)
+        else:
+            wanted = marker.get("run") == run and (not verified or marker.get("standing") == "verified")
+        if not wanted:
             continue
         verdict = vet(checkpoint)
         if verdict.usable:

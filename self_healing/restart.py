@@ -128,7 +128,31 @@ def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
 
 def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) -> Verdict | None:
     """The newest checkpoint of that very run that can be trusted: another run may have left some in its place."""
-    return newest_verdict_of(record.run, output_dir, passed_over=passed_over)
+    return newest_verdict_of(
+        record.run, output_dir, passed_over=passed_over, wrote=lambda checkpoint: was_writing(record, checkpoint)
+    )
+
+
+def _is_of(record: RunRecord, checkpoint: Path, marker: dict[str, Any] | None) -> bool:
+    return was_writing(record, checkpoint) if marker is None else marker.get("run") == record.run
+
+
+def was_writing(record: RunRecord, checkpoint: Path) -> bool:
+    """
+    Whether a checkpoint without a marker is of this run: the one it was writing when it was killed, or one that it has
+    gone on from since.
+    """
+    gone_on_from = (attempt.resumed_from for attempt in record.attempts if attempt.resumed_from is not None)
+    if any(os.path.abspath(each) == os.path.abspath(checkpoint) for each in gone_on_from):
+        return True
+    saving = record.saving or {}
+    if os.path.abspath(record.directory / str(saving.get("checkpoint"))) != os.path.abspath(checkpoint):
+        return False
+    try:
+        # Written last: one that was there before is of another run.
+        return (checkpoint / STATE_FILE).stat().st_mtime >= float(saving["time"]) - _CLOCK_SLACK
+    except (OSError, LookupError, TypeError, ValueError):
+        return False
 
 
 def start_of(
@@ -158,7 +182,7 @@ def start_of(
             # Whoever names a checkpoint begins another branch: what the run wrote after it is not of this one.
             return Start(checkpoint, step)
         marker = None if checkpoint is None else read_marker(Path(checkpoint))
-        if checkpoint is not None and (marker or {}).get("run") != record.run:
+        if checkpoint is not None and not _is_of(record, Path(checkpoint), marker):
             logger.warning(
                 "%s is the newest checkpoint in %s, but not of the run that was last trained there (%s, which came to "
                 "step %d): it belongs to %s. If that is not what you want, name the checkpoint to go on from.",

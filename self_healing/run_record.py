@@ -155,6 +155,9 @@ class RunRecord:
             What must not be forgotten with the process: budgets, ladders, learning rate.
         postmortem (`str`, *optional*):
             Where the newest one lies.
+        saving (`dict`, *optional*):
+            The newest checkpoint that was about to be written, and when, until its marker is: a process that is killed
+            before that leaves no other sign of whose it is.
         kept (`bool`):
             Whether it is written; not where another process keeps one in the same directory.
     """
@@ -165,6 +168,7 @@ class RunRecord:
     incidents: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)
     postmortem: str | None = None
+    saving: dict[str, Any] | None = None
     kept: bool = True
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _progress: int | None = None
@@ -213,6 +217,7 @@ class RunRecord:
             [completed(_INCIDENT, each, f"incidents.{at}", odd) for at, each in enumerate(whole["incidents"])],
             whole["memory"],
             whole["postmortem"] if isinstance(whole["postmortem"], str) else None,
+            content["saving"] if isinstance(content.get("saving"), dict) else None,
         )
         warn_about_parts(odd)
         record._take_in_progress()
@@ -278,6 +283,17 @@ class RunRecord:
             self.close()
         self._next_mark = now + (time.perf_counter() - now) / _SHARE
 
+    def about_to_save(self, checkpoint: str) -> None:
+        """
+        A checkpoint is about to be written.
+
+        Args:
+            checkpoint (`str`):
+                The name of its directory.
+        """
+        self.saving = {"checkpoint": checkpoint, "time": time.time()}
+        self.write()
+
     def end_attempt(self, ending: Ending, why: str, step: int) -> None:
         """This process's part is over."""
         self.newest.ending, self.newest.why = ending, why
@@ -297,6 +313,7 @@ class RunRecord:
             "incidents": self.incidents,
             "memory": self.memory,
             "postmortem": self.postmortem,
+            "saving": self.saving,
         }
         try:
             self._replace(path, json.dumps(jsonable(content), indent=1) + "\n")

@@ -575,6 +575,12 @@ class Session:
         self.entries_before = attempt.number - 1
         self.write_record()
 
+    def about_to_save(self, step: int) -> None:
+        """A regular checkpoint is about to be written."""
+        if self.record is not None and self.journal.rank == 0:
+            self.record.about_to_save(f"checkpoint-{step}")
+        self.rollback.about_to_save(step)
+
     @property
     def ended(self) -> bool:
         """Whether it is written down how this process's part in the run has ended."""

@@ -59,8 +59,13 @@ class Strike(TrainerCallback):
     def __init__(self, fault: str, step: int, once: Once, trainer: Any = None) -> None:
         self.fault, self.step, self.once, self.trainer = fault, step, once, trainer
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The checkpoint is complete, and not marked yet: that is done by the callback after this one.
+        if self.fault == "sigkill_before_the_marker" and state.global_step == self.step and self.once():
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != self.step or not self.once():
+        if self.fault == "sigkill_before_the_marker" or state.global_step != self.step or not self.once():
             return
         if self.fault == "sigkill":
             os.kill(os.getpid(), signal.SIGKILL)

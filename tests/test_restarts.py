@@ -32,6 +32,7 @@ from transformers import TrainerCallback
 from self_healing import HealingConfig, HealingReport, SelfHealingTrainer
 from self_healing.instrument.generated import load_generated
 from self_healing.launcher import launch_of
+from self_healing.restart import was_writing
 from self_healing.run_record import _CALLS, RECORD_FILE, Ending, RunRecord
 
 
@@ -110,6 +111,50 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_checkpoint(
     assert until_it_ends(job, 3, fault="sigkill_while_saving", step=8) == [-9, 0]
     assert job_result(job)["weights"] == plain["weights"]
     assert [event["path"] for event in journal(job, "checkpoint_chosen")] == [str(job / "checkpoint-4")]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_a_kill_before_a_checkpoint_is_marked_costs_nothing(
+    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int], launcher: str
+) -> None:
+    job = tmp_path / "job"
+    options = {"fault": "sigkill_before_the_marker", "step": 8, "launcher": launcher, "resume": "auto"}
+    assert [start(job, 0, **options), start(job, 1, **options)] == [-9, 0]
+    assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-8")
+    # It is the same run, and knows what ended the process before it.
+    assert len({event["run"] for event in journal(job)}) == 1
+    (incident,) = job_result(job)["incidents"]
+    assert (incident["failure"], incident["steps_lost"]) == ("process_died", 0)
+    assert job_result(job)["weights"] == plain["weights"]
+    assert job_result(job)["losses"] == plain["losses"]
+
+
+@pytest.mark.slow
+def test_a_kill_after_a_resume_from_an_unmarked_checkpoint_goes_on_from_it_again(
+    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]
+) -> None:
+    job = tmp_path / "job"
+    assert start(job, 0, fault="sigkill_before_the_marker", step=4) == -9
+    assert start(job, 1, fault="sigkill_before_the_marker", step=8, times=2) == -9
+    (job / "checkpoint-8" / "trainer_state.json").unlink()
+    assert start(job, 2) == 0
+    assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-4")
+    assert job_result(job)["weights"] == plain["weights"]
+
+
+def test_a_checkpoint_without_a_marker_that_was_there_before_is_not_taken_for_the_runs_own(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path, "run")
+    record.begin_attempt(None, 0, marks=False)
+    for step in (4, 8):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    record.about_to_save("checkpoint-8")
+    read = RunRecord.read(tmp_path)
+    assert read is not None
+    assert was_writing(read, tmp_path / "checkpoint-8")
+    assert not was_writing(read, tmp_path / "checkpoint-4")
+    os.utime(tmp_path / "checkpoint-8" / "trainer_state.json", (0, 0))
+    assert not was_writing(read, tmp_path / "checkpoint-8")
 
 
 @pytest.mark.parametrize("damage", ["truncate", pytest.param("nan", marks=pytest.mark.slow)])
