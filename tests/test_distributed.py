@@ -56,6 +56,19 @@ def test_a_healthy_run_is_the_plain_one(results: list[dict[str, Any]]) -> None:
     assert not results[0]["healthy"]["outcomes"]
 
 
+def test_what_no_loss_of_one_rank_shows_is_healed_on_both_before_it_is_saved(
+    results: list[dict[str, Any]], directory: Path
+) -> None:
+    assert all(rank["unseen"]["finite"] for rank in results)
+    assert results[0]["unseen"]["actions"] == ["roll_back", "replay_steps"]
+    assert vet(directory / "unseen" / "checkpoint-6").usable
+
+
+def test_both_load_the_next_best_model(results: list[dict[str, Any]], directory: Path) -> None:
+    assert {rank["unseen"]["best"] for rank in results} == {str(directory / "unseen" / "checkpoint-4")}
+    assert results[0]["unseen"]["weights"] == results[1]["unseen"]["weights"]
+
+
 @pytest.mark.parametrize("struck", [0, 1])
 def test_a_nan_on_one_rank_is_undone_on_both(results: list[dict[str, Any]], struck: int) -> None:
     assert [rank[f"struck_on_{struck}"]["fired"] for rank in results] == [1 - struck, struck]

@@ -17,9 +17,11 @@ import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
+    EvalLoss,
     GradientFault,
     OutputFault,
     PoisonToken,
+    best_model_trainer,
     build_tokenizer,
     journal,
     leave_together,
@@ -123,6 +125,33 @@ def main(directory: Path) -> None:
             "losses": losses(trainer),
             "actions": [event["action"] for event in journal(directory / name, "action")] if rank == 0 else [],
             "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
+        }
+
+    def unseen(name: str) -> None:
+        """NaN in a row of one rank that no batch reads, and a best checkpoint that is cut in half."""
+
+        class Faults(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+                if state.global_step == 5 and rank == 1:
+                    with torch.no_grad():
+                        rows = getattr(model, "module", model).model.embed_tokens.weight
+                        rows[tokenizer.convert_tokens_to_ids(POISON_WORD)] = float("nan")
+
+            def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == state.max_steps and rank == 0:
+                    for checkpoint in (directory / name).glob("**/checkpoint-2"):
+                        file = checkpoint / "model.safetensors"
+                        file.write_bytes(file.read_bytes()[:1000])
+
+        set_seed(1234)
+        callbacks = [EvalLoss(rises=True), SelfHealingCallback(), Faults()]
+        trainer = best_model_trainer(directory / name, tokenizer, *callbacks, ddp_backend="gloo")
+        trainer.train()
+        results[name] = {
+            "weights": digest(trainer),
+            "best": trainer.state.best_model_checkpoint,
+            "finite": all(bool(torch.isfinite(value).all()) for value in trainer.model.state_dict().values()),
+            "actions": [event["action"] for event in journal(directory / name, "action")] if rank == 0 else [],
         }
 
     def flagged(name: str, flagged_rank: int) -> None:
@@ -304,6 +333,7 @@ def main(directory: Path) -> None:
     run("poison", poison=True)
     spike("spike_plain", healed=False, struck_rank=None)
     spike("spike_on_1", healed=True, struck_rank=1)
+    unseen("unseen")
     flagged("flagged_on_1", flagged_rank=1)
     corrupted("corrupted_plain", healed=False, struck_rank=None)
     corrupted("corrupted_on_1", healed=True, struck_rank=1)
