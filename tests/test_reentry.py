@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.own_files import is_own
 
 
 HELD_OUT = {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a row of text"] * 4})}
@@ -170,7 +171,7 @@ def test_nothing_differs_from_the_run_without_the_fault(
     assert output.training_loss == expected.training_loss
     assert output.global_step == expected.global_step
     mine, theirs = (sorted(p.name for p in (tmp_path / name).glob("*")) for name in ("healed", "clean"))
-    assert [name for name in mine if "healing" not in name and name != "last-known-good"] == theirs
+    assert [name for name in mine if not is_own(name) and name != "last-known-good"] == theirs
 
 
 MIXED = {"bf16": True, "neftune_noise_alpha": 5.0, "gradient_checkpointing": True}
