@@ -192,7 +192,8 @@ def test_a_run_that_finishes_after_all_leaves_no_postmortem(results: list[dict[s
 
 def test_the_steps_that_were_done_again_are_counted_on_every_rank(results: list[dict[str, Any]]) -> None:
     # Twice in vain from step 2 to step 3.
-    assert [rank["faulty_1"]["lost"] for rank in results] == [[1, 1], [1, 1]]
+    assert [rank["faulty_1"]["repeated"] for rank in results] == [[1, 1], [1, 1]]
+    assert [rank["faulty_1"]["lost"] for rank in results] == [[0, 0], [0, 0]]
     assert [rank["faulty_1"]["outcomes"] for rank in results] == [["unresolved", "resolved"]] * 2
 
 

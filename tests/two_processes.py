@@ -282,6 +282,7 @@ def main(directory: Path) -> None:
                 return f"{type(error).__name__}: {error}"
             incidents = healer.get_report().incidents
             results[name]["lost"] = [incident["steps_lost"] for incident in incidents]
+            results[name]["repeated"] = [incident["steps_repeated"] for incident in incidents]
             results[name]["outcomes"] = [incident["outcome"] for incident in incidents]
             return "finished"
 
