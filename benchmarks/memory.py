@@ -3,6 +3,7 @@ What healing out-of-memory errors costs, and what it gives.
 
 ```bash
 python benchmarks/memory.py cost
+python benchmarks/memory.py throughput
 python benchmarks/memory.py cuda
 ```
 
@@ -10,6 +11,10 @@ python benchmarks/memory.py cuda
 else the machine is doing falls on all of them alike. One lap has the healthy run with `on_oom="raise"` (twice, which
 tells how much is chance), with `on_oom="heal"`, and with `optimizer_step_backup=True`. The other has steps of the same
 rows: whole, split, and made of smaller batches by hand.
+
+`throughput`: SFT, DPO and GRPO after healing, beside the same steps with the largest batch that fits and more
+accumulation, which somebody would have set by hand: again in turns, and in calls of the model, which are no matter of
+chance. Calls with more rows than fit fail.
 
 `cuda`: a Llama on a device whose memory is limited to less than its batch needs, trained with SFT, DPO and GRPO by
 `SelfHealingTrainer`, with a smaller batch found by hand, and with `auto_find_batch_size=True`, each in a process of
@@ -789,6 +794,155 @@ def show_limited(result: dict[str, Any]) -> Table:
     return table
 
 
+# ---- throughput after healing ----
+
+
+class Calls(TrainerCallback):
+    """Calls of a trainer's models in each optimizer step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.of_steps: list[int] = []
+        self._now = 0
+        for model in (trainer.model, getattr(trainer, "ref_model", None)):
+            if model is not None:
+                model.register_forward_pre_hook(self._look)
+
+    def _look(self, *_: Any) -> None:
+        self._now += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.of_steps.append(self._now)
+        self._now = 0
+
+
+@dataclass
+class Side:
+    """One of the two runs of a duet."""
+
+    trainer: Any
+    device: SmallDevice
+    calls: Calls
+    turn: Turn
+
+
+def side_of(job: Job, turn: Turn) -> Side:
+    trainer = trainer_for(job)
+    trainer.remove_callback(PrinterCallback)
+    small, calls = SmallDevice(trainer, job.simulate_rows * job.length), Calls(trainer)
+    if job.variant == "ours":
+        trainer.add_callback(SelfHealingCallback())
+    trainer.add_callback(calls)
+    trainer.add_callback(turn)
+    return Side(trainer, small, calls, turn)
+
+
+def duet(job: Job, by_hand_first: bool) -> tuple[dict[str, list[float]], dict[str, Side]]:
+    """Seconds per step in each turn of the healed run and of the one with a batch set by hand."""
+    pieces = job.rows // (job.simulate_rows // (2 if job.task == "dpo" else 1))
+    jobs = {
+        "ours": dataclasses.replace(job, variant="ours"),
+        "by_hand": dataclasses.replace(
+            job, variant="by_hand", rows=job.rows // pieces, accumulation=job.accumulation * pieces
+        ),
+    }
+    # Of the processor: what else the machine does falls on neither.
+    turns = {name: Turn(1, None, time.thread_time) for name in jobs}
+    turns["ours"].other, turns["by_hand"].other = turns["by_hand"], turns["ours"]
+    sides = {name: side_of(each, turns[name]) for name, each in jobs.items()}
+
+    def train(name: str) -> None:
+        torch.set_num_threads(1)
+        turns[name].wait()
+        sides[name].trainer.train()
+
+    with ThreadPoolExecutor(2) as threads:
+        gc.collect()
+        running = [threads.submit(train, name) for name in sides]
+        turns["by_hand" if by_hand_first else "ours"].mine.release()
+        for each in running:
+            each.result()
+    if sides["by_hand"].device.fired or not sides["ours"].device.fired:
+        raise RuntimeError(f"{job.task}: {job.simulate_rows} rows are no limit to the one and a limit to the other")
+    return {name: turn.seconds[WARM_UP - 1 :] for name, turn in turns.items()}, sides
+
+
+def throughput(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, Any]:
+    keep_freed_memory()
+    size, tasks = SIZES["cpu"], {}
+    with tempfile.TemporaryDirectory() as directory:
+        texts = [text for text in stdlib_docstrings() if len(text) > 4 * options.tokens]
+        train_tokenizer(texts, size["vocabulary"]).save_pretrained(directory)
+        (Path(directory) / "texts.json").write_text(json.dumps(texts[:2000]))
+        for task in TASKS:
+            log(task)
+            laps: list[dict[str, list[float]]] = []
+            calls: dict[str, list[int]] = {"ours": [], "by_hand": []}
+            failures: list[int] = []
+            for lap in range(options.laps):
+                job = Job(
+                    task=task,
+                    variant="ours",
+                    lengths="every",
+                    device="cpu",
+                    directory=directory,
+                    rows=options.rows // 2 if task == "dpo" else options.rows,
+                    accumulation=1,
+                    steps=options.turns + WARM_UP,
+                    tokens=options.tokens,
+                    width=options.width,
+                    layers=options.layers,
+                    probe_steps=50,
+                    generations=4,
+                    simulate_rows=options.fit,
+                )
+                seconds, sides = duet(job, by_hand_first=lap % 2 == 1)
+                laps.append(seconds)
+                for name, each in sides.items():
+                    calls[name] += each.calls.of_steps[WARM_UP:]
+                failures.append(len(sides["ours"].device.fired))
+                for path in Path(directory).glob(f"{task}-*"):
+                    shutil.rmtree(path, ignore_errors=True)
+            tasks[task] = {
+                "in_processor_time": {
+                    name: value for name, value in against(laps, "by_hand", "ours").items() if name.startswith("ratio")
+                },
+                "in_calls": sum(calls["by_hand"]) / sum(calls["ours"]),
+                "calls_per_step": {name: statistics.mean(each) for name, each in calls.items()},
+                "failed_attempts": failures,
+                "ms_per_step": milliseconds(laps),
+            }
+    return {
+        "what": "optimizer steps per second after healing, over those with the largest batch that fits, set by hand",
+        "tasks": tasks,
+        "laps": options.laps,
+        "turns_per_lap": options.turns,
+        "setting": {
+            "device": "cpu, simulated",
+            "cpu": processor(),
+            "rows": options.rows,
+            "rows_that_fit": options.fit,
+            "tokens": options.tokens,
+            "width": options.width,
+            "layers": options.layers,
+        },
+        "versions": versions(),
+    }
+
+
+def show_throughput(result: dict[str, Any]) -> Table:
+    setting = result["setting"]
+    title = f"Throughput after healing, {setting['rows_that_fit']} of {setting['rows']} rows fit, over a batch by hand"
+    table = Table(title=title, header_style="bold")
+    for column in ("", "in processor time", "95 % interval", "in calls", "failed attempts"):
+        table.add_column(column, justify="left" if not column else "right")
+    for task, each in result["tasks"].items():
+        low, high = each["in_processor_time"]["ratio_ci95"]
+        ratio = each["in_processor_time"]["ratio"]
+        failed = ", ".join(map(str, each["failed_attempts"]))
+        table.add_row(task, f"{ratio:.3f}", f"{low:.3f} to {high:.3f}", f"{each['in_calls']:.3f}", failed)
+    return table
+
+
 # ---- the command line ----
 
 
@@ -808,6 +962,16 @@ def parser() -> argparse.ArgumentParser:
     costs.add_argument("--layers", type=int, default=2, help="transformer blocks")
     costs.add_argument("--threads", type=int, default=1, help="threads of torch on the CPU")
     costs.add_argument("--output", type=Path, help="JSON file; by default results/memory_cost_DEVICE.json")
+
+    after = commands.add_parser("throughput", help="steps after healing beside those with a batch set by hand")
+    after.add_argument("--laps", type=int, default=6, help="laps of each task")
+    after.add_argument("--turns", type=int, default=25, help="turns of each run in a lap that count")
+    after.add_argument("--rows", type=int, default=8, help="rows of a step (DPO: half as many pairs)")
+    after.add_argument("--fit", type=int, default=4, help="rows of full length that fit")
+    after.add_argument("--tokens", type=int, default=64, help="tokens of a row")
+    after.add_argument("--width", type=int, default=160, help="size of the hidden states")
+    after.add_argument("--layers", type=int, default=2, help="transformer blocks")
+    after.add_argument("--output", type=Path, help="JSON file; by default results/memory_throughput_cpu.json")
 
     cuda = commands.add_parser("cuda", help="real runs on a device with too little memory")
     cuda.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -879,6 +1043,9 @@ def main() -> None:
     if options.command == "cost":
         result = cost(options)
         table, name = show_cost(result), f"memory_cost_{options.device}.json"
+    elif options.command == "throughput":
+        result = throughput(options, console.print)
+        table, name = show_throughput(result), "memory_throughput_cpu.json"
     else:
         complete(options)
         result = limited(options, console.print)

@@ -25,6 +25,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,13 @@ PATIENCE = 600.0
 class Turn(TrainerCallback):
     """Passes the turn to the other run after every few steps, and notes how long its own turns took."""
 
-    def __init__(self, steps: int, on_device: Any) -> None:
+    def __init__(self, steps: int, on_device: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: list[float] = []
         self.mine = threading.Semaphore(0)
         self.other: Turn | None = None
         self._steps = steps
         self._on_device = on_device
+        self._clock = clock
         self._began: float | None = None
 
     def _synchronize(self) -> None:
@@ -76,11 +78,11 @@ class Turn(TrainerCallback):
             return
         self._synchronize()
         if self._began is not None:
-            self.seconds.append((time.perf_counter() - self._began) / self._steps)
+            self.seconds.append((self._clock() - self._began) / self._steps)
         self.other.mine.release()
         if state.global_step < state.max_steps:
             self.wait()
-        self._began = time.perf_counter()
+        self._began = self._clock()
 
 
 class Bench:

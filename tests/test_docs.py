@@ -211,6 +211,17 @@ def test_the_cost_of_snapshots_is_quoted_as_measured() -> None:
     assert f"{measured['snapshot_over_save']:.0%}".replace("%", " %") + " of the time of a checkpoint" in page
 
 
+def test_the_throughput_after_healing_is_quoted_as_measured() -> None:
+    results = ROOT / "benchmarks" / "results" / "memory_throughput_cpu.json"
+    tasks = json.loads(results.read_text(encoding="utf-8"))["tasks"]
+    page = " ".join((ROOT / "docs" / "memory.md").read_text(encoding="utf-8").split())
+    for task in ("sft", "dpo", "grpo"):
+        assert tasks[task]["in_calls"] >= 0.9
+        assert tasks[task]["in_processor_time"]["ratio"] >= 0.9
+    sft, dpo, grpo = (f"{tasks[task]['in_processor_time']['ratio']:.2f}" for task in ("sft", "dpo", "grpo"))
+    assert f"{sft} (SFT), {dpo} (DPO) and {grpo} (GRPO) of the optimizer steps per second" in page
+
+
 def test_the_cost_of_splitting_is_quoted_as_measured() -> None:
     measured = json.loads((ROOT / "benchmarks" / "results" / "memory_cost_cpu.json").read_text(encoding="utf-8"))
     page = " ".join((ROOT / "docs" / "memory.md").read_text(encoding="utf-8").split())
