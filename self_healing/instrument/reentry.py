@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..marker import MARKER_FILE
@@ -439,7 +440,9 @@ class Reentry:
         self._epoch_end_done = leave.epoch_ended and self.stop_owed
         try:
             trainer._load_rng_state(path)
-            self._pay(pending, started_at)
+            # The callbacks of this process are told of the steps that it trains; what follows from this one is what
+            # the schedule says.
+            self._pay(pending, started_at, tell=DefaultFlowCallback())
         except Exception as error:
             raise TrainingFault(error) from error
         self._continues = True
@@ -481,8 +484,9 @@ class Reentry:
         if is_best and os.path.isdir(checkpoint):
             state.best_model_checkpoint = checkpoint
 
-    def _pay(self, pending: Pending, started_at: float) -> None:
+    def _pay(self, pending: Pending, started_at: float, tell: Any = None) -> None:
         trainer = self._trainer
+        tell = tell or trainer.callback_handler
 
         def log_evaluate_save() -> None:
             trainer._maybe_log_save_evaluate(
@@ -501,10 +505,10 @@ class Reentry:
         trainer.control.should_save = pending.save
         if pending.step_end:
             # Delivered again to every callback: which of them have had it cannot be known.
-            trainer.control = trainer.callback_handler.on_step_end(trainer.args, trainer.state, trainer.control)
+            trainer.control = tell.on_step_end(trainer.args, trainer.state, trainer.control)
         log_evaluate_save()
         if pending.epoch_end:
-            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+            trainer.control = tell.on_epoch_end(trainer.args, trainer.state, trainer.control)
             log_evaluate_save()
 
 
