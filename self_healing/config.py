@@ -166,8 +166,8 @@ class HealingConfig:
             Steps among the last `skip_window` that may be left out for a spike of loss and gradient together; further
             ones are clipped to the usual norm. At least 0.
         on_divergence (`str`, *optional*, defaults to `"heal"`):
-            What to do about a loss that rises and stays up: `"heal"` finds out whether the weights or the data are the
-            cause and goes back to a trusted state if it is the weights, `"warn"` reports it and writes no checkpoint
+            What to do about a loss that rises and stays up, unless trusted weights show that the data are harder:
+            `"heal"` goes back to a trusted state if it is the weights, `"warn"` reports it and writes no checkpoint
             until it is back, `"stop"` ends the run with a postmortem.
         divergence_slack (`float`, *optional*, defaults to `0.5`):
             Part of each robust z of the loss that a CUSUM forgives. Above 0.
@@ -463,9 +463,9 @@ class HealingConfig:
     on_divergence: Annotated[Literal["heal", "warn", "stop"], Setting("detection")] = field(
         default="heal",
         metadata={
-            "help": "What to do about a loss that rises and stays up: `heal` finds out whether the weights or the "
-            "data are the cause and goes back to a trusted state if it is the weights, `warn` reports it and writes "
-            "no checkpoint until it is back, `stop` ends the run with a postmortem."
+            "help": "What to do about a loss that rises and stays up, unless trusted weights show that the data are "
+            "harder: `heal` goes back to a trusted state if it is the weights, `warn` reports it and writes no "
+            "checkpoint until it is back, `stop` ends the run with a postmortem."
         },
     )
     divergence_slack: Annotated[float, Setting("detection", above=0)] = field(

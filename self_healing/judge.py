@@ -559,6 +559,12 @@ class StepJudge:
             return False
         return self.session.rollback.can_go_back()
 
+    def _may_try_trusted_weights(self, step: int) -> bool:
+        """Before a verdict, whatever is done about it; where the run might go back, only if it may."""
+        if self.config.on_divergence == "heal":
+            return self._may_go_back(step)
+        return self._instrument.can_reexecute and self.session.rollback.can_go_back()
+
     def _diagnose_rise(self, window: Window, loss: float) -> Diagnosis:
         panel = self._panel
         level = panel.loss_level if panel.loss_trend.ready else None
@@ -567,12 +573,19 @@ class StepJudge:
         return diagnose_rise(window, self.session.rollback, loss, level, panel.loss_trend.scale)
 
     def _heal_divergence(self, incident: Incident, window: Window) -> bool:
-        """Finds out what made the loss rise; back to a trusted state if it was the weights."""
+        """
+        Finds out what made the loss rise, whatever is done about it; back to a trusted state if it was the weights.
+        Harder data are left alone: only then is it dealt with here, too.
+        """
         session, began = self.session, time.perf_counter()
-        self._suspect_checkpoint(HealingContext(incident, self._instrument, window))
+        if not self._may_try_trusted_weights(window.step):
+            return False
+        if self.config.on_divergence == "heal":
+            self._suspect_checkpoint(HealingContext(incident, self._instrument, window))
         found = self._diagnose_rise(window, window.signals().loss)
-        session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
-        if found.cause in _MAY_GO_BACK:
+        if self.config.on_divergence != "warn" or found.failure is FailureType.HARDER_DATA:
+            session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        if found.cause in _MAY_GO_BACK and self.config.on_divergence == "heal":
             self._climb(HealingContext(incident, self._instrument, window, found), FailureType.DIVERGENCE)
             self._after_rollback(incident, began, window)
             return True
@@ -716,21 +729,30 @@ class StepJudge:
         return incident
 
     def _tell(self, incident: Incident, failure: FailureType, window: Window | None) -> None:
-        curable = failure in (FailureType.DIVERGENCE, FailureType.VANISHING_GRADIENT)
-        if curable and window is not None and self._may_go_back(window.step):
-            heal = self._heal_divergence if failure is FailureType.DIVERGENCE else self._heal_stillness
-            if heal(incident, window):
-                return
+        if window is not None and self._heal_told(incident, failure, window):
+            return
         if self.session.schedule.raised_lately(incident.step, self.config.divergence_patience):
             incident.evidence["why"] = "The schedule has just raised the learning rate again: it may well pass"
         decision = self.session.policy.decide_watched(failure)
         if Action.STOP in decision.actions:
             self.session.watch.forget()
-        context = HealingContext(incident, self._instrument, window, verdict=decision.verdict)
+        verdict = decision.verdict
+        if verdict and failure is FailureType.DIVERGENCE and incident.cause != "weights":
+            # The recipe blames the weights.
+            verdict = f"The loss has risen and stays up; that it is the weights is not shown ({incident.cause})"
+        context = HealingContext(incident, self._instrument, window, verdict=verdict)
         self.actions.apply(decision.actions, context, self._args)
         self.session.journal.dealt_with(incident)
         if not decision.actions:
             self.session.journal.closed(incident, "reported")
+
+    def _heal_told(self, incident: Incident, failure: FailureType, window: Window) -> bool:
+        """Heals what going back can cure; whether the incident is dealt with."""
+        if failure is FailureType.DIVERGENCE:
+            return self._heal_divergence(incident, window)
+        if failure is FailureType.VANISHING_GRADIENT and self._may_go_back(window.step):
+            return self._heal_stillness(incident, window)
+        return False
 
     # ---- what the trainer logs ----
 

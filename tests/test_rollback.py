@@ -312,6 +312,42 @@ class TestHarderData:
         ]
         return easy * 60 + hard * 8
 
+    @pytest.mark.parametrize(
+        "config",
+        [
+            HealingConfig.conservative(on_spike="warn"),
+            pytest.param(HealingConfig(on_divergence="warn", on_spike="warn"), marks=pytest.mark.slow),
+        ],
+        ids=["conservative", "warn"],
+    )
+    def test_are_told_from_worse_weights_whatever_is_done(
+        self, tmp_path: Path, tokenizer: Any, config: HealingConfig
+    ) -> None:
+        trainer = sft_trainer(
+            tmp_path,
+            tokenizer,
+            texts=self.texts(),
+            max_steps=115,
+            learning_rate=3e-3,
+            train_sampling_strategy="sequential",
+            callbacks=[SelfHealingCallback(config)],
+        )
+        trainer.train()
+
+        assert trainer.state.global_step == 115
+        failures = [event["failure"] for event in journal(tmp_path, "outcome")]
+        assert "harder_data" in failures
+        assert "divergence" not in failures
+
+    def test_do_not_hide_worse_weights_from_a_run_that_is_to_stop(self, tmp_path: Path, tokenizer: Any) -> None:
+        config = HealingConfig.conservative(snapshot_interval=10)
+        fault = WeightFault(scrambled_layer, 60)
+        trainer = plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config), fault], **CONVERGED)
+        with pytest.raises(UnrecoverableTrainingError, match="the weights are getting worse"):
+            trainer.train()
+        assert trainer.state.global_step < 75
+        assert not rollbacks(tmp_path)
+
     def test_do_not_make_a_run_go_back(self, tmp_path: Path, tokenizer: Any) -> None:
         arguments = {
             "texts": self.texts(),
