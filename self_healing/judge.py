@@ -620,15 +620,17 @@ class StepJudge:
     def _judge_finite(self, window: Window, signals: StepSignals) -> None:
         panel = self._panel
         symptom = panel.alarming(signals)
-        if signals.step > self.session.observed_step:
-            panel.remember_spike(signals)
-        if symptom is None:
-            self._take_in(window, signals)
-        elif self.config.on_spike == "heal" and self._instrument.can_reexecute:
+        if symptom is not None and self.config.on_spike == "heal" and self._instrument.can_reexecute:
             self._heal_spike(window, symptom)
-        else:
+            return
+        self._remember_spike(signals)
+        if symptom is not None:
             self._report_spike(symptom)
-            self._take_in(window, signals)
+        self._take_in(window, signals)
+
+    def _remember_spike(self, signals: StepSignals) -> None:
+        if signals.step > self.session.observed_step:
+            self._panel.remember_spike(signals)
 
     def _heal_spike(self, window: Window, symptom: Symptom) -> None:
         session = self.session
@@ -636,6 +638,9 @@ class StepJudge:
         incident = session.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
         again = window.compute_again()
         transient = again.finite and self._panel.spike(again) is None
+        if again.finite:
+            # As it is without the passing fault: faults that come again and again are not what is usual.
+            self._remember_spike(again)
         failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
         cause = "transient" if transient else "the same again" if again.finite else "not finite when computed again"
         evidence = {"again": {"loss": again.loss, "grad_norm": again.grad_norm}}

@@ -290,6 +290,18 @@ def test_a_passing_gradient_spike_is_undone_bitwise(tmp_path: Path, tokenizer: A
     assert (outcome["outcome"], outcome["steps_lost"]) == ("resolved", 0)
 
 
+def test_passing_faults_never_become_usual(tmp_path: Path, tokenizer: Any) -> None:
+    """A device that flips a bit now and then: each time it is undone, however often it has happened."""
+    plain = sft_trainer(tmp_path / "plain", tokenizer, **STEADY)
+    plain.train()
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], **STEADY)
+    fault = GradientFault(trainer.model, lambda n: n in (41, 45, 49, 53), value=1e3)
+    trainer.train()
+    assert fault.fired == 4
+    assert [event["failure"] for event in of_kind(tmp_path / "healed", "diagnosed")] == ["spike_transient"] * 4
+    assert_same_weights(weights(trainer), weights(plain))
+
+
 def test_a_gradient_spike_that_comes_again_is_cut_to_the_usual_size(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_grad_norm=1e6, **STEADY)
     GradientFault(trainer.model, lambda _: trainer.state.global_step == 40, value=1e3)

@@ -74,11 +74,44 @@ class TestFalseAlarms:
         found = benchmark_module.held_out()
         healthy = {name: each["alarms"] for name, each in found.items() if name.startswith("healthy")}
         assert len(healthy) == 14
-        # Three gradients of 3,500 steps in one run stand out; a person looking at the curve would say so, too.
+        # One gradient of 3,500 steps in one run stands out; a person looking at the curve would say so, too.
         assert {name: alarms for name, alarms in healthy.items() if alarms} == {
-            "healthy_sft_llama3_8b_mob_per_step": [371, 950, 1155]
+            "healthy_sft_llama3_8b_mob_per_step": [371]
         }
         assert found["broken_sft_qlora_poludmik_every10"]["alarms"] == [20]
+
+
+# In these the loss does rise and stay up again and again, or two alarms are what it takes to learn what is usual.
+BEYOND_THE_BOUND = {
+    "healthy_sft_llama3_8b_mob_per_step": 1 / 3.5,
+    "3 % of the batches with 2 times the loss": 0.15,
+    "1 % of the batches with 30 times the loss": 0.15,
+    "sorted in each epoch, ± 15 %": 0.2,
+    "shards of 100 to 400 steps, ± 10 %": 1.5,
+    "shards of 10 to 50 steps, ± 10 %": 1.5,
+}
+
+
+class TestActingAlarms:
+    def test_there_is_none_on_a_public_run_on_unshuffled_data(self) -> None:
+        run = benchmark_module.read_curve(benchmark_module.UNSHUFFLED)
+        assert len(run.losses) == 19_073
+        assert benchmark_module.acting_alarms([run])["alarms"] == 0
+
+    @pytest.mark.parametrize("kind", COMMITTED["acting"])
+    def test_the_committed_figures_are_one_in_ten_thousand_steps(self, kind: str) -> None:
+        assert COMMITTED["acting"][kind]["per_1000_steps"] <= BEYOND_THE_BOUND.get(kind, 0.1)
+
+    @pytest.mark.parametrize(
+        "simulation",
+        [
+            pytest.param(each, id=each.name, marks=[] if position % 5 == 1 else [pytest.mark.slow])
+            for position, each in enumerate(benchmark_module.SIMULATIONS)
+        ],
+    )
+    def test_the_committed_figures_of_simulated_runs_are_those_of_the_code(self, simulation: Any) -> None:
+        found = benchmark_module.unshuffled([0], [simulation])[simulation.name]
+        assert found["alarms"] == COMMITTED["acting"][simulation.name]["by_run"][0]
 
 
 class TestPower:

@@ -32,6 +32,7 @@ from self_healing.detectors import (
 )
 from self_healing.detectors.progress import theil_sen
 from self_healing.detectors.trend import Reading, SortedWindow
+from self_healing.detectors.usual import UsualSpikes
 
 
 def noise(count: int, level: float = 2.0, spread: float = 0.05, seed: int = 0) -> list[float]:
@@ -144,6 +145,119 @@ class TestLogTrend:
         for step, value in enumerate(islice(cycle([20.0, 2000.0]), count)):
             trend.refuse(trend.read(step, value))
             assert not trend.relearn()
+
+
+def alike(count: int, correlation: float, spread: float = 0.05, seed: int = 0) -> list[float]:
+    """A healthy loss on data that are not shuffled: log-normal, each value like the one before."""
+    rng = random.Random(seed)
+    values, value = [], rng.gauss(0, 1)
+    for _ in range(count):
+        value = correlation * value + math.sqrt(1 - correlation**2) * rng.gauss(0, 1)
+        values.append(2.0 * math.exp(spread * value))
+    return values
+
+
+def divergences(losses: list[float]) -> list[int]:
+    """Steps at which a panel sees a divergence."""
+    panel = DetectorPanel()
+    observed = ((step, panel.observe(StepSignals(step, loss))) for step, loss in enumerate(losses))
+    return [step for step, symptoms in observed if "divergence" in names(symptoms)]
+
+
+class TestNoiseThatIsNotIndependent:
+    def test_batches_that_are_like_their_neighbours_stretch_the_sums(self) -> None:
+        trend = settled(alike(1000, 0.8))
+        assert trend.read(1000, 2.0).stretch == pytest.approx(3.0, rel=0.3)  # sqrt(1.8 / 0.2)
+
+    def test_a_loss_that_falls_is_not_taken_for_one(self) -> None:
+        falling = [value * (0.75 + 0.5 * math.exp(-step / 30)) for step, value in enumerate(noise(300, spread=0.03))]
+        assert settled(falling).read(300, 1.5).stretch < 1.4
+
+    @pytest.mark.parametrize("correlation", [0.4, 0.7, 0.9])
+    def test_unshuffled_data_make_one_divergence_in_ten_thousand_steps(self, correlation: float) -> None:
+        assert sum(len(divergences(alike(4000, correlation, seed=seed))) for seed in range(5)) <= 2
+
+    def test_a_rise_is_seen_in_them_all_the_same(self) -> None:
+        losses = alike(1000, 0.7)
+        found = divergences(losses + [2 * value for value in alike(60, 0.7, seed=1)])
+        assert len(found) == 1
+        assert 1000 <= found[0] < 1015
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_batches_of_one_row_instead_of_eight_make_no_divergence(self, seed: int) -> None:
+        wider = noise(1000, spread=0.05 * math.sqrt(8), seed=seed + 100)
+        assert divergences(noise(1000, spread=0.05, seed=seed) + wider) == []
+
+    @pytest.mark.parametrize("highest", [15, 25, 40])
+    def test_a_bump_while_the_rate_warms_up_is_no_divergence(self, highest: int) -> None:
+        bump = [0.3 * math.exp(-(((step - highest) / (0.5 * highest)) ** 2)) for step in range(300)]
+        assert divergences([value * (1 + each) for value, each in zip(noise(300), bump, strict=True)]) == []
+
+    def test_rises_that_proved_harmless_raise_the_limit(self) -> None:
+        detector = DivergenceDetector()
+        for _ in range(2):
+            for z in [4.0] * 4 + [0.0] * 5:
+                detector.observe(reading(z))
+        assert detector.limit > 1.4 * 11.0
+
+    def test_a_rise_that_was_healed_does_not_count_as_harmless(self) -> None:
+        detector = DivergenceDetector()
+        for _ in range(4):
+            detector.observe(reading(4.0))
+        detector.reset()
+        assert detector.limit == 11.0
+
+
+class TestWhatIsUsual:
+    def rare(self, panel: DetectorPanel, steps: range, share: float = 0.03) -> list[int]:
+        """Steps that would be left out or clipped, where some batches have twice the loss and four times the norm."""
+        rng, found = random.Random(0), []
+        for step in steps:
+            loss, norm = 2 * math.exp(rng.gauss(0, 0.05)), math.exp(rng.gauss(0, 0.15))
+            factor = 2 if rng.random() < share else 1
+            signals = StepSignals(step, factor * loss, factor * factor * norm)
+            if panel.alarming(signals) is not None:
+                found.append(step)
+            panel.remember_spike(signals)
+            panel.observe(signals)
+        return found
+
+    def test_batches_that_are_rare_but_real_are_left_out_twice_at_most(self) -> None:
+        assert len(self.rare(DetectorPanel(), range(6000))) <= 2
+
+    def test_what_is_usual_is_kept_with_the_state(self) -> None:
+        panel, other = DetectorPanel(), DetectorPanel()
+        self.rare(panel, range(1000))
+        other.load_state_dict(json.loads(json.dumps(panel.state_dict())))
+        assert self.rare(other, range(1000, 2000)) == []
+
+    def test_of_heavy_tails_only_what_exceeds_the_tail_stands_out(self) -> None:
+        usual, rng = UsualSpikes(), random.Random(0)
+        stood_out = []
+        for step in range(5000):
+            z = rng.gauss(0, 1) / math.sqrt(rng.expovariate(1.0))  # Student's t, 2 degrees of freedom
+            if z > 6 and usual.stands_out(reading(z, step=step)):
+                stood_out.append(step)
+            usual.add(reading(z, step=step), spike=z > 6)
+        assert len(stood_out) <= 2
+        assert usual.stands_out(reading(1e4, step=5000))
+
+    def test_a_spike_that_is_usual_adds_nothing_to_a_drift(self) -> None:
+        spikes, divergence = LossSpikeDetector(), DivergenceDetector()
+        for step in range(0, 30, 10):
+            spikes.observe(reading(10.0, step=step))
+            spikes.observe(reading(0.0, step=step + 1))
+        for step in range(30, 33):
+            spikes.observe(reading(10.0, step=step))
+            divergence.observe(reading(10.0, step=step), usual_spike=spikes.usual)
+        # Three in a row are no chance any more.
+        assert divergence.sum == 3.5
+
+    def test_what_is_remembered_of_a_long_run_is_bounded(self) -> None:
+        usual = UsualSpikes()
+        for step in range(3000):
+            usual.add(reading(10.0 + step % 7, step=step))
+        assert len(usual.state_dict()["recent"]) <= 64
 
 
 def baselines(panel: DetectorPanel) -> Any:
@@ -293,7 +407,7 @@ class TestLossSpike:
 
     def test_spikes_of_long_ago_are_not_usual(self) -> None:
         spikes = LossSpikeDetector()
-        for step in (0, 10, 20, 500):
+        for step in (0, 10, 20, 2500):
             symptom = spikes.observe(reading(10.0, step=step))
             spikes.observe(reading(0.0, step=step + 1))
         assert symptom is not None

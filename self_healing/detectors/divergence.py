@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from operator import sub
 from statistics import median
 from typing import Any
 
 from .symptom import Symptom
-from .trend import Reading
+from .trend import MAD_TO_SIGMA, Reading
+from .usual import UsualRises
 
 
 # Before there is a baseline, the loss is held against the median of this many first steps.
@@ -16,6 +18,9 @@ _FIRST_STEPS = 5
 _EARLY_WINDOW = 10
 # In nats, from one batch to another: the very first loss is that of one batch.
 _FIRST_LOSS_VARIES = 0.5
+# The noise of so many losses is held against the scale of all; chance alone makes it half as large again.
+_NOISE_WINDOW, _NOISIER = 20, 1.5
+_LAST_LOSSES = 3
 
 
 class DivergenceDetector:
@@ -25,7 +30,10 @@ class DivergenceDetector:
     Three tests, the first that strikes is reported:
 
     - **drift**: one-sided CUSUM of the robust z of log-loss, `S = max(0, S + min(z, cap) - slack)`, above `limit`
-      (Page 1954, doi:10.1093/biomet/41.1-2.100). Many small rises add up; one spike, capped, cannot reach the limit;
+      (Page 1954, doi:10.1093/biomet/41.1-2.100). Many small rises add up; one spike, capped, cannot reach the limit.
+      z is divided by what makes sums of it stray further than those of independent normal values ([`SumSpread`]), and
+      by how much wider the noise of the last 20 steps is than it was: a smaller batch is no rise. Where such sums have
+      risen before and nothing was wrong, the limit is higher ([`UsualRises`]);
     - **above chance**: loss above `ln(vocabulary) + 1` nats for `chance_steps` steps, after having been below
       `ln(vocabulary)`: worse than guessing every token, by a factor e;
     - **early**, while there is no baseline, and with a `vocabulary` only, which makes the unit nats: loss above the
@@ -70,7 +78,6 @@ class DivergenceDetector:
         patience: int = 100,
     ) -> None:
         self.slack = slack
-        self.limit = limit
         self.cap = cap
         self.chance = None if vocabulary is None else math.log(vocabulary)
         self.chance_steps = chance_steps
@@ -80,6 +87,11 @@ class DivergenceDetector:
         self.patience = patience
         self.sum = 0.0
         self.alarmed = False
+        self._given_limit = limit
+        self._rises = UsualRises(limit)
+        self._highest = 0.0
+        self._last_zs: deque[float] = deque(maxlen=_NOISE_WINDOW)
+        self._step = 0
         self._since = 0
         self._back = 0
         self._above_chance = 0
@@ -88,27 +100,41 @@ class DivergenceDetector:
         self._early: deque[bool] = deque(maxlen=_EARLY_WINDOW)
 
     @property
+    def limit(self) -> float:
+        """Sum at which a drift is a divergence: what was given, or more where rises are usual."""
+        return self._rises.limit
+
+    @property
     def suspicious(self) -> bool:
         """Whether a rise is building up: until it is known for what it is, losses had better not enter a baseline."""
-        return self.alarmed or self.sum > 3 * self.slack
+        return self.alarmed or self.sum > max(3 * self.slack, self.limit - self._given_limit)
 
     @property
     def overdue(self) -> bool:
         """Whether the loss has stayed away for `patience` steps."""
         return self.alarmed and self._since >= self.patience
 
-    def observe(self, reading: Reading) -> Symptom | None:
-        """Judges one loss; `"divergence"`, once for each."""
+    def observe(self, reading: Reading, usual_spike: bool = False) -> Symptom | None:
+        """
+        Judges one loss; `"divergence"`, once for each.
+
+        Args:
+            reading ([`Reading`]):
+                The loss.
+            usual_spike (`bool`, *optional*, defaults to `False`):
+                Whether it is high as other single losses were before: it then adds nothing to a drift.
+        """
         if not math.isfinite(reading.value):
             return None
+        self._step = reading.step
         above_chance = self._observe_chance(reading.value)
         early = self._observe_early(reading)
-        if reading.z is not None:
-            self.sum = max(0.0, self.sum + min(reading.z, self.cap) - self.slack)
+        if reading.z is not None and not usual_spike:
+            self._add(reading.z, reading.stretch)
         if self.alarmed:
             self._watch_recovery(reading)
             return None
-        if self.sum > self.limit:
+        if self.sum > self.limit and self._rise(reading) >= reading.least_rise:
             return self._alarm(reading, "drift", cusum=self.sum, limit=self.limit)
         if above_chance and self.chance is not None:
             return self._alarm(reading, "above chance", limit=self.chance + 1, steps=self._above_chance)
@@ -119,10 +145,12 @@ class DivergenceDetector:
     def reset(self) -> None:
         """Ends the alarm: the loss has come back, or has been brought back."""
         self.alarmed, self.sum, self._above_chance = False, 0.0, 0
+        self._highest = 0.0
         self._early.clear()
 
     def settle(self) -> None:
         """Ends the alarm: the loss stays where it is, and has to fall below chance again before it can rise above."""
+        self._remember_rise()
         self.reset()
         self._was_below_chance = False
 
@@ -139,6 +167,35 @@ class DivergenceDetector:
         """Takes the losses a run began with from a state in which more of them were known."""
         if len(first) > len(self._first):
             self._first = list(first)
+
+    def _add(self, z: float, stretch: float) -> None:
+        self._last_zs.append(z)
+        self.sum = max(0.0, self.sum + min(z / (stretch * self._noise()), self.cap) - self.slack)
+        self._highest = max(self._highest, self.sum)
+        if self.sum == 0.0 and not self.alarmed:
+            self._remember_rise()
+
+    def _rise(self, reading: Reading) -> float:
+        """How far the last losses lie above the baseline, in natural-log units."""
+        return median(list(self._last_zs)[-_LAST_LOSSES:] or [0.0]) * (reading.scale or 0.0)
+
+    def _noise(self) -> float:
+        """
+        Scale of the last z, if it has grown; from the moves from one to the next, of which a rise makes one. A batch
+        of one row where there were eight has the same mean loss, and thrice the noise.
+        """
+        zs = list(self._last_zs)
+        moves = sorted(map(abs, map(sub, zs[1:], zs)))
+        if len(moves) < _NOISE_WINDOW // 2:
+            return 1.0
+        scale = MAD_TO_SIGMA * moves[len(moves) // 2] / math.sqrt(2)
+        return scale if scale > _NOISIER else 1.0
+
+    def _remember_rise(self) -> None:
+        """A rise is over, and it has come to nothing."""
+        height = self.limit if self.alarmed else self._highest
+        self._rises.add(self._step, height, reported=self.alarmed)
+        self._highest = 0.0
 
     def _observe_chance(self, loss: float) -> bool:
         if self.chance is None:
@@ -184,6 +241,7 @@ class DivergenceDetector:
         back = back and (self.chance is None or not self._was_below_chance or reading.value <= self.chance + 1)
         self._back = self._back + 1 if back else 0
         if self._back >= self.recover_steps:
+            self._remember_rise()
             self.reset()
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,6 +254,10 @@ class DivergenceDetector:
             "was_below_chance": self._was_below_chance,
             "first": list(self._first),
             "early": list(self._early),
+            "usual_rises": self._rises.state_dict(),
+            "highest": self._highest,
+            "last_zs": list(self._last_zs),
+            "step": self._step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -207,3 +269,9 @@ class DivergenceDetector:
         self._was_below_chance = state["was_below_chance"]
         self._first = list(state["first"])
         self._early = deque(state["early"], maxlen=_EARLY_WINDOW)
+        self._rises = UsualRises(self._given_limit)
+        if "usual_rises" in state:
+            self._rises.load_state_dict(state["usual_rises"])
+        self._highest = state.get("highest", 0.0)
+        self._last_zs = deque(state.get("last_zs", ()), maxlen=_NOISE_WINDOW)
+        self._step = state.get("step", 0)

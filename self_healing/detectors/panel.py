@@ -10,10 +10,11 @@ from ..config import HealingConfig
 from ..signals import StepSignals
 from .divergence import DivergenceDetector
 from .progress import OverfittingDetector, PlateauDetector
-from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector, UsualSpikes
+from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
 from .stillness import DeadLossDetector, VanishingGradientDetector
 from .symptom import Symptom
 from .trend import LogTrend, Reading
+from .usual import UsualSpikes
 
 
 # A gradient norm varies from step to step by at least 5 %, and at first, while the learning rate warms up, by 20 %.
@@ -104,7 +105,10 @@ class DetectorPanel:
     def learn_gradients_anew(self) -> None:
         """Forgets what gradient norm was usual: that of other parameters."""
         self.gradient_trend = LogTrend(
-            floor=_GRADIENT_FLOOR, early_floor=_EARLY_GRADIENT_FLOOR, reject_above=self._gradient_spike_z
+            floor=_GRADIENT_FLOOR,
+            early_floor=_EARLY_GRADIENT_FLOOR,
+            reject_above=self._gradient_spike_z,
+            in_sums=False,
         )
         self._read = None
 
@@ -158,10 +162,10 @@ class DetectorPanel:
         return symptom
 
     def remember_spike(self, signals: StepSignals) -> None:
-        """Takes in that a step was a spike, if it was, whatever becomes of it: so one learns what is usual."""
+        """Takes in how far the gradient of a step strays, applied or not: so one learns what is usual."""
         gradient = self.read(signals)[1]
-        if gradient is not None and gradient.z is not None and self.spike(signals) is not None:
-            self.usual_spikes.add(gradient)
+        if gradient is not None and gradient.z is not None:
+            self.usual_spikes.add(gradient, spike=self.spike(signals) is not None)
 
     def observe(self, signals: StepSignals) -> list[Symptom]:
         """Takes in a step that is applied; what there is to say about it."""
@@ -195,7 +199,7 @@ class DetectorPanel:
         if "loss_spike" in self.apply:
             symptoms.append(self.loss_spike.observe(reading))
         if "divergence" in self.apply:
-            symptoms.append(self.divergence.observe(reading))
+            symptoms.append(self.divergence.observe(reading, usual_spike=self.loss_spike.usual))
             if self.divergence.overdue and self.loss_trend.relearn():
                 self.divergence.settle()
                 self.relearned = True

@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Any
 
 from .symptom import Symptom
 from .trend import Reading
+from .usual import UsualSpikes
 
 
-# Steps over which spikes count as usual.
-_USUAL_STEPS = 200
-
-
-class UsualSpikes:
-    """
-    Remembers the spikes of the last 200 steps: where there have been two, the next stands out only if it is half as
-    high again as the second-highest. A rare kind of row has a loss and a gradient of its own, and that is no fault.
-    """
-
-    def __init__(self) -> None:
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_USUAL_STEPS)
-
-    def stands_out(self, reading: Reading) -> bool:
-        """Whether a spike is higher (in natural-log units) than what is usual. Changes nothing."""
-        if len(self._recent) < 2:
-            return True
-        heights = sorted(height for at, height in self._recent if at > reading.step - _USUAL_STEPS)
-        return len(heights) < 2 or reading.height > 1.5 * heights[-2]
-
-    def add(self, reading: Reading) -> None:
-        """Takes in a spike, whatever became of it."""
-        self._recent.append((reading.step, reading.height))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"recent": [list(spike) for spike in self._recent]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._recent = deque(((step, height) for step, height in state["recent"]), maxlen=_USUAL_STEPS)
+# A usual spike may be followed by another by chance. More in a row are a rise.
+_IN_A_ROW = 2
 
 
 class LossSpikeDetector:
@@ -47,8 +20,8 @@ class LossSpikeDetector:
 
     Most spikes pass by themselves (one odd batch); one that lasts is a divergence and [`DivergenceDetector`]'s to
     report. A first reading above the threshold is reported, the ones that follow it without a break are not. Where
-    spikes are usual (small batches of mixed length), only those that stand out from them are: once there have been two
-    in the last 200 steps, the next has to be half as high again as the second-highest. Costs O(1).
+    spikes are usual (small batches of mixed length, rare rows, noise with heavy tails), only those that stand out are
+    ([`UsualSpikes`]). Costs O(1), and O(64) where a value strays far.
 
     Args:
         threshold (`float`, *optional*, defaults to 8.0):
@@ -77,20 +50,24 @@ class LossSpikeDetector:
         self.threshold = threshold
         self.notice_threshold = notice_threshold
         self.factor = factor
-        self._above = False
+        self._in_a_row = 0
         self._usual = UsualSpikes()
+        self.usual = False
+        """Whether the last loss was a spike of a kind that is usual: nothing that adds up to a divergence."""
 
     def observe(self, reading: Reading) -> Symptom | None:
         """Judges one loss; `"loss_spike"` (warning) or `"loss_notice"` (info)."""
+        self.usual = False
         if reading.z is None or reading.level is None:
             return None
         beyond_factor = self.factor > 0 and reading.value > self.factor * reading.level
         spike = reading.z > self.threshold or beyond_factor
-        first, self._above = spike and not self._above, spike
-        stands_out = first and self._usual.stands_out(reading)
-        if first:
-            self._usual.add(reading)
-        if stands_out:
+        self._in_a_row = self._in_a_row + 1 if spike else 0
+        first, stands_out = self._in_a_row == 1, spike and self._usual.stands_out(reading)
+        self.usual = spike and not stands_out and self._in_a_row <= _IN_A_ROW
+        if first or not spike:
+            self._usual.add(reading, spike)
+        if first and stands_out:
             limits = {"threshold": self.threshold} | ({"factor": self.factor} if beyond_factor else {})
             return Symptom("loss_spike", reading.step, reading.evidence() | limits)
         if (first or not spike) and reading.z > self.notice_threshold:
@@ -99,10 +76,10 @@ class LossSpikeDetector:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"above": self._above, "usual": self._usual.state_dict()}
+        return {"above": self._in_a_row > 0, "in_a_row": self._in_a_row, "usual": self._usual.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._above = state["above"]
+        self._in_a_row = state.get("in_a_row", int(state["above"]))
         self._usual.load_state_dict(state["usual"])
 
 

@@ -7,12 +7,26 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
+from operator import mul
 from statistics import median
 from typing import Any, NamedTuple
 
 
 # Turns a median absolute deviation into the standard deviation of a normal distribution, 1 / Φ⁻¹(3/4).
 MAD_TO_SIGMA = 1.4826
+# Values on either side of one through which a parabola is laid, what its middle takes of each, and how many values
+# would have a mean as noisy as that middle.
+_HALF = 20
+_VALUES_AROUND = 2 * _HALF + 1
+_PARABOLA = [
+    3 * (3 * _HALF * (_HALF + 1) - 1 - 5 * away * away) / ((2 * _HALF - 1) * (2 * _HALF + 1) * (2 * _HALF + 3))
+    for away in range(-_HALF, _HALF + 1)
+]
+_LEFT_AROUND = _VALUES_AROUND / 2.25
+# Distances before anything is said about sums of them, and a correlation beyond which their spread has no bound.
+_FEWEST_FOR_SUMS, _HIGHEST_CORRELATION = 20, 0.95
+# In scales: a spike counts in the spread of sums as it does in a sum, where it is capped.
+_SUMS_REACH = 4
 # Four in five values of a normal distribution lie within this many standard deviations, Φ⁻¹(0.9).
 FOUR_IN_FIVE = 1.2816
 
@@ -35,6 +49,10 @@ class Reading(NamedTuple):
             Usual distance from the baseline, in natural-log units: 0.05 is about 5 %.
         window (`int`):
             Number of accepted values the baseline rests on.
+        stretch (`float`, *optional*, defaults to 1.0):
+            How many times as far sums of neighbouring z stray as those of independent normal ones; 1 or more.
+        least_rise (`float`, *optional*, defaults to 0.0):
+            Distance from the baseline, in natural-log units, below which a rise that lasts is none yet.
     """
 
     step: int
@@ -43,6 +61,8 @@ class Reading(NamedTuple):
     level: float | None
     scale: float | None
     window: int
+    stretch: float = 1.0
+    least_rise: float = 0.0
 
     @property
     def height(self) -> float:
@@ -123,6 +143,70 @@ class SortedWindow:
         return (first * low + inside + (len(self.ordered) - last) * high) / len(self.ordered)
 
 
+class SumSpread:
+    """
+    How much further sums of neighbouring values stray than those of independent ones.
+
+    Batches of unshuffled data are like their neighbours: one high loss says that the next is high as well, and a sum
+    over a few steps means less than it seems. With a lag-1 correlation r, such sums stray sqrt((1 + r) / (1 - r))
+    times as far (an autoregressive process). The correlation is that of the distances from a parabola through the 41
+    values around each (Savitzky and Golay 1964), so that a loss that falls is not taken for one whose values are
+    alike; what such a parabola takes away of it is added again. Variance and product are sums whose weights fade over
+    `memory` values. Within two standard errors of 0, a correlation counts as none: shuffled data do not pay for it.
+    Costs O(41).
+
+    Args:
+        memory (`int`, *optional*, defaults to 500):
+            Values after which a weight has fallen to 1/e.
+    """
+
+    def __init__(self, memory: int = 500) -> None:
+        self._fade = 1 - 1 / memory
+        self._around: deque[float] = deque(maxlen=_VALUES_AROUND)
+        self._last = 0.0
+        # Sums of the weights, of their squares, of the squared distances, and of their products with the next.
+        self._sums = [0.0] * 4
+        self.deviation = 0.0
+        """Standard deviation of the distances; 0 while there are too few."""
+        self.inflation = 1.0
+        """How many times as far sums stray as those of independent values; 1 or more."""
+
+    def add(self, value: float, reach: float) -> None:
+        """Takes in a value; a distance of more than `reach` counts as that."""
+        self._around.append(value)
+        if len(self._around) < _VALUES_AROUND:
+            return
+        distance = self._around[_VALUES_AROUND // 2] - sum(map(mul, self._around, _PARABOLA))
+        distance = min(max(distance, -reach), reach)
+        fade, (weights, weights_squared, squares, products) = self._fade, self._sums
+        weights, weights_squared = fade * weights + 1, fade * fade * weights_squared + 1
+        squares, products = fade * squares + distance * distance, fade * products + distance * self._last
+        self._sums, self._last = [weights, weights_squared, squares, products], distance
+        count = weights * weights / weights_squared
+        if count < _FEWEST_FOR_SUMS or squares <= 0:
+            return
+        self.deviation = math.sqrt(squares / weights)
+        # The bias of an estimate from few values (Marriott and Pope 1954), of which a parabola takes three.
+        correlation = (products / squares + 1 / _LEFT_AROUND) / (1 - 3 / _LEFT_AROUND)
+        correlation = min(correlation, _HIGHEST_CORRELATION)
+        correlated = correlation > 2 / math.sqrt(count)
+        self.inflation = math.sqrt((1 + correlation) / (1 - correlation)) if correlated else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "around": list(self._around),
+            "sums": list(self._sums),
+            "last": self._last,
+            "deviation": self.deviation,
+            "inflation": self.inflation,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._around = deque(state["around"], maxlen=_VALUES_AROUND)
+        self._sums, self._last = list(state["sums"]), state["last"]
+        self.deviation, self.inflation = state["deviation"], state["inflation"]
+
+
 class LogTrend:
     """
     Robust baseline of the logarithm of a positive quantity (a loss, a gradient norm).
@@ -150,11 +234,16 @@ class LogTrend:
         early_floor (`float`, *optional*, defaults to 0.1):
             Smallest scale that values are judged by until `level_window` have been accepted: a scale from few values
             is often too small by half.
+        early_rise (`float`, *optional*, defaults to 0.33):
+            Until then, the distance below which a rise that lasts is none yet: in the first steps, while the learning
+            rate warms up, many a loss rises by a third and comes back.
         reject_above (`float`, *optional*, defaults to 6.0):
             Largest z that still enters the baseline.
         offset (`float`, *optional*, defaults to 0.02):
             Share of the first accepted value that is added to each before its logarithm is taken: from 0.001 to 0.01
             nats is no rise worth mentioning for a run that began at 2.
+        in_sums (`bool`, *optional*, defaults to `True`):
+            Whether its z are added up, so that it has to be known how far sums of them stray.
 
     Example:
 
@@ -175,17 +264,22 @@ class LogTrend:
         warmup: int = 20,
         floor: float = 0.01,
         early_floor: float = 0.1,
+        early_rise: float = 0.33,
         reject_above: float = 6.0,
         offset: float = 0.02,
+        in_sums: bool = True,
     ) -> None:
         self.warmup = warmup
         self.floor = floor
         self.early_floor = early_floor
+        self.early_rise = early_rise
         self.reject_above = reject_above
         self.offset = offset
+        self.in_sums = in_sums
         self._added: float | None = None
         self._recent = SortedWindow(level_window)
         self._deviations = SortedWindow(scale_window)
+        self._sums = SumSpread()
         self._level = 0.0
         self._scale = floor
         self._accepted = 0
@@ -195,6 +289,7 @@ class LogTrend:
         """The baseline in the quantity's own units; `None` before the first accepted value."""
         self.scale = floor
         """Usual distance from the baseline, in natural-log units; what a z is counted in."""
+        self._stretch, self._least_rise = 1.0, 0.0
         self._settle()
 
     @property
@@ -207,7 +302,7 @@ class LogTrend:
         if not self.ready:
             return Reading(step, value, None, None, None, len(self._recent))
         z = (self._logarithm(value) - self._level) / self.scale if _has_logarithm(value) else None
-        return Reading(step, value, z, self.level, self.scale, len(self._recent))
+        return Reading(step, value, z, self.level, self.scale, len(self._recent), self._stretch, self._least_rise)
 
     def accept(self, reading: Reading, hold: bool = False) -> bool:
         """
@@ -282,6 +377,8 @@ class LogTrend:
             self._deviations.add(logarithm - self._level)
             spread = self._deviations.median_distance(self._deviations.median())
             self._scale = max(MAD_TO_SIGMA * spread, self.floor)
+        if self.in_sums:
+            self._sums.add(logarithm, _SUMS_REACH * self._scale)
         self._recent.add(logarithm)
         self._accepted += 1
         middle = self._recent.median()
@@ -299,6 +396,8 @@ class LogTrend:
         if self._accepted < self._recent.size:
             least = max(least, self.early_floor)
         self.scale = max(self._scale, least)
+        self._stretch = max(self._sums.deviation / self.scale, 1.0) * self._sums.inflation
+        self._least_rise = self.early_rise if self._accepted < self._recent.size else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Everything it remembers, as JSON; exact."""
@@ -311,6 +410,7 @@ class LogTrend:
             "accepted": self._accepted,
             "added": self._added,
             "outside": list(self._outside),
+            "sums": self._sums.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -322,6 +422,9 @@ class LogTrend:
         self._accepted = state["accepted"]
         self._added = state["added"]
         self._outside = deque(state["outside"], maxlen=self._recent.size)
+        self._sums = SumSpread()
+        if "sums" in state:
+            self._sums.load_state_dict(state["sums"])
         self._settle()
 
 
