@@ -82,7 +82,9 @@ def test_looking_for_the_row_outlasts_a_second_fault(
     assert not (tmp_path / "quarantine.jsonl").exists()
 
 
-@pytest.mark.parametrize("forwards", [2, 4, 6, 9])
+@pytest.mark.parametrize(
+    "forwards", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow), 9]
+)
 def test_a_fault_that_lasts_is_not_blamed_on_rows_or_numbers(
     tmp_path: Path, tokenizer: Any, undisturbed: Any, forwards: int
 ) -> None:
@@ -190,7 +192,11 @@ QUICK = HealingConfig(snapshot_interval=2, snapshot_verify_steps=2)
 
 
 @pytest.mark.parametrize("second", FAULTS)
-@pytest.mark.parametrize("later", [3, 4, 6], ids=["at the first step", "half-way", "further on"])
+@pytest.mark.parametrize(
+    "later",
+    [pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow)],
+    ids=["at the first step", "half-way", "further on"],
+)
 def test_steps_that_are_applied_again_outlast_a_second_fault(
     tmp_path: Path, tokenizer: Any, undisturbed: Any, second: str, later: int
 ) -> None:

@@ -715,3 +715,15 @@ def test_exit_codes_are_for_launchers_that_start_again(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert not restarts_on_exit(HealingConfig())
     assert not restarts_on_exit(HealingConfig(launcher_restarts="no"))
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["callback", "wrapper"])
+def test_the_report_of_a_run_that_was_killed_says_that_it_died(
+    tmp_path: Path, start: Callable[..., int], alone: bool
+) -> None:
+    assert start(tmp_path / "job", launcher="none", fault="sigkill", step=5, callback_alone=alone) == -9
+    status = HealingReport.from_run_dir(tmp_path / "job").status
+    assert status is not None
+    assert (status.state, status.max_steps) == ("died", 12)
+    # A slow disk is not written to after each step.
+    assert status.step <= 5

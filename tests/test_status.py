@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,12 +158,3 @@ def test_the_journal_is_found_from_either_directory(tmp_path: Path, tokenizer: A
         assert "The run ended at step 2 of 2" in report(directory).stdout
     moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
     assert report(moved / "out").exit_code == 0
-
-
-@pytest.mark.parametrize("alone", [True, False], ids=["callback", "wrapper"])
-def test_a_run_that_was_killed_died_at_its_last_step(tmp_path: Path, start: Callable[..., int], alone: bool) -> None:
-    code = start(tmp_path / "job", launcher="none", fault="sigkill", step=5, callback_alone=alone)
-    assert code == -9
-    result = report(tmp_path / "job")
-    assert "The run died at step 5 of 12" in result.stdout
-    assert result.exit_code == 1
