@@ -603,6 +603,7 @@ EXAMPLES: dict[str, Example] = {
     "entropy_collapse": of_one("entropy", 0.3, 0.005),
     "entropy_high": of_one("entropy", 0.4, 1.6, start=0.4),
     "kl_high": of_one("kl", 0.3, 2.5),
+    "kl_burst": levels({"kl": 0.05, "grad_norm": 0.1}, {"kl": 4.4, "grad_norm": 63.0}, {"kl": 0.05, "grad_norm": 0.1}),
     "clip_ratio_high": of_one("clip_ratio/region_mean", 0.05, 0.4),
     "grad_norm_high": Example(lambda _: {"grad_norm": 0.5}, lambda log: {"grad_norm": 15.0 if log % 2 else 0.5}),
     "sampling_logp_difference": of_one("sampling/sampling_logp_difference/mean", 0.05, 1.5),
@@ -720,6 +721,14 @@ def test_the_curves_of_healthy_runs_raise_nothing(path: Path) -> None:
         if "completion_length" in log:  # as this metric was called then
             log["completions/mean_length"] = log["completion_length"]
         assert watch.observe(int(row["step"]), log) == []
+
+
+def test_a_burst_of_one_step_is_reported_on_a_public_run() -> None:
+    """KL 4.4 with a gradient norm of 63 in one step, at levels of 0.06 and 0.1."""
+    with (CURVES / "unstable_grpo_burst_per_step.csv").open(encoding="utf-8") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    logs = {int(row.pop("step")): row for row in rows}
+    assert (47, "rule:kl_burst") in feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs)
 
 
 def test_the_example_in_the_documentation_is_true() -> None:
