@@ -114,7 +114,7 @@ def has_own_loss(trainer: Any) -> bool:
     """Whether the loss is the user's: a function given to the trainer, or a subclass that computes it itself."""
     if getattr(trainer, "compute_loss_func", None) is not None:
         return True
-    for method in ("compute_loss", "training_step"):
+    for method in ("compute_loss", "_compute_loss", "training_step"):
         owner = next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
         if owner is not None and owner.__module__.partition(".")[0] not in ("transformers", "trl"):
             return True

@@ -272,6 +272,30 @@ class CallsOfEachStep(TrainerCallback):
             self.steps[-1].append(kwargs["input_ids"].shape[0])
 
 
+class TestPenaltyOnWeights:
+    def test_is_counted_once_in_a_step_that_is_split(self, tmp_path: Path, tokenizer: Any) -> None:
+        settings: dict[str, Any] = {"dropout": 0.0, "max_steps": 3}
+        plain = dpo_trainer(tmp_path / "plain", tokenizer, **settings)
+        penalise(plain)
+        plain.train()
+        healed = dpo_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], **settings)
+        penalise(healed)
+        memory = TooManyRows(healed.model, 4, unless=lambda: not torch.is_grad_enabled())
+        healed.train()
+        assert memory.fired > 0
+        assert_same_run(healed, plain)
+
+
+def penalise(trainer: Any) -> None:
+    """Adds the square of all weights to the loss of TRL, which no subclass shows."""
+    original = trainer._compute_loss
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) + 0.1 * sum(each.pow(2).sum() for each in trainer.model.parameters())
+
+    trainer._compute_loss = compute
+
+
 class TestThroughput:
     """Of steps that are split, beside those of the batch that somebody would have set by hand."""
 

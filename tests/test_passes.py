@@ -50,6 +50,7 @@ class Step:
     def run(self, inputs: torch.Tensor) -> float:
         def compute() -> float:
             loss = self._loss(self.model, inputs)
+            self.passes.look_at(loss)
             loss.backward()
             return float(loss)
 
@@ -85,6 +86,15 @@ def beside_a_reference(model: Callable[..., torch.Tensor], inputs: torch.Tensor)
     with torch.no_grad():
         reference = model(inputs)
     return (model(inputs) - 0.5 * reference).pow(2).sum(1).mean()
+
+
+def penalty_on_weights(model: Layers, inputs: torch.Tensor) -> torch.Tensor:
+    return model(inputs).pow(2).mean() + sum(each.pow(2).sum() for each in model.parameters())
+
+
+def second_head(model: Layers, inputs: torch.Tensor) -> torch.Tensor:
+    """Uses a weight of the model beside its call, on what came out of it."""
+    return (model(inputs) @ model.second.weight).pow(2).mean()
 
 
 def contrasting(model: Callable[..., torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
@@ -161,6 +171,16 @@ def test_calls_of_which_some_are_not_split_begin_the_step_anew() -> None:
     def loss(model: Callable[..., torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
         return model(inputs).sum() * model(inputs[:2]).sum()
 
+    inputs = torch.randn(6, 8, dtype=torch.float64)
+    _, of_all = whole(loss, inputs)
+    step = Step(loss, 2)
+    step.run(inputs)
+    assert step.begun_anew
+    assert distance(gradients(step.model), of_all) < 1e-12
+
+
+@pytest.mark.parametrize("loss", [penalty_on_weights, second_head])
+def test_a_loss_that_reaches_weights_past_the_calls_begins_anew(loss: Any) -> None:
     inputs = torch.randn(6, 8, dtype=torch.float64)
     _, of_all = whole(loss, inputs)
     step = Step(loss, 2)

@@ -63,6 +63,9 @@ class CheckpointHold(Protocol):
 class StepPasses(Protocol):
     """Computes a training step in several passes over its rows."""
 
+    def look_at(self, loss: Any) -> None:
+        """The loss of a pass, before its backward; raises where the step cannot be computed in passes."""
+
     def run(
         self,
         first: Callable[[], torch.Tensor],
@@ -520,6 +523,11 @@ class Instrument:
     def _in_passes(self, passes: StepPasses, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A training step of which only the last pass is counted, and rows are prepared in the first alone."""
         state, noted = self.trainer.state, list[tuple[Any, Bookkeeping, int]]()
+        looked_at = Replacements()
+
+        def look(backward: Callable[..., None], loss: Any, **kwargs: Any) -> None:
+            passes.look_at(loss)
+            backward(loss, **kwargs)
 
         def note(batch: Any) -> Any:
             # A copy: `compute_loss` may pop keys from the batch it is given.
@@ -527,8 +535,12 @@ class Instrument:
             return batch
 
         def first() -> torch.Tensor:
-            with self.preparing(note):
-                return compute()
+            looked_at.wrap(self.trainer.accelerator, "backward", look)
+            try:
+                with self.preparing(note):
+                    return compute()
+            finally:
+                looked_at.give_back()
 
         def again() -> torch.Tensor:
             batch, before, tokens = noted[0]

@@ -6,11 +6,14 @@ gradient. So each pass runs the model over one chunk, puts the outputs of that c
 known yet, and goes through the trainer's own loss and backward. The last pass has the outputs of all rows: its loss is
 that of the whole batch, and so are its metrics. It also shows what the gradient of each output is when all are known,
 and if any chunk was given another one, the loss does not treat its rows one by one: the step is thrown away.
+
+What gives weights a gradient past the outputs of the model (a penalty on their norm) would do so in every pass. It is
+found in the first one, before its backward, and the step is not computed in passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -69,6 +72,8 @@ class SplitCall:
             How the losses of the chunks add up.
         order (`list[int]`, *optional*):
             The rows in the order in which the chunks have them, if that is another one.
+        origins (`list`):
+            Where the gradients of this pass enter the model: the nodes that its outputs came from.
     """
 
     module: torch.nn.Module
@@ -79,6 +84,7 @@ class SplitCall:
     _outputs: list[tuple[Any, list[torch.Tensor]]] = field(default_factory=list)
     _gradients: list[dict[int, torch.Tensor]] = field(default_factory=list)
     _known: list[list[torch.Tensor]] = field(default_factory=list)
+    origins: list[Any] = field(default_factory=list)
 
     @property
     def chunk(self) -> Chunk:
@@ -90,6 +96,7 @@ class SplitCall:
         tensors: list[torch.Tensor] = []
         structure, live = flattened(output, tensors), len(self._outputs)
         self._watch(tensors)
+        self.origins = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         if live == len(self.chunks) - 1:
             self._ask_for_gradients(tensors)
         known = [
@@ -164,6 +171,23 @@ class Passes:
     def later(self) -> bool:
         """Whether this pass is not the first of its step."""
         return self._pass > 0
+
+    def look_at(self, loss: Any) -> None:
+        """
+        Looks at the loss of a pass before its backward.
+
+        Args:
+            loss (`Any`):
+                What the backward pass begins from.
+
+        Raises:
+            NotInPasses: If weights get gradients from it past the outputs of the calls that are split.
+        """
+        if self.later or not self._splits or not isinstance(loss, torch.Tensor):
+            return
+        outputs = {node for call in self._splits for node in call.origins}
+        if _reaches_weights(loss.grad_fn, outputs):
+            raise NotInPasses
 
     def run(self, first: Callable[[], _T], again: Callable[[], _T], anew: Callable[[], _T]) -> _T:
         """
@@ -255,6 +279,21 @@ class Passes:
         if isinstance(call, _KeptCall) and _versions(call.result) != call.versions:
             self.refuse()
         return call
+
+
+def _reaches_weights(begin: Any, ends: Collection[Any]) -> bool:
+    """Whether a backward pass from a node comes to a leaf without going through one of the ends."""
+    seen, waiting = set(ends), [begin]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        # What accumulates gradients is the only kind of node that knows whose.
+        if hasattr(node, "variable"):
+            return True
+        seen.add(node)
+        waiting.extend(before for before, _ in node.next_functions)
+    return False
 
 
 def _versions(result: Any) -> list[int]:
