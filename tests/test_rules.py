@@ -598,6 +598,14 @@ def of_one(metric: str, healthy: float, red: float, start: float | None = None) 
 EXAMPLES: dict[str, Example] = {
     "reward_stuck_at_zero": of_one("rewards/format_reward/mean", 0.2, 0.0),
     "reward_std_zero": of_one("reward_std", 0.3, 0.0),
+    "reward_std_mostly_zero": Example(
+        lambda log: {"reward_std": 0.3 * (log % 2)}, lambda log: {"reward_std": 0.0 if log % 10 else 0.3}, after=9
+    ),
+    "most_steps_without_signal": Example(
+        lambda log: {"frac_reward_zero_std": 0.5, "reward_std": 0.3},
+        lambda log: {"frac_reward_zero_std": 1.0 if log % 10 else 0.5, "reward_std": 0.3},
+        after=9,
+    ),
     "no_group_has_signal": of_one("frac_reward_zero_std", 0.5, 1.0),
     "few_groups_have_signal": of_one("frac_reward_zero_std", 0.5, 0.9),
     "entropy_collapse": of_one("entropy", 0.3, 0.005),
@@ -698,6 +706,29 @@ def test_a_constant_reward_is_not_reported_as_few_groups_as_well() -> None:
     logs = constant({"reward_std": 0.0, "frac_reward_zero_std": 1.0}, range(1, 100))
     names = {name for _, name in feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs)}
     assert names == {"rule:reward_std_zero", "rule:no_group_has_signal"}
+
+
+def test_steps_mostly_without_signal_are_reported_on_a_public_run() -> None:
+    path = CURVES / "held_out" / "unstable_grpo_memory_redteam_per_step.csv"
+    with path.open(encoding="utf-8") as file:
+        logs = {int(row["step"]): {"reward_std": float(row["reward_std"])} for row in csv.DictReader(file)}
+    seen = feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs)
+    assert "rule:reward_std_mostly_zero" in {name for _, name in seen}
+
+
+@pytest.mark.parametrize("path", sorted(CURVES.rglob("healthy_grpo*.csv")), ids=lambda path: path.stem)
+def test_healthy_grpo_runs_have_a_signal(path: Path) -> None:
+    with path.open(encoding="utf-8") as file:
+        logs = {int(row["step"]): {"reward_std": float(row["reward_std"] or "nan")} for row in csv.DictReader(file)}
+    assert feed(MetricRules(rules_for(TABLE.values(), "grpo")), logs) == []
+
+
+def test_a_reward_is_known_by_the_name_that_older_trl_gives_it() -> None:
+    rule = TABLE["reward_stuck_at_zero"]
+    logs = constant({"rewards/accuracy": 0.0, "rewards/format": 0.5, "rewards/accuracy/std": 0.0}, range(1, 50))
+    watch = MetricRules([rule])
+    found = [symptom for step, log in logs.items() for symptom in watch.observe(step, log)]
+    assert [symptom.evidence["metric"] for symptom in found] == ["rewards/accuracy"]
 
 
 def test_longer_answers_in_later_batches_are_no_likelihood_displacement() -> None:

@@ -49,6 +49,8 @@ _EARLY = 10
 # A trend must exceed the standard error of the difference of two medians by this factor. Windows overlap from one
 # observation to the next and metrics are not independent: two or three would cry wolf in a long run.
 _STANDARD_ERRORS = 4.0
+# Before `rewards/NAME/mean` and `rewards/NAME/std` there was the mean alone, under the name of the reward function.
+_REWARD_IN_OLDER_TRL = re.compile(r"rewards/[^/]+")
 # Names in the plan that match nothing: a loop that logs ever new names must not fill the memory with them.
 _UNREAD_NAMES = 4096
 
@@ -121,7 +123,8 @@ class MetricRule:
             What it is called; in TOML, the name of its section.
         metric (`str`):
             The metric it watches, or a pattern such as `"rewards/*/mean"`, of which each match is watched on its own.
-            A pattern matches metrics of the evaluation only if it begins with `eval_` itself.
+            A pattern matches metrics of the evaluation only if it begins with `eval_` itself. `rewards/NAME/mean` is
+            also what older TRL logs as `rewards/NAME`.
         red_flag (`tuple[Condition, ...]`):
             What must hold at once.
         objectives (`tuple[str, ...]`, *optional*, defaults to all):
@@ -173,7 +176,10 @@ class MetricRule:
         """Whether it watches this metric."""
         if metric.startswith("eval_") and not self.metric.startswith("eval_"):
             return False
-        return metric == self.metric or fnmatchcase(metric, self.metric)
+        if metric == self.metric or fnmatchcase(metric, self.metric):
+            return True
+        older = _REWARD_IN_OLDER_TRL.fullmatch(metric) is not None
+        return older and self.metric.endswith("/mean") and fnmatchcase(f"{metric}/mean", self.metric)
 
 
 def rules_for(rules: Iterable[MetricRule], objective: str) -> tuple[MetricRule, ...]:
