@@ -31,6 +31,8 @@ _NEVER_WRITABLE = frozenset(
         errno.EACCES,
         errno.EPERM,
         errno.EROFS,
+        # The missing directories are made, so it is a place where none can be, or a working directory that is gone.
+        errno.ENOENT,
         errno.ENOTDIR,
         errno.EEXIST,
         errno.EISDIR,

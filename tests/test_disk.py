@@ -24,12 +24,12 @@ from conftest import (
     sft_trainer,
     weights,
 )
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
 from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints import expendable_checkpoint, remove_torn, write_marker
-from self_healing.disk import SaveHealer
+from self_healing.disk import SaveHealer, refuse_unwritable
 from self_healing.failures import FailureType, classify_exception, could_not_be_written
 from self_healing.instrument import CheckpointSaving
 from self_healing.session import Session
@@ -487,6 +487,15 @@ def test_an_output_dir_that_cannot_be_written_is_refused_before_the_first_step(
     with pytest.raises(ConfigurationError, match=r"cannot be written .*FileExistsError.*Nothing has been trained"):
         (SelfHealingTrainer(trainer) if wrapped else trainer).train()
     assert_same_weights(weights(trainer), before)
+
+
+def test_a_place_where_no_directory_can_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigurationError, match=r"cannot be written \(FileNotFoundError"):
+        refuse_unwritable(TrainingArguments("run", report_to=[], use_cpu=True))
 
 
 def test_without_checkpoints_to_write_it_is_only_told(
