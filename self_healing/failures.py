@@ -334,8 +334,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Action.EMERGENCY_CHECKPOINT,
             Action.STOP,
         ),
-        advice="Look at the samples in quarantine.jsonl, repair or remove them; where almost nothing can be loaded, "
-        "it is not the samples but the code or the storage they come through.",
+        advice="Look at the samples that are named, here and in quarantine.jsonl: repair or remove them; where almost "
+        "nothing can be loaded, it is not the samples but the code or the storage they come through.",
         severity="warning",
     ),
     FailureType.NETWORK: Recipe(

@@ -517,7 +517,7 @@ def describe(incident: Incident) -> str:
     if numbers:
         failure += f" ({numbers}.)"
     if incident.evidence.get("diagnosis"):
-        failure += f" {incident.evidence['diagnosis']}"
+        failure += f" {str(incident.evidence['diagnosis']).removesuffix('.')}."
     tensors = incident.evidence.get("tensors")
     if tensors:
         failure += f" In: {', '.join(map(str, tensors[:5]))}."

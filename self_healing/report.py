@@ -205,7 +205,8 @@ def _journal_of(place: Path) -> tuple[Path, RunStatus | None]:
         return place, None
     status = read_status(place)
     if status is not None and (told := place / status.journal).is_file():
-        return told, status
+        # Not by its spelling: `..` of a directory that is a link leads elsewhere.
+        return (told.resolve() if ".." in told.parts else told), status
     return place / EVENTS_FILE, status
 
 

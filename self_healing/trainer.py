@@ -356,7 +356,7 @@ class SelfHealingTrainer:
                     start.checkpoint or "the beginning",
                     start.step,
                     earlier.last_step,
-                    earlier.why or earlier.ending.value,
+                    (earlier.why or earlier.ending.value).removesuffix("."),
                 )
         return refused
 

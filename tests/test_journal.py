@@ -36,7 +36,7 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
 )
-from self_healing.journal import Journal
+from self_healing.journal import Journal, describe
 
 
 def struck(output_dir: Path, tokenizer: Any, config: HealingConfig | None = None, **arguments: Any) -> Any:
@@ -134,6 +134,12 @@ def test_every_field_of_an_incident_outlives_the_process(name: str) -> None:
 def test_an_incident_of_an_earlier_version_is_read_all_the_same() -> None:
     told = {name: value for name, value in WHOLE.to_dict().items() if name not in ("severity", "figures")}
     assert Incident.from_dict(told).severity is None
+
+
+@pytest.mark.parametrize("diagnosis", ["nothing to learn from", "Most are cut off."])
+def test_every_sentence_of_a_message_ends_once(diagnosis: str) -> None:
+    told = describe(Incident("", 3, "nonfinite_reward", evidence={"diagnosis": diagnosis}))
+    assert f"{diagnosis.removesuffix('.')}. Done:" in told
 
 
 @pytest.mark.parametrize("forward", [3, 11], ids=["early", "in the last step"])

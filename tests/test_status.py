@@ -155,6 +155,8 @@ def test_the_journal_is_found_from_either_directory(tmp_path: Path, tokenizer: A
     trainer = sft_trainer(tmp_path / "out", tokenizer, max_steps=2, callbacks=[SelfHealingCallback(config)])
     trainer.train()
     for directory in (tmp_path / "out", tmp_path / "healing"):
-        assert "The run ended at step 2 of 2" in report(directory).stdout
+        told = report(directory).stdout
+        assert "The run ended at step 2 of 2" in told
+        assert f"Journal: {tmp_path / 'healing' / 'healing_events.jsonl'}" in told
     moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
     assert report(moved / "out").exit_code == 0
