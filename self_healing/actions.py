@@ -392,7 +392,10 @@ class HealingActions:
             rollback = self.session.rollback
             rollback.leave_room()
             point = save_emergency_checkpoint(
-                _instrument(context), self.session.run_id, give_way=lambda: bool(rollback.give_way())
+                _instrument(context),
+                self.session.run_id,
+                give_way=lambda: bool(rollback.give_way()),
+                about_to_write=self.session.about_to_write,
             )
         except Exception as error:
             logger.warning(

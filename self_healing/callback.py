@@ -19,10 +19,10 @@ from . import consensus
 from .actions import HealingActions
 from .bad_samples import SampleHealer
 from .checkpoints import (
-    OWES_EVALUATION,
     PINNED_DIR,
     CheckpointError,
     Standing,
+    bookkeeping_now,
     check_resumed,
     find_trusted_checkpoint,
     healing_state_of,
@@ -57,6 +57,7 @@ from .judge import StepJudge
 from .memory import MemoryHealer
 from .own_files import hide_from_uploads, own_patterns, remove_leftovers
 from .reporting import Reporting
+from .restart import bookkeeping_of
 from .run_status import RunState
 from .services import ServiceCalls
 from .session import Session
@@ -240,10 +241,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 point.pending, point.bookkeeping = owed
         elif resumed_from is not None:
             marker = read_marker(Path(resumed_from))
+            bookkeeping = bookkeeping_of(session.record, Path(resumed_from))
             if marker is not None and marker.get("step") == state.global_step:
-                self._take_over(instrument, marker["bookkeeping"])
+                bookkeeping = marker["bookkeeping"]
+            if bookkeeping is not None:
+                self._take_over(instrument, bookkeeping)
                 load_generated(trainer, Path(resumed_from))
-                owes = owed_in(marker["bookkeeping"])
+                owes = owed_in(bookkeeping)
                 if owes is not None:
                     # A process that had to leave, or was killed after an exception, had no time for it.
                     leave = instrument.reentry.pay_first(resumed_from, *owes, session.started_at)
@@ -538,8 +542,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
         try:
             if checkpoint.is_dir():
-                exported = session.instrument.ledger.export()
-                exported[OWES_EVALUATION] = session.instrument.owes_evaluation
+                exported = bookkeeping_now(session.instrument)
                 save_generated(session.instrument.trainer, checkpoint)
                 finite = session.rollback.finite_at(int(state.global_step))
                 standing: Standing = "suspect" if finite is False else "unverified"

@@ -148,6 +148,11 @@ def owe_evaluation(checkpoint: Path) -> None:
     change_marker(checkpoint, change)
 
 
+def bookkeeping_now(instrument: Instrument) -> dict[str, Any]:
+    """What a marker says of running losses, metrics, and what is still to be done for the step."""
+    return instrument.ledger.export() | {OWES_EVALUATION: instrument.owes_evaluation}
+
+
 def owed_in(bookkeeping: Mapping[str, Any]) -> tuple[Pending, Leave] | None:
     """What a marker says is still to be done for the step of its checkpoint; `None` if it is nothing."""
     try:
@@ -343,7 +348,10 @@ def _none_at_all(output_dir: str | Path, passed_over: list[Verdict]) -> str:
 
 
 def save_emergency_checkpoint(
-    instrument: Instrument, run: str, give_way: Callable[[], bool] = lambda: False
+    instrument: Instrument,
+    run: str,
+    give_way: Callable[[], bool] = lambda: False,
+    about_to_write: Callable[[Path, dict[str, Any]], None] = lambda path, bookkeeping: None,
 ) -> ResumePoint | None:
     """
     After an exception left `train()`: writes the state as of the last finished step, so that a resume, ours or the
@@ -356,6 +364,8 @@ def save_emergency_checkpoint(
             The run it belongs to.
         give_way (`Callable[[], bool]`, *optional*):
             Asked if it could not be written because of the disk: whether there is more room now.
+        about_to_write (`Callable[[Path, dict], None]`, *optional*):
+            Told where it will be, and what its marker will say.
 
     Returns:
         Where to resume, or `None` where no such state exists: the exception came out of `optimizer.step()` itself,
@@ -370,22 +380,24 @@ def save_emergency_checkpoint(
     step = instrument.step
     exported = instrument.ledger.export() | _owing(pending, leave)
     path = Path(instrument.reentry.checkpoint_path())
+    # An earlier attempt of this step may have left one: it is there until the new one is whole.
+    new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
+    about_to_write(new, exported)
     try:
-        _write_emergency(instrument, path, run, exported)
+        _write_emergency(instrument, new, path, run, exported)
     except Exception as error:
         if not could_not_be_written(error) or not give_way():
             raise
-        _write_emergency(instrument, path, run, exported)
+        _write_emergency(instrument, new, path, run, exported)
     return ResumePoint(step, str(path), bookkeeping, pending, leave)
 
 
-def _write_emergency(instrument: Instrument, path: Path, run: str, bookkeeping: dict[str, Any]) -> None:
-    # An earlier attempt of this step may have left one: it is there until the new one is whole.
-    new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
+def _write_emergency(instrument: Instrument, new: Path, path: Path, run: str, bookkeeping: dict[str, Any]) -> None:
     shutil.rmtree(new, ignore_errors=True)
     try:
-        instrument.reentry.save_checkpoint(str(new.parent))
+        # Before the state of the Trainer: with that it is a checkpoint, marked or not.
         save_generated(instrument.trainer, new)
+        instrument.reentry.save_checkpoint(str(new.parent))
         write_marker(new, run, instrument.step, bookkeeping, True, finite=True)
         if new != path:
             _switch(new, path)

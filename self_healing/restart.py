@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,20 @@ def was_writing(record: RunRecord, checkpoint: Path) -> bool:
     gone_on_from = (attempt.resumed_from for attempt in record.attempts if attempt.resumed_from is not None)
     if any(os.path.abspath(each) == os.path.abspath(checkpoint) for each in gone_on_from):
         return True
+    return _was_about_to_save(record, checkpoint)
+
+
+def bookkeeping_of(record: RunRecord | None, checkpoint: Path) -> Mapping[str, Any] | None:
+    """What the marker of a checkpoint was to say, if the process was killed before it could write it."""
+    if record is None or record.saving is None or not _was_about_to_save(record, checkpoint):
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        found = json.loads(str(record.saving.get("bookkeeping")))
+        return found if isinstance(found, dict) and found else None
+    return None
+
+
+def _was_about_to_save(record: RunRecord, checkpoint: Path) -> bool:
     saving = record.saving or {}
     if os.path.abspath(record.directory / str(saving.get("checkpoint"))) != os.path.abspath(checkpoint):
         return False

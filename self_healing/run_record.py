@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -156,8 +157,8 @@ class RunRecord:
         postmortem (`str`, *optional*):
             Where the newest one lies.
         saving (`dict`, *optional*):
-            The newest checkpoint that was about to be written, and when, until its marker is: a process that is killed
-            before that leaves no other sign of whose it is.
+            The newest checkpoint that was about to be written, when, and what its marker was to say: a process that is
+            killed before the marker is there leaves no other sign of whose it is.
         kept (`bool`):
             Whether it is written; not where another process keeps one in the same directory.
     """
@@ -283,15 +284,19 @@ class RunRecord:
             self.close()
         self._next_mark = now + (time.perf_counter() - now) / _SHARE
 
-    def about_to_save(self, checkpoint: str) -> None:
+    def about_to_save(self, checkpoint: str, bookkeeping: Mapping[str, Any] | None = None) -> None:
         """
         A checkpoint is about to be written.
 
         Args:
             checkpoint (`str`):
-                The name of its directory.
+                Its directory, as seen from the one of the record.
+            bookkeeping (`Mapping[str, Any]`, *optional*):
+                What its marker will say of running losses and metrics.
         """
-        self.saving = {"checkpoint": checkpoint, "time": time.time()}
+        # As a text: a metric that is NaN has to come out as the number it was.
+        text = json.dumps(dict(bookkeeping or {}))
+        self.saving = {"checkpoint": checkpoint, "time": time.time(), "bookkeeping": text}
         self.write()
 
     def end_attempt(self, ending: Ending, why: str, step: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
 import time
 import uuid
@@ -13,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import consensus
-from .checkpoints import newest_checkpoint_of, step_of
+from .checkpoints import bookkeeping_now, newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .data import Quarantine, QuarantinedRow
 from .detectors import DetectorPanel, NonFiniteDetector
 from .detectors.rules import MetricRule, MetricRules, rules_for
 from .failures import Action, FailureType, describe_exception
-from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training
+from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Incident, Journal
 from .launcher import launch_of
@@ -576,10 +577,23 @@ class Session:
         self.write_record()
 
     def about_to_save(self, step: int) -> None:
-        """A regular checkpoint is about to be written."""
-        if self.record is not None and self.journal.rank == 0:
-            self.record.about_to_save(f"checkpoint-{step}")
+        """
+        A regular checkpoint is about to be written. It is one as soon as the Trainer has written its state, last of
+        all: a process that is killed before it is marked must have left by then what belongs to it.
+        """
         self.rollback.about_to_save(step)
+        if self.instrument is None:
+            return
+        checkpoint = Path(self.instrument.trainer.args.output_dir) / f"checkpoint-{step}"
+        self.about_to_write(checkpoint, bookkeeping_now(self.instrument))
+        # Written once more with the marker: there the disk may have room that rotation has made.
+        with contextlib.suppress(OSError, RuntimeError):
+            save_generated(self.instrument.trainer, checkpoint)
+
+    def about_to_write(self, checkpoint: Path, bookkeeping: Mapping[str, Any]) -> None:
+        """A checkpoint of any kind is about to be written, and its marker after it."""
+        if self.record is not None and self.journal.rank == 0:
+            self.record.about_to_save(os.path.relpath(checkpoint, self.record.directory), bookkeeping)
 
     @property
     def ended(self) -> bool:

@@ -630,7 +630,9 @@ class SelfHealingTrainer:
         path: str | None = None
         if session.instrument is not None and consensus.world_size() == 1:
             try:
-                point = save_emergency_checkpoint(session.instrument, session.run_id)
+                point = save_emergency_checkpoint(
+                    session.instrument, session.run_id, about_to_write=session.about_to_write
+                )
                 path = None if point is None else publish(point.path, self.trainer.args.output_dir)
             except Exception:
                 logger.warning("The state before the interrupted step could not be saved.", exc_info=error)

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import POISON_WORD, TEXTS, PoisonToken, build_tokenizer, grpo_trainer, sft_trainer, tiny_model
+from conftest import (
+    POISON_WORD,
+    TEXTS,
+    PoisonToken,
+    build_tokenizer,
+    grpo_trainer,
+    sft_trainer,
+    tiny_model,
+    without_times,
+)
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -180,6 +189,7 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
         "weights": digest(trainer.model),
         "steps": trainer.state.global_step,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "history": without_times(trainer.state.log_history),
         "incidents": healer.get_report().incidents,
     }
     (output_dir.parent / f"{output_dir.name}.json").write_text(json.dumps(result))

@@ -129,6 +129,28 @@ def test_a_kill_before_a_checkpoint_is_marked_costs_nothing(
     assert job_result(job)["losses"] == plain["losses"]
 
 
+def test_metrics_go_on_after_a_kill_before_a_checkpoint_is_marked(
+    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]
+) -> None:
+    job = tmp_path / "job"
+    options = {"fault": "sigkill_before_the_marker", "step": 8, "resume": "auto"}
+    assert [start(job, 0, **options), start(job, 1, **options)] == [-9, 0]
+    assert job_result(job)["history"] == plain["history"]
+
+
+def test_generated_rows_go_on_after_a_kill_before_a_checkpoint_is_marked(
+    tmp_path: Path, start: Callable[..., int]
+) -> None:
+    # Saved in the middle of a generation cycle of four steps.
+    cycle = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_steps": 3, "max_steps": 6}
+    options = {"trainer": "grpo", "arguments": cycle, "resume": "auto", "launcher": "none"}
+    assert start(tmp_path / "whole", 0, **options) == 0
+    job, fault = tmp_path / "job", {"fault": "sigkill_before_the_marker", "step": 3}
+    assert [start(job, 0, **options, **fault), start(job, 1, **options, **fault)] == [-9, 0]
+    assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-3")
+    assert job_result(job)["weights"] == job_result(tmp_path / "whole")["weights"]
+
+
 @pytest.mark.slow
 def test_a_kill_after_a_resume_from_an_unmarked_checkpoint_goes_on_from_it_again(
     tmp_path: Path, plain: dict[str, Any], start: Callable[..., int]

@@ -31,6 +31,7 @@ def save_generated(trainer: Any, checkpoint: Path) -> None:
         return
     cycle = trainer.args.steps_per_generation * trainer.num_iterations
     if trainer._step % cycle != 0:
+        checkpoint.mkdir(parents=True, exist_ok=True)
         torch.save(rows, checkpoint / GENERATED_FILE)
 
 
