@@ -41,6 +41,7 @@ class FailureType(StrEnum):
     PLATEAU = "plateau"
     VANISHING_GRADIENT = "vanishing_gradient"
     DEAD_LOSS = "dead_loss"
+    NEVER_LEARNED = "never_learned"
     RED_FLAG = "red_flag"
     OUT_OF_MEMORY = "out_of_memory"
     BAD_DATA = "bad_data"
@@ -290,6 +291,16 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Look at one batch: are all labels -100 (a chat template without generation markers, "
         "completion_only_loss on data without completions, a response template that is never found, prompts longer "
         "than max_length)? Set on_dead_loss='warn' if 0.0 is right for your loss.",
+        severity="error",
+    ),
+    FailureType.NEVER_LEARNED: Recipe(
+        diagnosis="The loss has never been clearly better than that of guessing every token, and has stopped falling: "
+        "nothing has been learned. The run goes on all the same, as what it is meant to learn is not known here.",
+        ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY),
+        advice="Look at one batch, decoded, with its labels: do they belong to the inputs (shifted twice, shuffled, "
+        "of another tokenizer)? Check that the parameters you mean to train have requires_grad and are in the "
+        "optimizer, and that the learning rate is neither near 0 (a warm-up of thousands of steps) nor so high that "
+        "the loss went up first. If the data are random on purpose, nothing is wrong.",
         severity="error",
     ),
     FailureType.RED_FLAG: Recipe(

@@ -478,6 +478,7 @@ _ADVISED = frozenset(
         FailureType.DIVERGENCE,
         FailureType.VANISHING_GRADIENT,
         FailureType.DEAD_LOSS,
+        FailureType.NEVER_LEARNED,
     }
 )
 

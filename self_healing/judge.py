@@ -31,10 +31,11 @@ logger = logging.getLogger("self_healing")
 _FAILURES = {
     "vanishing_gradient": FailureType.VANISHING_GRADIENT,
     "dead_loss": FailureType.DEAD_LOSS,
+    "never_learned": FailureType.NEVER_LEARNED,
     "plateau": FailureType.PLATEAU,
 }
-
-
+# They look at a run, and leave it as it is.
+_LOOKS = frozenset({Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY})
 # Causes of a divergence that going back may cure, or has to end.
 _MAY_GO_BACK = frozenset({"weights", "the computation, not the weights"})
 # What a damaged checkpoint looks like at first.
@@ -748,7 +749,7 @@ class StepJudge:
         context = HealingContext(incident, self._instrument, window, verdict=verdict)
         self.actions.apply(decision.actions, context, self._args)
         self.session.journal.dealt_with(incident)
-        if not decision.actions:
+        if _LOOKS.issuperset(decision.actions):
             self.session.journal.closed(incident, "reported")
 
     def _heal_told(self, incident: Incident, failure: FailureType, window: Window) -> bool:

@@ -55,7 +55,7 @@ _OFFLINE = _ANY_POSITIVE_LOSS | {
     "plateau",
 }
 # ln(vocabulary) bounds a mean cross-entropy per token, and nothing else; exactly 0 is wrong for it, and only for it.
-_CROSS_ENTROPY = _OFFLINE | {"above_chance", "dead_loss"}
+_CROSS_ENTROPY = _OFFLINE | {"above_chance", "never_learned", "dead_loss"}
 # Policy gradients: the loss is near 0 and has a sign, and a batch in which all rewards are equal has no gradient.
 _POLICY_GRADIENT = frozenset({"gradient_explosion"})
 
@@ -74,7 +74,7 @@ _BY_CLASS_NAME = {
 }
 # The Trainer's own loss is most often a cross-entropy, but need not be: exactly 0 may be right for it.
 # Overfitting is a metric rule for the objectives of TRL, with a remedy; here there is none.
-_GENERIC = Objective("generic", detectors=_OFFLINE | {"above_chance", "overfitting"})
+_GENERIC = Objective("generic", detectors=_OFFLINE | {"above_chance", "never_learned", "overfitting"})
 _UNKNOWN = Objective("unknown", detectors=_ANY_POSITIVE_LOSS)
 # TRL 1.16, GRPOTrainer._compute_loss: the loss types that divide by `num_items_in_batch` of the generation batch.
 _TOKEN_NORMALISED_GRPO = frozenset({"dapo", "cispo", "vespo"})

@@ -125,7 +125,7 @@ class StepPolicy:
             return Decision((Action.HOLD_CHECKPOINTS,))
         if failure is FailureType.PLATEAU:
             return Decision((Action.INCREASE_LEARNING_RATE,))
-        if failure is FailureType.VANISHING_GRADIENT:
+        if failure in (FailureType.VANISHING_GRADIENT, FailureType.NEVER_LEARNED):
             return Decision((Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY))
         return Decision(())
 

@@ -461,6 +461,16 @@ def test_a_dead_loss_can_be_only_reported(tmp_path: Path, tokenizer: Any) -> Non
     assert trainer.state.global_step == 25
 
 
+def test_a_run_that_never_learns_is_reported_and_goes_on(tmp_path: Path, tokenizer: Any) -> None:
+    never = {**STEADY, "max_steps": 210, "learning_rate": 1e-12}
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], **never)
+    trainer.train()
+    assert trainer.state.global_step == 210
+    (detected,) = of_kind(tmp_path, "detected")
+    (outcome,) = of_kind(tmp_path, "outcome")
+    assert (detected["symptom"], detected["step"], outcome["failure"]) == ("never_learned", 199, "never_learned")
+
+
 # ---- objectives ----
 
 

@@ -24,6 +24,7 @@ from self_healing.detectors import (
     GradientSpikeDetector,
     LogTrend,
     LossSpikeDetector,
+    NeverLearnedDetector,
     NonFiniteDetector,
     OverfittingDetector,
     PlateauDetector,
@@ -549,6 +550,30 @@ class TestStillAndSlow:
         detector = DeadLossDetector(steps=3)
         found = [detector.observe(step, loss) for step, loss in enumerate([0.0, 0.0, 1e-9, 0.0, -0.0, 0.0, 0.0])]
         assert [symptom is not None for symptom in found] == [False] * 5 + [True, False]
+
+    @pytest.mark.parametrize("begin", [10.4, 12.0], ids=["at chance", "falls to chance"])
+    def test_a_loss_that_stays_at_chance_is_reported_once(self, begin: float) -> None:
+        detector = NeverLearnedDetector(vocabulary=32_000)
+        losses = noise(30, begin, spread=0.02) + noise(970, 10.4, spread=0.02)
+        found = [symptom for step, loss in enumerate(losses, 1) if (symptom := detector.observe(step, loss))]
+        assert [(symptom.name, symptom.severity) for symptom in found] == [("never_learned", "error")]
+        assert found[0].step <= 300
+
+    def test_a_slow_warm_up_is_no_standstill(self) -> None:
+        detector = NeverLearnedDetector(vocabulary=32_000)
+        losses = [11.0 - 0.5 * (step / 200) ** 1.5 + deviation for step, deviation in enumerate(noise(900, 0.1, 0.5))]
+        assert losses[400] > detector.bound
+        assert not [step for step, loss in enumerate(losses) if detector.observe(step, loss)]
+
+    def test_what_was_learned_once_is_never_called_unlearned(self) -> None:
+        detector = NeverLearnedDetector(vocabulary=32_000)
+        losses = noise(50, 8.0) + noise(500, 10.4)
+        assert not [step for step, loss in enumerate(losses) if detector.observe(step, loss)]
+
+    def test_a_character_model_is_judged_by_its_vocabulary(self) -> None:
+        """27 letters: bigrams alone are worth 0.85 nats, and are something learned."""
+        detector = NeverLearnedDetector(vocabulary=27)
+        assert not [step for step, loss in enumerate(noise(500, 2.45)) if detector.observe(step, loss)]
 
     def test_theil_sen_is_the_median_slope(self) -> None:
         assert theil_sen([0.0, 1.0, 2.0, 300.0, 4.0, 5.0]) == 1.0

@@ -161,6 +161,7 @@ def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
     watched = {
         FailureType.LOSS_SPIKE,
         FailureType.VANISHING_GRADIENT,
+        FailureType.NEVER_LEARNED,
         FailureType.HARDER_DATA,
         FailureType.PLATEAU,
         FailureType.REPORTING,

@@ -7,7 +7,7 @@ from .panel import DetectorPanel
 from .progress import OverfittingDetector, PlateauDetector
 from .rules import MetricRule, MetricRules, RuleError, load_rules, rules_for
 from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
-from .stillness import DeadLossDetector, VanishingGradientDetector
+from .stillness import DeadLossDetector, NeverLearnedDetector, VanishingGradientDetector
 from .symptom import Symptom
 from .trend import LogTrend, Reading
 
@@ -23,6 +23,7 @@ __all__ = [
     "LossSpikeDetector",
     "MetricRule",
     "MetricRules",
+    "NeverLearnedDetector",
     "NonFiniteDetector",
     "OverfittingDetector",
     "PlateauDetector",

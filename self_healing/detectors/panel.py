@@ -11,7 +11,7 @@ from ..signals import StepSignals
 from .divergence import DivergenceDetector
 from .progress import OverfittingDetector, PlateauDetector
 from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
-from .stillness import DeadLossDetector, VanishingGradientDetector
+from .stillness import DeadLossDetector, NeverLearnedDetector, VanishingGradientDetector
 from .symptom import Symptom
 from .trend import LogTrend, Reading
 from .usual import UsualSpikes
@@ -34,7 +34,7 @@ class DetectorPanel:
         apply (`Collection[str]`, *optional*):
             Which detectors apply: names out of [`DETECTORS`]. Defaults to all of them.
         vocabulary (`int`, *optional*):
-            Tokens the model knows, for `"above_chance"`.
+            Tokens the model knows, for `"above_chance"` and `"never_learned"`.
 
     Example, a training loop written by hand:
 
@@ -58,6 +58,7 @@ class DetectorPanel:
             "divergence",
             "above_chance",
             "dead_loss",
+            "never_learned",
             "plateau",
             "overfitting",
         }
@@ -93,6 +94,9 @@ class DetectorPanel:
         )
         self.vanishing = VanishingGradientDetector(steps=config.vanishing_gradient_steps)
         self.dead_loss = DeadLossDetector(config.dead_loss_steps)
+        self.never_learned = None
+        if vocabulary is not None and "never_learned" in self.apply:
+            self.never_learned = NeverLearnedDetector(vocabulary)
         self.plateau = PlateauDetector(config.plateau_window) if config.plateau_window else None
         self.overfitting = OverfittingDetector(config.overfitting_evaluations)
         self.usual_spikes = UsualSpikes()
@@ -189,6 +193,8 @@ class DetectorPanel:
         symptoms: list[Symptom | None] = []
         if "dead_loss" in self.apply:
             symptoms.append(self.dead_loss.observe(reading.step, reading.value))
+        if self.never_learned is not None:
+            symptoms.append(self.never_learned.observe(reading.step, reading.value))
         if reading.value < 0 and not self.signed_loss and self.apply & {"loss_spike", "divergence", "co_spike"}:
             # Its logarithm and its ratios mean nothing: an objective with a sign, or a bonus taken off the loss.
             self.signed_loss = True
@@ -243,4 +249,5 @@ class DetectorPanel:
             "dead_loss": self.dead_loss,
             "overfitting": self.overfitting,
         }
-        return detectors if self.plateau is None else detectors | {"plateau": self.plateau}
+        optional = {"plateau": self.plateau, "never_learned": self.never_learned}
+        return detectors | {name: detector for name, detector in optional.items() if detector is not None}
