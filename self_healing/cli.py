@@ -72,6 +72,10 @@ def demo(
         raise typer.Exit(1)
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.", show_default=False)],
@@ -96,9 +100,12 @@ def report(
     if not picture.healthy:
         console.print(picture.table())
         console.print(
-            f"{len(picture.incidents)} incidents, {picture.steps_lost} steps and {picture.seconds_lost:.1f} s lost"
-            + (f", {picture.steps_repeated} steps done again." if picture.steps_repeated else ".")
+            f"{_counted(len(picture.incidents), 'incident')}, {_counted(picture.steps_lost, 'step')} and "
+            f"{picture.seconds_lost:.1f} s lost"
+            + (f", {_counted(picture.steps_repeated, 'step')} done again." if picture.steps_repeated else ".")
         )
+        if earlier := picture.of_earlier_runs:
+            console.print(f"Of these, {_counted(earlier, 'incident')} of earlier runs into this directory.")
     elif state in (None, RunState.ENDED):
         console.print("Nothing had to be healed.")
     else:

@@ -65,6 +65,13 @@ class HealingReport:
         return float(sum(incident["seconds_lost"] for incident in self.incidents))
 
     @property
+    def of_earlier_runs(self) -> int:
+        """Incidents of other runs than the newest: a journal is that of all runs into its directory."""
+        if self.status is None:
+            return 0
+        return sum(incident["incident"].rpartition("-")[0] != self.status.run for incident in self.incidents)
+
+    @property
     def healthy(self) -> bool:
         """Whether nothing had to be healed."""
         return not self.incidents

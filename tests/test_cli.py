@@ -50,8 +50,8 @@ def test_config_names_the_presets_it_knows() -> None:
 # ---- report ----
 
 
-def write_journal(directory: Path, incidents: int) -> None:
-    journal = Journal(directory, HealingConfig(), run_id="run")
+def write_journal(directory: Path, incidents: int, run_id: str = "run") -> None:
+    journal = Journal(directory, HealingConfig(), run_id=run_id)
     journal.event("run_started", 0)
     for number in range(incidents):
         incident = journal.open(10 * number, "nonfinite_loss", {"loss": float("nan")})
@@ -69,6 +69,17 @@ def test_report_shows_the_incidents_and_their_sum(tmp_path: Path) -> None:
     assert result.stdout.count("skip step") == 3
     assert "3 incidents, 3 steps and 0.8 s lost." in result.stdout
     assert str(tmp_path / "healing_events.jsonl") in result.stdout
+
+
+def test_report_of_one_incident_counts_it_in_the_singular(tmp_path: Path) -> None:
+    write_journal(tmp_path, incidents=1)
+    assert "1 incident, 1 step and 0.2 s lost." in run("report", str(tmp_path)).stdout
+
+
+def test_report_tells_incidents_of_earlier_runs_apart(tmp_path: Path) -> None:
+    for name, incidents in (("first", 2), ("second", 1)):
+        write_journal(tmp_path, incidents, run_id=name)
+    assert "Of these, 2 incidents of earlier runs into this directory." in run("report", str(tmp_path)).stdout
 
 
 def test_report_of_a_healthy_run_says_so(tmp_path: Path) -> None:
