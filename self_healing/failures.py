@@ -589,8 +589,9 @@ def text_of(error: BaseException) -> str:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Type and text of an exception."""
-    return f"{type(error).__name__}: {text_of(error)}"
+    """Type and text of an exception; a `KeyboardInterrupt` has no text."""
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def add_note(error: BaseException, note: str) -> None:

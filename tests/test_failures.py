@@ -120,6 +120,10 @@ def test_an_exception_that_cannot_be_put_into_words_is_classified_all_the_same()
     assert describe_exception(Unspeakable()) == "Unspeakable: (no message: its __str__ raises ValueError)"
 
 
+def test_an_exception_without_a_text_is_its_type() -> None:
+    assert describe_exception(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
 def raised_through(calls: list[tuple[str, str]], error: BaseException) -> BaseException:
     """An exception whose traceback goes through functions of modules by these names."""
 
