@@ -396,6 +396,7 @@ class HealingActions:
                 self.session.run_id,
                 give_way=lambda: bool(rollback.give_way()),
                 about_to_write=self.session.about_to_write,
+                heals=context.error is not None,
             )
         except Exception as error:
             logger.warning(

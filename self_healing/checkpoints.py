@@ -19,9 +19,26 @@ from typing import Any, Literal
 
 from . import consensus
 from .checksums import add_checksums_later, checksums_at_once
-from .failures import could_not_be_written
-from .instrument import BESIDE_DIR, EMERGENCY_DIR, Instrument, Leave, Pending, ResumePoint, save_generated
-from .marker import CHECKSUMS, MARKER_FILE, MARKER_SCHEMA, change_marker, damage_of_marker, load_marker, replace_marker
+from .failures import FailureType, classify_exception, could_not_be_written
+from .instrument import (
+    BESIDE_DIR,
+    EMERGENCY_DIR,
+    Instrument,
+    Leave,
+    Pending,
+    ResumePoint,
+    free_memory,
+    save_generated,
+)
+from .marker import (
+    CHECKSUMS,
+    MARKER_FILE,
+    MARKER_SCHEMA,
+    change_marker,
+    damage_of_marker,
+    load_marker,
+    replace_marker,
+)
 from .vetting import STATE_FILE, ModelNames, Verdict, breach_of_marker, number_of, vet
 
 
@@ -34,6 +51,9 @@ _GROWTH = 1.05
 OWES_EVALUATION = "owes_evaluation"
 # And whatever else its process still owed that step.
 OWES = "owes"
+
+# How often an emergency checkpoint is written, where a fault strikes meanwhile.
+_WRITES = 2
 
 Standing = Literal["unverified", "verified", "suspect"]
 
@@ -352,10 +372,11 @@ def save_emergency_checkpoint(
     run: str,
     give_way: Callable[[], bool] = lambda: False,
     about_to_write: Callable[[Path, dict[str, Any]], None] = lambda path, bookkeeping: None,
+    heals: bool = False,
 ) -> ResumePoint | None:
     """
     After an exception left `train()`: writes the state as of the last finished step, so that a resume, ours or the
-    plain Trainer's, continues bit for bit.
+    plain Trainer's, continues bit for bit. What fails is tried once more.
 
     Args:
         instrument ([`Instrument`]):
@@ -366,6 +387,8 @@ def save_emergency_checkpoint(
             Asked if it could not be written because of the disk: whether there is more room now.
         about_to_write (`Callable[[Path, dict], None]`, *optional*):
             Told where it will be, and what its marker will say.
+        heals (`bool`, *optional*, defaults to `False`):
+            Whether a state that is not finite is healed first.
 
     Returns:
         Where to resume, or `None` where no such state exists: the exception came out of `optimizer.step()` itself,
@@ -374,22 +397,30 @@ def save_emergency_checkpoint(
     if consensus.world_size() > 1:
         return None
     settled = instrument.reentry.settle()
-    if settled is None or instrument.nonfinite_tensors():
+    if settled is None:
         return None
     bookkeeping, pending, leave = settled
-    step = instrument.step
-    exported = instrument.ledger.export() | _owing(pending, leave)
     path = Path(instrument.reentry.checkpoint_path())
     # An earlier attempt of this step may have left one: it is there until the new one is whole.
     new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
-    about_to_write(new, exported)
-    try:
-        _write_emergency(instrument, new, path, run, exported)
-    except Exception as error:
-        if not could_not_be_written(error) or not give_way():
-            raise
-        _write_emergency(instrument, new, path, run, exported)
-    return ResumePoint(step, str(path), bookkeeping, pending, leave)
+    for attempt in range(1, _WRITES + 1):
+        finite = instrument.finite_once_healed(bookkeeping) if heals else not instrument.nonfinite_tensors()
+        if not finite:
+            return None
+        exported = instrument.ledger.export() | _owing(pending, leave)
+        about_to_write(new, exported)
+        try:
+            _write_emergency(instrument, new, path, run, exported)
+        except Exception as error:
+            hopeless = classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED)
+            if hopeless or attempt == _WRITES or (could_not_be_written(error) and not give_way()):
+                raise
+            logger.warning("The emergency checkpoint %s could not be written, and is once more.", path, exc_info=True)
+        else:
+            break
+        # Outside the handler: what the exception held is gone.
+        free_memory(instrument.trainer.accelerator.device)
+    return ResumePoint(instrument.step, str(path), bookkeeping, pending, leave)
 
 
 def _write_emergency(instrument: Instrument, new: Path, path: Path, run: str, bookkeeping: dict[str, Any]) -> None:
@@ -398,6 +429,8 @@ def _write_emergency(instrument: Instrument, new: Path, path: Path, run: str, bo
         # Before the state of the Trainer: with that it is a checkpoint, marked or not.
         save_generated(instrument.trainer, new)
         instrument.reentry.save_checkpoint(str(new.parent))
+        if struck := instrument.nonfinite_tensors():
+            raise RuntimeError(f"{struck[0]} is not finite any more: it was hit while the checkpoint was written")
         write_marker(new, run, instrument.step, bookkeeping, True, finite=True)
         if new != path:
             _switch(new, path)

@@ -452,7 +452,7 @@ class StepJudge:
 
     def _heal_state_to_be_saved(self, found: list[str]) -> bool:
         session, instrument = self.session, self._instrument
-        window, step = instrument.window, instrument.step
+        window, step = instrument.window or instrument.reentry.interrupted, instrument.step
         if self._told_of_state:
             # Nothing could be done about it at the save before this one.
             return False
@@ -460,9 +460,11 @@ class StepJudge:
         incident = session.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
         session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted state", {})
         if self.config.on_nonfinite != "heal" or window is None or session.leaving:
-            return self._report_state(incident, "It is not healed here; the checkpoint is marked as suspect")
+            return self._report_state(incident, "It is not healed here; no checkpoint of it is trusted")
         if not session.rollback.can_go_back():
-            return self._report_state(incident, "There is no trusted state to go back to; the checkpoint is suspect")
+            return self._report_state(
+                incident, "There is no trusted state to go back to; no checkpoint of it is trusted"
+            )
         context = HealingContext(incident, instrument, window)
         if not session.budget.spend(step):
             context.verdict = (

@@ -217,7 +217,8 @@ class Rollback:
             self.ring.distrust(ahead)
         if self.ring.initial is not None and self.ring.initial.as_of > step:
             self.ring.initial = None
-        self._cut_tape()
+        while self._tape and self._tape[-1].step >= step:
+            self._tape_bytes -= self._tape.pop().control.nbytes
         self._last_taken = min(self._last_taken, step)
         self._unverified = deque(each for each in self._unverified if each <= step)
 
@@ -588,7 +589,7 @@ class Rollback:
         snapshot = self._gone_back_to
         if snapshot is None:
             return None
-        wanted = range(snapshot.as_of, window.step + finished)
+        wanted = range(snapshot.as_of, self._running.step)
         recordings = [each for each in self._tape if each.step in wanted]
         if [each.step for each in recordings] != list(wanted):
             return None

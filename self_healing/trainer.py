@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,7 +45,7 @@ from .failures import (
 from .instrument import CannotReduce, RandomState, ReportingGuard, let_go, names_in_checkpoints, smaller_batch
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loader_workers import end_workers_that_failed
-from .instrument.loading import skipping_any_loader
+from .instrument.loading import loading_twice_at_most, skipping_any_loader
 from .journal import POSTMORTEM_FILE, Incident, where_to_go_on
 from .launcher import EXIT_FOR_RESTART, end_process_within, launch_of, restarts_on_exit
 from .report import HealingReport
@@ -141,6 +141,7 @@ class SelfHealingTrainer:
         self._sleep = sleep
         self._session: Session | None = None
         self._memory_ran_out_at = -1
+        self._entered_in_vain = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "trainer":
@@ -198,6 +199,7 @@ class SelfHealingTrainer:
         theirs = args.eval_on_start, args.ignore_data_skip
         session.may_enter_again = consensus.world_size() == 1
         self._memory_ran_out_at = -1
+        self._entered_in_vain = False
         session.reporting = reporting = Reporting(session)
         guard = ReportingGuard(self.trainer, reporting)
         try:
@@ -495,8 +497,7 @@ class SelfHealingTrainer:
         while True:
             recovery: _Recovery | None
             try:
-                skipping = skipping_any_loader(self.trainer) if resume else contextlib.nullcontext()
-                with entry_hooks_removed_on_exception(self.trainer), skipping:
+                with entry_hooks_removed_on_exception(self.trainer), self._resuming(resume):
                     output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume, **kwargs)
                 return output
             except DamagedCheckpointError as error:
@@ -534,6 +535,16 @@ class SelfHealingTrainer:
             if session.resume_point is not None:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
+
+    @contextlib.contextmanager
+    def _resuming(self, resume: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if resume:
+                stack.enter_context(skipping_any_loader(self.trainer))
+            if resume and consensus.world_size() == 1:
+                # The others may wait in a collective of the first attempt.
+                stack.enter_context(loading_twice_at_most(self.trainer))
+            yield
 
     def _trains_again(self, session: Session) -> bool:
         """Whether this entry has come as far as the data, so that what it is left by is a failure of its own."""
@@ -577,7 +588,7 @@ class SelfHealingTrainer:
             logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
             recovery = None
         if recovery is None and cause is not error:
-            add_note(cause, f"self_healing: {_entered_in_vain(error)}.")
+            add_note(cause, f"self_healing: {_failed_at_entry(error)}.")
         return recovery
 
     def _plan_recovery(
@@ -596,11 +607,15 @@ class SelfHealingTrainer:
             self._exit_for_restart(session, incident, error)
         point, unmoved = self._resume_from(session, incident, error, failure, resume)
         remedies = self._remedies(session, incident, failure, step)
+        if not remedies and cause is not error and not self._entered_in_vain:
+            # It need not be the training that fails here, but the way back to it.
+            remedies = (Action.RESUME,)
+        self._entered_in_vain = cause is not error
         if not remedies or consensus.world_size() > 1:
             if cause is error:
                 self._end(session, incident, failure, error, point)
             else:
-                verdict = f"{describe_exception(cause)}; {_entered_in_vain(error)}"
+                verdict = f"{describe_exception(cause)}; {_failed_at_entry(error)}"
                 self._end(session, incident, classify_exception(cause), cause, point, verdict)
             return None
         why = ""
@@ -820,5 +835,5 @@ class SelfHealingTrainer:
         )
 
 
-def _entered_in_vain(error: BaseException) -> str:
+def _failed_at_entry(error: BaseException) -> str:
     return f"train() was entered again and failed before the first batch: {describe_exception(error)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -12,7 +13,12 @@ from accelerate.data_loader import DataLoaderStateMixin, IterableDatasetShard
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
+from ..failures import FailureType, classify_exception
+from .out_of_memory import free_memory
 from .replacing import Replacements
+
+
+logger = logging.getLogger("self_healing")
 
 
 class TrainingLoader:
@@ -115,6 +121,37 @@ def skipping_any_loader(trainer: Any) -> Iterator[None]:
         return loader if _accelerate_skips(trainer, loader) else IteratedLoader(loader, trainer)
 
     replacements.wrap(trainer, "get_train_dataloader", skippable)
+    try:
+        yield
+    finally:
+        replacements.give_back()
+
+
+@contextlib.contextmanager
+def loading_twice_at_most(trainer: Any) -> Iterator[None]:
+    """
+    Around a call of `train()` that resumes: what of a checkpoint cannot be loaded is loaded once more, from its
+    beginning. A file system that fails for a moment, or memory that is short for one, ends no run.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+    """
+    replacements = Replacements()
+
+    def load(original: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            if classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED):
+                raise
+            logger.warning("A part of the checkpoint could not be loaded; trying once more.", exc_info=True)
+        # Outside the handler: what the exception held is gone.
+        free_memory(trainer.accelerator.device)
+        return original(*args, **kwargs)
+
+    for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"):
+        replacements.wrap(trainer, name, load)
     try:
         yield
     finally:

@@ -232,6 +232,12 @@ class Reentry:
         return getattr(self._trainer.lr_scheduler, "last_epoch", None)
 
     @property
+    def interrupted(self) -> Window | None:
+        """The step that `train()` was left in, if its first forward had begun."""
+        window = self._window
+        return window if window is not None and window.started else None
+
+    @property
     def moved(self) -> bool:
         """Whether a step was finished, or may have been begun to be applied, since `train()` was entered."""
         finished = int(self._trainer.state.global_step) > self._entry_step

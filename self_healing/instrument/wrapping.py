@@ -758,6 +758,21 @@ class Instrument:
         if state.best_global_step == self.step:
             state.best_metric, state.best_global_step = self._best_before
 
+    def finite_once_healed(self, settled: Bookkeeping) -> bool:
+        """
+        Whether weights, buffers and optimizer state are finite between two steps, once what can be healed is.
+
+        Args:
+            settled ([`Bookkeeping`]):
+                The bookkeeping there, which healing leaves as it was.
+        """
+        if not self.nonfinite_tensors():
+            return True
+        with self.contained():
+            self._vouch()
+        self.ledger.rewind(settled)
+        return not self.nonfinite_tensors()
+
     def write_checkpoint(self) -> None:
         """Writes a checkpoint of the trainer as it stands, as if its schedule had asked for one."""
         trainer = self.trainer

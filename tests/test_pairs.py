@@ -1,0 +1,208 @@
+"""A second fault, or a kill, that strikes a remedy while it is at work: the run ends as if it had not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import (
+    RaisingForward,
+    Starter,
+    assert_same_weights,
+    job_result,
+    journal,
+    logged,
+    lost_connection,
+    sft_trainer,
+    weights,
+)
+from transformers import TrainerCallback
+
+from self_healing import SelfHealingTrainer
+
+
+RUN = {"max_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Any:
+    trainer = sft_trainer(tmp_path_factory.mktemp("undisturbed"), tokenizer, **RUN)
+    trainer.train()
+    return trainer
+
+
+def nan(trainer: Any) -> None:
+    """A weight in memory is NaN from here on."""
+    trainer.model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+
+
+def runs_out(_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def raises(_: Any) -> None:
+    raise RuntimeError("a copy failed")
+
+
+def disconnects(_: Any) -> None:
+    raise lost_connection()
+
+
+FAULTS = {"nan": nan, "oom": runs_out, "exception": raises, "lost connection": disconnects}
+
+
+class StrikingOnce:
+    """Does something once to a trainer that is interrupted, before or after a method of it."""
+
+    def __init__(
+        self, trainer: Any, method: str, fault: Callable[[Any], None], interrupted: Callable[[], bool], after: bool
+    ) -> None:
+        self.fired = 0
+        original = getattr(trainer, method)
+
+        def strike() -> None:
+            if interrupted() and not self.fired:
+                self.fired += 1
+                fault(trainer)
+
+        def struck(*arguments: Any, **named: Any) -> Any:
+            if not after:
+                strike()
+            result = original(*arguments, **named)
+            if after:
+                strike()
+            return result
+
+        setattr(trainer, method, struck)
+
+
+def run_struck(directory: Path, tokenizer: Any, method: str, fault: str, after: bool, **arguments: Any) -> Any:
+    trainer = sft_trainer(directory, tokenizer, **{**RUN, **arguments})
+    first = RaisingForward(trainer.model, lambda forward: forward == 8, lost_connection)
+    struck = StrikingOnce(trainer, method, FAULTS[fault], lambda: first.fired > 0, after)
+    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    assert (first.fired, struck.fired) == (1, 1)
+    return trainer
+
+
+def assert_no_trace(trainer: Any, undisturbed: Any, directory: Path) -> None:
+    assert_same_weights(weights(trainer), weights(undisturbed))
+    assert logged(trainer) == logged(undisturbed)
+    assert sum(event["steps_lost"] for event in journal(directory, "outcome")) == 0
+
+
+SAVING = ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state")
+LOADING = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state")
+
+
+def struck_anywhere(methods: tuple[str, ...], quick: tuple[str, str, str]) -> list[Any]:
+    """Every method of the remedy, struck by every fault before and after it."""
+    cells = [(method, when, fault) for method in methods for when in ("before", "after") for fault in FAULTS]
+    return [cell if cell == quick else pytest.param(*cell, marks=pytest.mark.slow) for cell in cells]
+
+
+@pytest.mark.parametrize(("method", "when", "fault"), struck_anywhere(SAVING, ("save_model", "before", "nan")))
+def test_an_emergency_checkpoint_outlasts_a_second_fault(
+    tmp_path: Path, tokenizer: Any, undisturbed: Any, method: str, when: str, fault: str
+) -> None:
+    assert_no_trace(run_struck(tmp_path, tokenizer, method, fault, when == "after"), undisturbed, tmp_path)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("method", "when", "fault"), struck_anywhere(LOADING, ("_load_optimizer_and_scheduler", "after", "nan"))
+)
+def test_a_re_entry_outlasts_a_second_fault(
+    tmp_path: Path, tokenizer: Any, undisturbed: Any, method: str, when: str, fault: str
+) -> None:
+    assert_no_trace(run_struck(tmp_path, tokenizer, method, fault, when == "after"), undisturbed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin"])
+def test_a_re_entry_that_fails_before_the_first_batch_is_tried_once_more(
+    tmp_path: Path, tokenizer: Any, undisturbed: Any, event: str
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, **RUN)
+    first = RaisingForward(trainer.model, lambda forward: forward == 8, lost_connection)
+    fired: list[str] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        if first.fired and not fired:
+            fired.append(event)
+            raise KeyError("text")
+
+    trainer.add_callback(type("Failing", (TrainerCallback,), {event: fail})())
+    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    assert fired
+    assert_no_trace(trainer, undisturbed, tmp_path)
+
+
+# ---- a kill, and the job is started again ----
+
+QUICK_SNAPSHOTS = {"snapshot_interval": 2, "snapshot_verify_steps": 2}
+# Rows of one length: the sizes that fit are the same ones whenever they are found.
+ONE_LENGTH = {"max_length": 6}
+REMEDIES: dict[str, dict[str, Any]] = {
+    "computing a step again": {"first": "transient NaN"},
+    "looking for the row": {"poison": 3},
+    "splitting a batch": {"first": "full memory", "arguments": ONE_LENGTH},
+    "going back": {"first": "corrupted weights", "at": 15, "config": QUICK_SNAPSHOTS},
+    "an emergency checkpoint": {"first": "lost connection", "at": 12},
+    "entering again": {"first": "lost connection", "at": 12},
+}
+# By what the process is doing when it is killed: the nth forward, change of a file, or part that is loaded.
+MOMENTS: dict[str, list[tuple[str, int]]] = {
+    "computing a step again": [("forward", 1), ("forward", 2), ("forward", 3)],
+    "looking for the row": [("forward", nth) for nth in (1, 2, 3, 5, 7)] + [("file", 1), ("file", 2)],
+    "splitting a batch": [("forward", nth) for nth in (1, 2, 3, 4)] + [("file", 1), ("file", 2)],
+    "going back": [("forward", nth) for nth in (1, 2, 3, 4, 5, 6, 7)] + [("file", 1), ("file", 2), ("file", 3)],
+    "an emergency checkpoint": [("file", nth) for nth in range(1, 23)],
+    "entering again": [("load", nth) for nth in range(1, 7)]
+    + [("forward", 1)]
+    + [("file", nth) for nth in (23, 26, 29)],
+}
+QUICK_KILLS = [("going back", "forward", 5), ("an emergency checkpoint", "file", 15)]
+
+
+def kills() -> list[Any]:
+    cells = [(remedy, moment, nth) for remedy, moments in MOMENTS.items() for moment, nth in moments]
+    return [cell if cell in QUICK_KILLS else pytest.param(*cell, marks=pytest.mark.slow) for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def without_a_kill(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What a run with the first fault alone ends with; one process is enough for it."""
+
+    @functools.cache
+    def result_of(remedy: str) -> dict[str, Any]:
+        job = tmp_path_factory.mktemp("without a kill") / "job"
+        assert starter.start(job, {}, REMEDIES[remedy]) == 0
+        return job_result(job)
+
+    return result_of
+
+
+@pytest.mark.parametrize(("remedy", "moment", "nth"), kills())
+@pytest.mark.parametrize("again", ["by hand", pytest.param("by a launcher", marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_while_it_heals_ends_as_if_it_had_not_been(
+    tmp_path: Path,
+    until_it_ends: Callable[..., list[int]],
+    without_a_kill: Callable[[str], dict[str, Any]],
+    remedy: str,
+    moment: str,
+    nth: int,
+    again: str,
+) -> None:
+    job = tmp_path / "job"
+    started = {"launcher": "none", "resume": "auto"} if again == "by hand" else {"launcher": "torchrun"}
+    assert until_it_ends(job, 3, kill=[moment, nth], **started, **REMEDIES[remedy]) == [-9, 0]
+    expected, result = without_a_kill(remedy), job_result(job)
+    assert result["weights"] == expected["weights"]
+    assert result["losses"] == expected["losses"]
+    assert result["steps"] == expected["steps"]
+    assert {incident["outcome"] for incident in result["incidents"]} == {"resolved"}
