@@ -37,6 +37,7 @@ class FailureType(StrEnum):
     DIVERGENCE = "divergence"
     HARDER_DATA = "harder_data"
     LEARNING_RATE = "learning_rate"
+    SLOW_RISE = "slow_rise"
     NOT_TRAINED = "not_trained"
     PLATEAU = "plateau"
     VANISHING_GRADIENT = "vanishing_gradient"
@@ -251,6 +252,14 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Nothing, if the data are ordered on purpose (a curriculum, one source after the other); else shuffle "
         "them.",
         severity="info",
+    ),
+    FailureType.SLOW_RISE: Recipe(
+        diagnosis="The loss has risen by a fifth above the lowest level it had, too slowly for any step to stand out.",
+        ladder=(),
+        advice="Nothing, if the data have become harder on purpose (a curriculum, another source). Else compare the "
+        "evaluation loss of a checkpoint from before the rise with the newest one: if it has risen as well, lower the "
+        "learning rate, or end the run and keep the earlier checkpoint.",
+        severity="warning",
     ),
     FailureType.LEARNING_RATE: Recipe(
         diagnosis="The loss diverged again after every reduction of the learning rate that is allowed.",

@@ -479,6 +479,7 @@ _ADVISED = frozenset(
         FailureType.VANISHING_GRADIENT,
         FailureType.DEAD_LOSS,
         FailureType.NEVER_LEARNED,
+        FailureType.SLOW_RISE,
     }
 )
 

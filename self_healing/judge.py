@@ -33,6 +33,7 @@ _FAILURES = {
     "dead_loss": FailureType.DEAD_LOSS,
     "never_learned": FailureType.NEVER_LEARNED,
     "plateau": FailureType.PLATEAU,
+    "slow_rise": FailureType.SLOW_RISE,
 }
 # They look at a run, and leave it as it is.
 _LOOKS = frozenset({Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY})

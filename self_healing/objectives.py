@@ -53,6 +53,7 @@ _OFFLINE = _ANY_POSITIVE_LOSS | {
     "gradient_explosion",
     "vanishing_gradient",
     "plateau",
+    "slow_rise",
 }
 # ln(vocabulary) bounds a mean cross-entropy per token, and nothing else; exactly 0 is wrong for it, and only for it.
 _CROSS_ENTROPY = _OFFLINE | {"above_chance", "never_learned", "dead_loss"}

@@ -30,7 +30,7 @@ from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.detectors import Symptom
+from self_healing.detectors import SlowRiseDetector, Symptom
 from self_healing.policy import StepPolicy
 
 
@@ -469,6 +469,26 @@ def test_a_run_that_never_learns_is_reported_and_goes_on(tmp_path: Path, tokeniz
     (detected,) = of_kind(tmp_path, "detected")
     (outcome,) = of_kind(tmp_path, "outcome")
     assert (detected["symptom"], detected["step"], outcome["failure"]) == ("never_learned", 199, "never_learned")
+
+
+def test_a_slow_rise_is_reported_and_nothing_is_done(tmp_path: Path, tokenizer: Any) -> None:
+    class Strict(TrainerCallback):
+        """Half a percent is enough, so that the run may be a short one."""
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            assert healing.session is not None
+            assert healing.session.panel is not None
+            healing.session.panel.slow_rise = SlowRiseDetector(rise=0.005, window=20)
+
+    healing = SelfHealingCallback()
+    steady = {**STEADY, "max_steps": 105, "learning_rate": 1e-12}
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[healing, Strict()], **steady)
+    LossOffset(trainer, lambda step: 0.05 if step > 85 else 0.0)
+    trainer.train()
+    (detected,) = of_kind(tmp_path, "detected")
+    (outcome,) = of_kind(tmp_path, "outcome")
+    assert (detected["symptom"], outcome["outcome"], outcome["failure"]) == ("slow_rise", "reported", "slow_rise")
+    assert not of_kind(tmp_path, "action")
 
 
 # ---- objectives ----

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from self_healing import HealingConfig, StepSignals
-from self_healing.detectors import DetectorPanel, NonFiniteDetector
+from self_healing.detectors import DetectorPanel, NonFiniteDetector, SlowRiseDetector
 from self_healing.detectors.norm_statistics import ZClipStatistic
 from self_healing.detectors.rules import MetricRules, load_rules, rules_for
 from self_healing.objectives import objective_named
@@ -79,6 +79,15 @@ class TestFalseAlarms:
             "healthy_sft_llama3_8b_mob_per_step": [371]
         }
         assert found["broken_sft_qlora_poludmik_every10"]["alarms"] == [20]
+
+
+def test_no_healthy_public_run_rises_slowly() -> None:
+    paths = [benchmark_module.UNSHUFFLED, *sorted((ROOT / "tests" / "data" / "curves").rglob("healthy_sft_*.csv"))]
+    assert len(paths) > 10
+    for path in paths:
+        detector = SlowRiseDetector()
+        losses = benchmark_module.read_curve(path).losses
+        assert not [step for step, loss in enumerate(losses) if detector.observe(step, loss)], path
 
 
 # In these the loss does rise and stay up again and again, or two alarms are what it takes to learn what is usual.

@@ -28,6 +28,7 @@ from self_healing.detectors import (
     NonFiniteDetector,
     OverfittingDetector,
     PlateauDetector,
+    SlowRiseDetector,
     Symptom,
     VanishingGradientDetector,
 )
@@ -574,6 +575,27 @@ class TestStillAndSlow:
         """27 letters: bigrams alone are worth 0.85 nats, and are something learned."""
         detector = NeverLearnedDetector(vocabulary=27)
         assert not [step for step, loss in enumerate(noise(500, 2.45)) if detector.observe(step, loss)]
+
+    def test_a_slow_rise_is_reported_when_it_is_a_fifth(self) -> None:
+        panel = DetectorPanel()
+        rises = [1.0] * 1_000 + [1 + 0.25 * step / 2_000 for step in range(2_000)]
+        losses = [factor * loss for factor, loss in zip(rises, noise(3_000), strict=True)]
+        found = [
+            symptom for step, loss in enumerate(losses) for symptom in panel.observe(StepSignals(step, loss, 1.0))
+        ]
+        (slow,) = [symptom for symptom in found if symptom.name == "slow_rise"]
+        assert 2_500 < slow.step < 2_950
+
+    def test_a_rise_that_comes_again_and_again_is_told_once(self) -> None:
+        """Sorted in each epoch of 1,000 steps."""
+        detector = SlowRiseDetector()
+        losses = [loss * (1 + 0.15 * math.sin(step / 159)) for step, loss in enumerate(noise(10_000))]
+        assert len([step for step, loss in enumerate(losses) if detector.observe(step, loss)]) == 1
+
+    def test_the_slow_rise_of_a_tiny_loss_is_none(self) -> None:
+        detector = SlowRiseDetector()
+        losses = noise(300, 2.0) + noise(500, 0.005) + noise(500, 0.01)
+        assert not [step for step, loss in enumerate(losses) if detector.observe(step, loss)]
 
     def test_theil_sen_is_the_median_slope(self) -> None:
         assert theil_sen([0.0, 1.0, 2.0, 300.0, 4.0, 5.0]) == 1.0

@@ -166,6 +166,7 @@ def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
         FailureType.LOSS_SPIKE,
         FailureType.VANISHING_GRADIENT,
         FailureType.NEVER_LEARNED,
+        FailureType.SLOW_RISE,
         FailureType.HARDER_DATA,
         FailureType.PLATEAU,
         FailureType.REPORTING,

@@ -4,7 +4,7 @@ from .divergence import DivergenceDetector
 from .nonfinite import NonFiniteDetector
 from .norm_statistics import ClipDecision, ZClipStatistic
 from .panel import DetectorPanel
-from .progress import OverfittingDetector, PlateauDetector
+from .progress import OverfittingDetector, PlateauDetector, SlowRiseDetector
 from .rules import MetricRule, MetricRules, RuleError, load_rules, rules_for
 from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
 from .stillness import DeadLossDetector, NeverLearnedDetector, VanishingGradientDetector
@@ -29,6 +29,7 @@ __all__ = [
     "PlateauDetector",
     "Reading",
     "RuleError",
+    "SlowRiseDetector",
     "Symptom",
     "VanishingGradientDetector",
     "ZClipStatistic",

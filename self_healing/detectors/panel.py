@@ -9,7 +9,7 @@ from typing import Any
 from ..config import HealingConfig
 from ..signals import StepSignals
 from .divergence import DivergenceDetector
-from .progress import OverfittingDetector, PlateauDetector
+from .progress import OverfittingDetector, PlateauDetector, SlowRiseDetector
 from .spikes import CoSpikeDetector, GradientSpikeDetector, LossSpikeDetector
 from .stillness import DeadLossDetector, NeverLearnedDetector, VanishingGradientDetector
 from .symptom import Symptom
@@ -60,6 +60,7 @@ class DetectorPanel:
             "dead_loss",
             "never_learned",
             "plateau",
+            "slow_rise",
             "overfitting",
         }
     )
@@ -98,6 +99,7 @@ class DetectorPanel:
         if vocabulary is not None and "never_learned" in self.apply:
             self.never_learned = NeverLearnedDetector(vocabulary)
         self.plateau = PlateauDetector(config.plateau_window) if config.plateau_window else None
+        self.slow_rise = SlowRiseDetector()
         self.overfitting = OverfittingDetector(config.overfitting_evaluations)
         self.usual_spikes = UsualSpikes()
         self.signed_loss = False
@@ -209,10 +211,13 @@ class DetectorPanel:
             if self.divergence.overdue and self.loss_trend.relearn():
                 self.divergence.settle()
                 self.relearned = True
+                self.slow_rise.begin_anew()
         if self.divergence.alarmed and reading.z is not None:
             self.loss_trend.refuse(reading)
         else:
             self.loss_trend.accept(reading, hold=self.divergence.suspicious)
+        if "slow_rise" in self.apply and not self.divergence.alarmed:
+            symptoms.append(self.slow_rise.observe(reading.step, reading.value))
         if self.plateau is not None and "plateau" in self.apply:
             symptoms.append(self.plateau.observe(reading.step, reading.value))
         return [symptom for symptom in symptoms if symptom is not None]
@@ -248,6 +253,7 @@ class DetectorPanel:
             "vanishing": self.vanishing,
             "dead_loss": self.dead_loss,
             "overfitting": self.overfitting,
+            "slow_rise": self.slow_rise,
         }
         optional = {"plateau": self.plateau, "never_learned": self.never_learned}
         return detectors | {name: detector for name, detector in optional.items() if detector is not None}

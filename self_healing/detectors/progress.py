@@ -12,6 +12,9 @@ from .symptom import Symptom
 
 
 _BLOCKS = 20
+# Steps from one look at a slow rise to the next, and what is added to each level, as a share of the first one: of a
+# loss that has become tiny, a fifth is nothing.
+_LOOK_EVERY, _OFFSET = 50, 0.02
 
 
 def theil_sen(values: list[float]) -> float:
@@ -66,6 +69,86 @@ class PlateauDetector:
         self._block = list(state["block"])
         self._medians = deque(state["medians"], maxlen=_BLOCKS)
         self._flat = state["flat"]
+
+
+class SlowRiseDetector:
+    """
+    Reports a loss that has risen so slowly that every baseline went along: its median over the last `window` steps is
+    more than a share of `rise` above the lowest it has been. The next report needs a rise a fifth (with the default)
+    higher than the one before: where the data are sorted within each epoch, the loss rises again and again.
+
+    O(1) a step, and one median every 50 steps.
+
+    Args:
+        rise (`float`, *optional*, defaults to 0.2):
+            Share of the lowest median.
+        window (`int`, *optional*, defaults to 200):
+            Steps behind a median.
+
+    Example:
+
+    ```python
+    >>> slow_rise = SlowRiseDetector()
+    >>> losses = [2.0 + max(0, step - 1_000) * 0.0002 for step in range(1, 4_001)]
+    >>> [step for step, loss in enumerate(losses, 1) if slow_rise.observe(step, loss) is not None]
+    [3150]
+
+    ```
+    """
+
+    def __init__(self, rise: float = 0.2, window: int = 200) -> None:
+        self.rise = rise
+        self.limit = 1 + rise
+        """How many times as high as its lowest a level has to be now."""
+        self._losses: deque[float] = deque(maxlen=window)
+        self._since_look = 0
+        self._lowest: float | None = None
+        self._lowest_at = 0
+        self._added: float | None = None
+
+    def observe(self, step: int, loss: float) -> Symptom | None:
+        """Judges one loss; `"slow_rise"`."""
+        if not (math.isfinite(loss) and loss >= 0):
+            return None
+        self._losses.append(loss)
+        self._since_look += 1
+        if self._since_look < _LOOK_EVERY or len(self._losses) < (self._losses.maxlen or 0):
+            return None
+        self._since_look = 0
+        level = median(self._losses)
+        if self._added is None:
+            self._added = _OFFSET * level
+        if self._lowest is None or level < self._lowest:
+            self._lowest, self._lowest_at = level, step
+            return None
+        lowest = self._lowest + self._added
+        times = (level + self._added) / lowest if lowest > 0 else 1.0
+        if times <= self.limit:
+            return None
+        evidence = {"value": level, "baseline": self._lowest, "since_step": self._lowest_at, "limit": self.limit}
+        self.limit = (1 + self.rise) * times
+        return Symptom("slow_rise", step, evidence)
+
+    def begin_anew(self) -> None:
+        """Forgets how low the loss was: it has found another level, and that has been told."""
+        self._losses.clear()
+        self._since_look = 0
+        self._lowest = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "losses": list(self._losses),
+            "since_look": self._since_look,
+            "limit": self.limit,
+            "lowest": self._lowest,
+            "lowest_at": self._lowest_at,
+            "added": self._added,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses = deque(state["losses"], maxlen=self._losses.maxlen)
+        self._since_look, self.limit = state["since_look"], state["limit"]
+        self._lowest, self._lowest_at, self._added = state["lowest"], state["lowest_at"], state["added"]
 
 
 class OverfittingDetector:
