@@ -373,6 +373,31 @@ class TestState:
         assert panel.loss_level is not None
 
 
+class TestFirstNorms:
+    @pytest.mark.parametrize("first", [1.0, 100.0, 1_000.0])
+    def test_a_tenfold_gradient_is_a_spike_whatever_the_first_norm(self, first: float) -> None:
+        panel = DetectorPanel()
+        losses, norms = noise(100), [first, *noise(99, 1.0, 0.15, seed=1)]
+        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+            assert panel.alarming(StepSignals(step, loss, norm)) is None
+            panel.observe(StepSignals(step, loss, norm))
+        symptom = panel.alarming(StepSignals(100, 2.0, 10.0))
+        assert symptom is not None
+        assert symptom.name == "gradient_spike"
+
+    @pytest.mark.parametrize("cut", [1, 10, 19, 20, 21])
+    def test_they_are_saved_while_they_are_collected(self, cut: int) -> None:
+        norms = noise(60, 1.0, 0.15)
+        whole, other = LogTrend(first=20), LogTrend(first=20)
+        for step, norm in enumerate(norms[:cut]):
+            whole.accept(whole.read(step, norm))
+        other.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+        for step, norm in enumerate(norms[cut:]):
+            for trend in (whole, other):
+                trend.accept(trend.read(step, norm))
+        assert other.state_dict() == whole.state_dict()
+
+
 class TestLossSpike:
     def test_a_spike_is_reported_once_with_what_it_was_judged_by(self) -> None:
         trend, spikes = settled(), LossSpikeDetector()

@@ -19,6 +19,7 @@ from .usual import UsualSpikes
 
 # A gradient norm varies from step to step by at least 5 %, and at first, while the learning rate warms up, by 20 %.
 _GRADIENT_FLOOR, _EARLY_GRADIENT_FLOOR = 0.05, 0.2
+_FIRST_GRADIENTS = 20
 
 
 class DetectorPanel:
@@ -114,6 +115,7 @@ class DetectorPanel:
             floor=_GRADIENT_FLOOR,
             early_floor=_EARLY_GRADIENT_FLOOR,
             reject_above=self._gradient_spike_z,
+            first=_FIRST_GRADIENTS,
             in_sums=False,
         )
         self._read = None

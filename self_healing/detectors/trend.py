@@ -216,7 +216,7 @@ class LogTrend:
     be seen. The scale is 1.4826 times the median absolute deviation of the last `scale_window` accepted values *from
     the level of their time*: a loss that falls steeply does not look like a noisy one, as it does when the deviation
     is taken from one median over the whole window. Logarithms, because the noise of a loss grows with it; of the value
-    plus `offset` times the first one, because the noise of a loss that has become very small does not.
+    plus `offset` times what it was at first, because the noise of a loss that has become very small does not.
 
     A value enters only through [`accept`], which refuses spikes and values without a logarithm. Where a quantity has
     found another level for good, [`relearn`] takes that level over, if it is one. A step costs O(window).
@@ -240,8 +240,11 @@ class LogTrend:
         reject_above (`float`, *optional*, defaults to 6.0):
             Largest z that still enters the baseline.
         offset (`float`, *optional*, defaults to 0.02):
-            Share of the first accepted value that is added to each before its logarithm is taken: from 0.001 to 0.01
-            nats is no rise worth mentioning for a run that began at 2.
+            Share of what it was at first that is added to each value before its logarithm is taken: from 0.001 to
+            0.01 nats is no rise worth mentioning for a run that began at 2.
+        first (`int`, *optional*, defaults to 1):
+            Accepted values whose median is what it was at first; `warmup` at most. The very first gradient norm may
+            be many times as large as the next ones, and then a tenfold gradient would be lost in its offset.
         in_sums (`bool`, *optional*, defaults to `True`):
             Whether its z are added up, so that it has to be known how far sums of them stray.
 
@@ -267,6 +270,7 @@ class LogTrend:
         early_rise: float = 0.33,
         reject_above: float = 6.0,
         offset: float = 0.02,
+        first: int = 1,
         in_sums: bool = True,
     ) -> None:
         self.warmup = warmup
@@ -275,8 +279,10 @@ class LogTrend:
         self.early_rise = early_rise
         self.reject_above = reject_above
         self.offset = offset
+        self.first = min(first, warmup)
         self.in_sums = in_sums
         self._added: float | None = None
+        self._first: list[float] = []
         self._recent = SortedWindow(level_window)
         self._deviations = SortedWindow(scale_window)
         self._sums = SumSpread()
@@ -324,13 +330,30 @@ class LogTrend:
         if reading.z is not None and reading.z > self.reject_above:
             self.refuse(reading)
             return False
-        if self._added is None:
-            self._added = self.offset * reading.value
+        if self._added is None or self._first:
+            self._begin_with(reading.value)
         self._outside.clear()
         self._held.append(self._logarithm(reading.value))
         while self._held and (not hold or len(self._held) > self._recent.size):
             self._enter(self._held.popleft())
         return True
+
+    def _begin_with(self, value: float) -> None:
+        """Takes in one of the first values; once all are known, those before it enter again, with their offset."""
+        if self._added is None:
+            self._added = self.offset * value
+        self._first.append(value)
+        if len(self._first) < self.first:
+            return
+        before, self._first = self._first[:-1], []
+        if not before:
+            return
+        self._added = self.offset * median([*before, value])
+        self._recent, self._deviations = SortedWindow(self._recent.size), SortedWindow(self._deviations.size)
+        self._sums, self._accepted, self._level, self._scale = SumSpread(), 0, 0.0, self.floor
+        self._held.clear()
+        for earlier in before:
+            self._enter(self._logarithm(earlier))
 
     def refuse(self, reading: Reading) -> None:
         """Keeps a value out of the baseline, and those that waited: something was indeed building up."""
@@ -409,6 +432,7 @@ class LogTrend:
             "scale": self._scale,
             "accepted": self._accepted,
             "added": self._added,
+            "first": list(self._first),
             "outside": list(self._outside),
             "sums": self._sums.state_dict(),
         }
@@ -421,6 +445,7 @@ class LogTrend:
         self._scale = state["scale"]
         self._accepted = state["accepted"]
         self._added = state["added"]
+        self._first = list(state.get("first", ()))
         self._outside = deque(state["outside"], maxlen=self._recent.size)
         self._sums = SumSpread()
         if "sums" in state:
