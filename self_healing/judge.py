@@ -716,6 +716,8 @@ class StepJudge:
                 return
             if symptom.name in ("loss_spike", "divergence"):
                 session.watch.begin(symptom, lambda incident, failure: self._tell(incident, failure, window))
+            elif symptom.name == "second_rise":
+                session.watch.rises_further(symptom)
             elif symptom.name in _FAILURES and (symptom.name != "plateau" or self.config.lr_increase_factor > 1):
                 failure = _FAILURES[symptom.name]
                 self._tell(self._open(symptom, failure, symptom.name.replace("_", " ")), failure, window)

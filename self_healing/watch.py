@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from .detectors import DetectorPanel, Symptom
 from .failures import FailureType
 from .journal import Incident, Journal
 
+
+logger = logging.getLogger("self_healing")
 
 # A robust z of at most this counts as back.
 _BACK = 2.0
@@ -79,6 +82,15 @@ class LossWatch:
         cause = "spike that widened" if widened else symptom.evidence.get("test", "one step")
         self.journal.diagnosed(self.incident, failure, cause, symptom.evidence)
         tell(self.incident, failure)
+
+    def rises_further(self, symptom: Symptom) -> None:
+        """Takes in that a loss that is away already has risen again: it belongs to the same incident."""
+        self.journal.noticed(symptom)
+        if self.incident is not None:
+            self.incident.evidence["rose_again_at"] = symptom.step
+            logger.warning(
+                "Step %d: the loss has risen further; incident %s is still open.", symptom.step, self.incident.id
+            )
 
     def hold(self, incident: Incident) -> None:
         """Checkpoints wait, on request, until the loss has been back for `outcome_steps`, unless they do already."""

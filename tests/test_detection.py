@@ -471,6 +471,17 @@ def test_a_run_that_never_learns_is_reported_and_goes_on(tmp_path: Path, tokeniz
     assert (detected["symptom"], detected["step"], outcome["failure"]) == ("never_learned", 199, "never_learned")
 
 
+def test_a_second_rise_is_noted_in_the_open_incident(tmp_path: Path, tokenizer: Any) -> None:
+    healing = SelfHealingCallback(HealingConfig(on_divergence="warn"))
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[healing], **{**STEADY, "max_steps": 80})
+    LossOffset(trainer, lambda step: 0.0 if step < 30 else 3.0 if step < 65 else 6.0)
+    trainer.train()
+    (detected,) = of_kind(tmp_path, "detected")
+    (noticed,) = [event for event in of_kind(tmp_path, "noticed") if event["symptom"] == "second_rise"]
+    assert detected["step"] < 35
+    assert 65 <= noticed["step"] < 75
+
+
 def test_a_slow_rise_is_reported_and_nothing_is_done(tmp_path: Path, tokenizer: Any) -> None:
     class Strict(TrainerCallback):
         """Half a percent is enough, so that the run may be a short one."""

@@ -373,6 +373,25 @@ class TestState:
         assert panel.loss_level is not None
 
 
+class TestSecondRise:
+    def rises(self, losses: list[float]) -> list[tuple[str, int]]:
+        panel = DetectorPanel()
+        found = [
+            symptom for step, loss in enumerate(losses) for symptom in panel.observe(StepSignals(step, loss, 1.0))
+        ]
+        return [(symptom.name, symptom.step) for symptom in found if symptom.name in ("divergence", "second_rise")]
+
+    def test_a_second_rise_is_seen_while_the_first_is_open(self) -> None:
+        (first, _), (second, at) = self.rises(noise(100, 2.0) + noise(50, 2.8) + noise(40, 3.6))
+        assert (first, second) == ("divergence", "second_rise")
+        assert 150 <= at < 160
+
+    def test_a_loss_that_stays_where_it_rose_to_has_no_second_rise(self) -> None:
+        for seed in range(20):
+            losses = noise(100, 2.0, seed=seed) + noise(95, 2.8, seed=seed + 100)
+            assert [name for name, _ in self.rises(losses)] == ["divergence"], seed
+
+
 class TestFirstNorms:
     @pytest.mark.parametrize("first", [1.0, 100.0, 1_000.0])
     def test_a_tenfold_gradient_is_a_spike_whatever_the_first_norm(self, first: float) -> None:

@@ -39,8 +39,10 @@ class DivergenceDetector:
     - **early**, while there is no baseline, and with a `vocabulary` only, which makes the unit nats: loss above the
       median of the first 5 plus `early_rise` nats in at least 5 of 10 steps.
 
-    It then stays alarmed, without reporting again, until the loss has been back (z of at most `recovered_below`) for
-    `recover_steps` in a row. After `patience` steps it is [`overdue`]: the loss may have found another level for good
+    It then stays alarmed, without reporting it again, until the loss has been back (z of at most `recovered_below`)
+    for `recover_steps` in a row. Where the loss rises further meanwhile, by a CUSUM of the distance from the median of
+    the first 20 losses of the alarm, with twice the slack as that is not known well, it is a `"second_rise"`, once for
+    each alarm. After `patience` steps it is [`overdue`]: the loss may have found another level for good
     ([`LogTrend.relearn`], then [`settle`]). Costs O(1).
 
     Args:
@@ -94,6 +96,9 @@ class DivergenceDetector:
         self._step = 0
         self._since = 0
         self._back = 0
+        self._first_zs: list[float] = []
+        self._further = 0.0
+        self._rose_again = False
         self._above_chance = 0
         self._was_below_chance = False
         self._first: list[float] = []
@@ -116,7 +121,7 @@ class DivergenceDetector:
 
     def observe(self, reading: Reading, usual_spike: bool = False) -> Symptom | None:
         """
-        Judges one loss; `"divergence"`, once for each.
+        Judges one loss; `"divergence"`, once for each, and `"second_rise"`.
 
         Args:
             reading ([`Reading`]):
@@ -133,7 +138,7 @@ class DivergenceDetector:
             self._add(reading.z, reading.stretch)
         if self.alarmed:
             self._watch_recovery(reading)
-            return None
+            return self._second_rise(reading) if self.alarmed and not usual_spike else None
         if self.sum > self.limit and self._rise(reading) >= reading.least_rise:
             return self._alarm(reading, "drift", cusum=self.sum, limit=self.limit)
         if above_chance and self.chance is not None:
@@ -227,7 +232,23 @@ class DivergenceDetector:
 
     def _alarm(self, reading: Reading, test: str, **evidence: float) -> Symptom:
         self.alarmed, self._since, self._back = True, 0, 0
+        self._first_zs, self._further, self._rose_again = [], 0.0, False
         return Symptom("divergence", reading.step, reading.evidence() | {"test": test} | evidence, "error")
+
+    def _second_rise(self, reading: Reading) -> Symptom | None:
+        """Whether the loss rises on from where the alarm found it."""
+        if reading.z is None or self._rose_again:
+            return None
+        if len(self._first_zs) < _NOISE_WINDOW:
+            self._first_zs.append(reading.z)
+            return None
+        further = (reading.z - median(self._first_zs)) / (reading.stretch * self._noise())
+        self._further = max(0.0, self._further + min(further, self.cap) - 2 * self.slack)
+        if self._further <= self.limit:
+            return None
+        self._rose_again = True
+        evidence = reading.evidence() | {"cusum": self._further, "limit": self.limit, "steps": self._since}
+        return Symptom("second_rise", reading.step, evidence)
 
     def _watch_recovery(self, reading: Reading) -> None:
         self._since += 1
@@ -250,6 +271,9 @@ class DivergenceDetector:
             "alarmed": self.alarmed,
             "since": self._since,
             "back": self._back,
+            "first_zs": list(self._first_zs),
+            "further": self._further,
+            "rose_again": self._rose_again,
             "above_chance": self._above_chance,
             "was_below_chance": self._was_below_chance,
             "first": list(self._first),
@@ -265,6 +289,8 @@ class DivergenceDetector:
         self.alarmed = state["alarmed"]
         self._since = state["since"]
         self._back = state["back"]
+        self._first_zs, self._further = list(state.get("first_zs", ())), state.get("further", 0.0)
+        self._rose_again = state.get("rose_again", False)
         self._above_chance = state["above_chance"]
         self._was_below_chance = state["was_below_chance"]
         self._first = list(state["first"])
