@@ -111,6 +111,13 @@ class TestActingAlarms:
     def test_the_committed_figures_are_one_in_ten_thousand_steps(self, kind: str) -> None:
         assert COMMITTED["acting"][kind]["per_1000_steps"] <= BEYOND_THE_BOUND.get(kind, 0.1)
 
+    @pytest.mark.parametrize("kind", COMMITTED["acting"])
+    def test_so_is_what_changes_a_run_without_being_tried_out(self, kind: str) -> None:
+        found = COMMITTED["acting"][kind]
+        # One gradient of 5 to 10 times the usual norm is clipped there.
+        allowed = 1 if kind == "healthy_sft_llama3_8b_mob_per_step" else found["steps"] / 10_000
+        assert found["alarms"] - found["divergences"] <= allowed
+
     @pytest.mark.parametrize(
         "simulation",
         [
