@@ -382,6 +382,21 @@ def test_what_is_known_goes_on_in_the_next_process() -> None:
     assert later.trying
 
 
+def test_the_next_process_tries_at_once_what_was_not_tried_yet() -> None:
+    """A job that was killed right after a failure need not run row by row until what failed is tried again."""
+    sizes = begun()
+    sizes.failed(train(16))
+    sizes.ran(train(1))
+    sizes.came_through()
+    later = SizeMemory(probe_steps=1_000)
+    later.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
+    device = Device(later, train=8 * 512)
+    assert max(device.train_step(train(16))[0]) == 1
+    most = [max(device.train_step(train(16))[0]) for _ in range(4)]
+    assert most[-1] == 8
+    assert device.failures == 0
+
+
 def test_which_call_has_begun_is_known_for_each_kind() -> None:
     sizes = begun()
     sizes.begins(train(8))

@@ -170,7 +170,7 @@ class SizeMemory:
         if self._restored:
             self._restored = False
             for frontier in self._frontiers.values():
-                frontier.next_retry = frontier.next_try = step + frontier.wait
+                frontier.next_retry, frontier.next_try = step + frontier.wait, step + frontier.try_wait
 
     def rows_for(self, shape: CallShape) -> int:
         """How many rows of a call of this size may run at a time, at least 1; a size that is tried is noted."""
