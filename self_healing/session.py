@@ -185,6 +185,9 @@ class Session:
         instrument = self.instrument
         if self.journal.rank != 0 or instrument is None:
             return
+        if self.record is not None and not self.record.kept:
+            # The status is that of the process that trained there first, as the record is.
+            return
         self.status = self.status or StatusKeeper(output_dir)
         self.status.begin(self.run_id, self.journal.path, instrument.step, max_steps, marks=self.record is None)
         if self.record is None:

@@ -34,6 +34,7 @@ from self_healing.instrument.generated import load_generated
 from self_healing.launcher import launch_of
 from self_healing.restart import was_writing
 from self_healing.run_record import _CALLS, RECORD_FILE, Ending, RunRecord
+from self_healing.run_status import STATUS_FILE
 
 
 def under_torchrun(output_dir: Path, restarts: int, **options: Any) -> int:
@@ -675,6 +676,7 @@ def test_a_process_that_still_trains_there_is_named_and_not_called_dead(
     assert f"Process {trains_there.pid} trains into" in caplog.text
     assert healer.get_report().incidents == []
     assert (tmp_path / "run" / RECORD_FILE).read_bytes() == before
+    assert not (tmp_path / "run" / STATUS_FILE).exists()
 
 
 def test_once_it_is_gone_it_is_taken_for_killed(
