@@ -26,6 +26,7 @@ from test_poison import poisoned_texts
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing.microbatch.recomputing import recomputed
 
 
 class StrikingCalls:
@@ -97,6 +98,32 @@ class TestFaultsInASplitBatch:
         assert_same_run(healed, plain)
         assert sum(outcome["steps_lost"] for outcome in journal(tmp_path / "healed", "outcome")) == 0
         assert "not_split" not in json.dumps(journal(tmp_path / "healed"))
+
+
+class TestNumbersThatAreNotFinite:
+    @pytest.mark.parametrize(
+        "factors",
+        [(math.nan, math.nan), (math.inf, math.nan), (math.nan, 1.0), (1.0, math.nan)],
+        ids=["both times", "another one the second time", "the first time", "the second time"],
+    )
+    def test_do_not_say_that_a_part_is_computed_otherwise(self, factors: tuple[float, float]) -> None:
+        weight, given = torch.ones(3, requires_grad=True), iter(factors)
+        told: list[bool] = []
+        output = recomputed(lambda: weight * next(given), torch.device("cpu"), [weight], lambda: told.append(True))
+        output.sum().backward()
+        assert weight.grad is not None
+        assert not told
+
+    def test_are_left_to_the_search_for_poison_rows(self, tmp_path: Path, tokenizer: Any) -> None:
+        def strike(trainer: Any) -> None:
+            TooManyRows(trainer.model, 2, unless=lambda: not torch.is_grad_enabled())
+            PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))
+
+        build = partial(sft_trainer, trainer_class=OwnLoss, texts=poisoned_texts())
+        healed_by_the_wrapper(build, tmp_path, tokenizer, strike, dropout=0.0, max_steps=4)
+        assert quarantined(tmp_path)
+        assert "not_split" not in json.dumps(journal(tmp_path))
+        assert_nothing_lost(tmp_path)
 
 
 def runs_out(output: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,15 @@ def test_gradients_and_loss_are_those_of_the_whole(loss: Loss, rows: int) -> Non
     # Each row once, and no more of them at a time than fit.
     assert sum(step.model.rows) == 7 * calls
     assert max(step.model.rows) <= rows
+
+
+def test_a_row_that_is_not_finite_says_nothing_about_the_others() -> None:
+    inputs = torch.randn(7, 8, dtype=torch.float64)
+    inputs[0] = torch.nan
+    step = Step(mean_over_rows, 2)
+    assert math.isnan(step.run(inputs))
+    assert sum(step.model.rows) == 7
+    assert not step.begun_anew
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4])
