@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import SelfHealingTrainer
+from self_healing.checkpoints import checkpoints_in
+from self_healing.vetting import vet
 
 
 RUN = {"max_steps": 6}
@@ -46,6 +49,10 @@ def runs_out(_: Any) -> None:
 
 def raises(_: Any) -> None:
     raise RuntimeError("a copy failed")
+
+
+def breaks_the_device(_: Any) -> None:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
 def disconnects(_: Any) -> None:
@@ -80,11 +87,18 @@ class StrikingOnce:
         setattr(trainer, method, struck)
 
 
-def run_struck(directory: Path, tokenizer: Any, method: str, fault: str, after: bool, **arguments: Any) -> Any:
-    trainer = sft_trainer(directory, tokenizer, **{**RUN, **arguments})
+def run_struck(
+    directory: Path,
+    tokenizer: Any,
+    method: str,
+    fault: Callable[[Any], None],
+    after: bool,
+    sleep: Callable[[float], Any] = lambda _: None,
+) -> Any:
+    trainer = sft_trainer(directory, tokenizer, **RUN)
     first = RaisingForward(trainer.model, lambda forward: forward == 8, lost_connection)
-    struck = StrikingOnce(trainer, method, FAULTS[fault], lambda: first.fired > 0, after)
-    SelfHealingTrainer(trainer, sleep=lambda _: None).train()
+    struck = StrikingOnce(trainer, method, fault, lambda: first.fired > 0, after)
+    SelfHealingTrainer(trainer, sleep=sleep).train()
     assert (first.fired, struck.fired) == (1, 1)
     return trainer
 
@@ -109,8 +123,34 @@ def struck_anywhere(methods: tuple[str, ...], quick: tuple[str, str, str]) -> li
 def test_an_emergency_checkpoint_outlasts_a_second_fault(
     tmp_path: Path, tokenizer: Any, undisturbed: Any, method: str, when: str, fault: str
 ) -> None:
-    assert_no_trace(run_struck(tmp_path, tokenizer, method, fault, when == "after"), undisturbed, tmp_path)
+    assert_no_trace(run_struck(tmp_path, tokenizer, method, FAULTS[fault], when == "after"), undisturbed, tmp_path)
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def nan_moments(trainer: Any) -> None:
+    """A number of the optimizer's state is NaN from here on."""
+    next(iter(trainer.optimizer.state.values()))["exp_avg"].view(-1)[0] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [
+        ("save_model", nan),
+        pytest.param("_save_optimizer_and_scheduler", nan_moments, marks=pytest.mark.slow),
+    ],
+)
+def test_what_turned_nan_while_it_was_saved_is_not_left_to_the_next_process(
+    tmp_path: Path, tokenizer: Any, method: str, fault: Callable[[Any], None]
+) -> None:
+    left = tmp_path / "left"
+
+    def die(_: float) -> None:
+        shutil.copytree(tmp_path / "run", left)
+
+    run_struck(tmp_path / "run", tokenizer, method, fault, after=False, sleep=die)
+    (checkpoint,) = checkpoints_in(left)
+    verdict = vet(checkpoint)
+    assert verdict.usable, verdict.reason
 
 
 @pytest.mark.parametrize(
@@ -119,7 +159,40 @@ def test_an_emergency_checkpoint_outlasts_a_second_fault(
 def test_a_re_entry_outlasts_a_second_fault(
     tmp_path: Path, tokenizer: Any, undisturbed: Any, method: str, when: str, fault: str
 ) -> None:
-    assert_no_trace(run_struck(tmp_path, tokenizer, method, fault, when == "after"), undisturbed, tmp_path)
+    assert_no_trace(run_struck(tmp_path, tokenizer, method, FAULTS[fault], when == "after"), undisturbed, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    sft_trainer(directory, tokenizer, save_strategy="steps", save_steps=4, **RUN).train()
+    return directory / "checkpoint-4"
+
+
+def resumed_while_struck(
+    directory: Path, tokenizer: Any, saved: Path, method: str, fault: Callable[[Any], None]
+) -> Any:
+    trainer = sft_trainer(directory, tokenizer, **RUN)
+    StrikingOnce(trainer, method, fault, lambda: True, after=True)
+    SelfHealingTrainer(trainer).train(resume_from_checkpoint=saved)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name != LOADING[1])) for name in LOADING]
+)
+def test_a_resume_outlasts_a_load_that_fails_once(
+    tmp_path: Path, tokenizer: Any, undisturbed: Any, saved: Path, method: str
+) -> None:
+    resumed = resumed_while_struck(tmp_path, tokenizer, saved, method, raises)
+    assert_same_weights(weights(resumed), weights(undisturbed))
+
+
+def test_a_device_that_fails_while_a_checkpoint_is_loaded_is_not_asked_again(
+    tmp_path: Path, tokenizer: Any, saved: Path
+) -> None:
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        resumed_while_struck(tmp_path, tokenizer, saved, LOADING[1], breaks_the_device)
 
 
 @pytest.mark.slow
