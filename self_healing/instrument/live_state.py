@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .extents import Search
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,47 +80,36 @@ def nonfinite_tensors(model: torch.nn.Module, optimizer: Any) -> list[str]:
             The innermost one: its state, nested where it is, and what its groups hold beside it. Among the settings
             Inf may be meant (Prodigy's `growth_rate` is).
     """
-    found = [name for name, value in model.named_parameters() if _is_corrupted(value, inf=value.requires_grad)]
-    # A causal mask kept as a buffer or a frozen parameter holds -inf on purpose: there only NaN is wrong.
-    found += [name for name, value in model.named_buffers() if _is_corrupted(value, inf=False)]
+    search = Search()
+    for name, parameter in model.named_parameters():
+        search.add(name, parameter, inf=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        # A causal mask kept as a buffer or a frozen parameter holds -inf on purpose: there only NaN is wrong.
+        search.add(name, buffer, inf=False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
         for number, parameter in enumerate(group["params"]):
             # A loss with parameters of its own is trained beside the model.
             name = names.setdefault(id(parameter), f"group {index}, parameter {number}")
-            if name.startswith("group ") and _is_corrupted(parameter, inf=True):
-                found.append(name)
+            if name.startswith("group "):
+                search.add(name, parameter, inf=True)
         settings = {name: value for name, value in group.items() if name != "params"}
-        found += _corrupted_in(f"optimizer:group {index}", settings, inf=False)
+        _search_in(search, f"optimizer:group {index}", settings, inf=False)
     for parameter, state in getattr(optimizer, "state", {}).items():
-        found += _corrupted_in(f"optimizer:{names.get(id(parameter), '?')}", state, inf=True)
-    return found
+        _search_in(search, f"optimizer:{names.get(id(parameter), '?')}", state, inf=True)
+    return search.nonfinite()
 
 
-def _corrupted_in(name: str, value: Any, inf: bool) -> Iterator[str]:
-    """Names of the values within nested ones that are not finite."""
-    if isinstance(value, torch.Tensor):
-        if _is_corrupted(value, inf):
-            yield name
-    elif isinstance(value, float):
-        if math.isnan(value) or (inf and math.isinf(value)):
-            yield name
+def _search_in(search: Search, name: str, value: Any, inf: bool) -> None:
+    """Looks for NaN and Inf in nested values."""
+    if isinstance(value, (torch.Tensor, float)):
+        search.add(name, value, inf)
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _corrupted_in(f"{name}.{key}", inner, inf)
+            _search_in(search, f"{name}.{key}", inner, inf)
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
-            yield from _corrupted_in(f"{name}[{index}]", inner, inf)
-
-
-def _is_corrupted(tensor: torch.Tensor, inf: bool) -> bool:
-    """Whether it holds NaN, or (`inf`) Inf."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
-    if tensor.element_size() == 1:
-        # 8-bit floats have no arithmetic of their own.
-        tensor = tensor.to(torch.bfloat16)
-    return not bool(torch.isfinite(tensor).all()) if inf else bool(torch.isnan(tensor).any())
+            _search_in(search, f"{name}[{index}]", inner, inf)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+
+from .extents import extent_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,6 @@ def _note(name: str, found: list[Origin]) -> Callable[..., None]:
             return
         inputs = list(_floats((args, kwargs)))
         finite = not any(_is_bad(each) for each in inputs)
-        largest = max((float(each.detach().abs().max()) for each in inputs if each.numel()), default=None)
         found.append(
             Origin(
                 "module",
@@ -93,7 +95,7 @@ def _note(name: str, found: list[Origin]) -> Callable[..., None]:
                     "module_class": type(module).__name__,
                     "output_dtype": str(bad.dtype),
                     "inputs_finite": finite,
-                    "largest_input": largest if finite else None,
+                    "largest_input": _largest(inputs) if finite else None,
                 },
             )
         )
@@ -120,5 +122,12 @@ def _floats(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_bad(value: torch.Tensor) -> bool:
+    extent = extent_of(value)
     # Masks hold -inf on purpose.
-    return not bool(torch.isfinite(value.detach().masked_fill(value.detach() == -torch.inf, 0)).all())
+    return extent is not None and (math.isnan(extent.low) or float(extent.high) == math.inf)
+
+
+def _largest(values: list[torch.Tensor]) -> float | None:
+    """The largest absolute value in tensors; `None` if there is none."""
+    extents = [extent for extent in map(extent_of, values) if extent is not None]
+    return max((max(-float(extent.low), float(extent.high)) for extent in extents), default=None)

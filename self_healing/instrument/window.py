@@ -19,6 +19,7 @@ from ..failures import text_of
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
+from .extents import Search
 from .gradients import discard_gradients, gradients_of
 from .origin import Origin, nonfinite_in
 from .phase import Phase
@@ -392,8 +393,10 @@ class Window:
                 return seen[0]
             if not math.isfinite(float(loss)):
                 return Origin("loss")
-            named = self._trainer.model.named_parameters()
-            bad = [name for name, each in named if each.grad is not None and not _is_finite_here(each.grad)]
+            search = Search()
+            for name, parameter in self._trainer.model.named_parameters():
+                search.add(name, parameter.grad, inf=True)
+            bad = search.nonfinite()
             return Origin("gradient", tuple(bad)) if bad else None
         finally:
             self._rewind()
@@ -757,12 +760,6 @@ class _Items:
 def _as_tensor(norm: Any, device: torch.device) -> torch.Tensor:
     full = getattr(norm, "full_tensor", None)
     return torch.as_tensor(full() if full is not None else norm, device=device)
-
-
-def _is_finite_here(gradient: torch.Tensor) -> bool:
-    """Of a sharded gradient the part of this process: asking for all of it is a collective."""
-    local = getattr(gradient, "to_local", None)
-    return bool(torch.isfinite(gradient if local is None else local()).all())
 
 
 def _with_items(args: tuple[Any, ...], kwargs: dict[str, Any], items: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
