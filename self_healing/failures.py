@@ -418,9 +418,12 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="info",
     ),
     FailureType.DEVICE: Recipe(
-        diagnosis="The accelerator's context is broken; nothing more can be computed in this process.",
+        diagnosis="The accelerator, or what this process had on it, is broken: nothing more can be computed here, and "
+        "nothing that lies on the device can be saved.",
         ladder=(Action.EXIT_FOR_RESTART, Action.STOP),
-        advice="Start the process again (torchrun --max-restarts does it) and resume from the newest checkpoint.",
+        advice="Start the process again (torchrun --max-restarts does it) and resume from the newest checkpoint. "
+        "If it comes again on the same device, look for Xid in dmesg and run dcgmi diag; if it comes again at the "
+        "same step on any device, it is the code: CUDA_LAUNCH_BLOCKING=1 shows the line.",
         severity="error",
     ),
     FailureType.INTERRUPTED: Recipe(
@@ -537,6 +540,8 @@ _DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, er
 _DEAD_WORKER = re.compile(
     r"^DataLoader worker \(pid.*(?:exited unexpectedly|is killed by signal)|^Pin memory thread exited unexpectedly"
 )
+# How torch passes on what was raised in one.
+_IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker")
 # Modules through which a batch comes from a data loader worker.
 _HANDING_OVER = frozenset({"multiprocessing.connection", "torch.multiprocessing.reductions"})
 # gloo raises a bare RuntimeError that names its source.
@@ -560,27 +565,47 @@ _DISK_TEXTS = (
 _FORBIDDEN_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
 # RFC 9110 and RFC 6585: request timeout, too early, too many requests; every 5xx but "not implemented" may pass.
 _RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-_OOM_TEXTS = (
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "HOST_ALLOCATION_FAILED",
-    "CUFFT_ALLOC_FAILED",
-    "Cannot allocate memory",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "RESOURCE_EXHAUSTED: ",
+# Statuses of cuBLAS, cuDNN and their like are said by name: of memory they could not get, and of a handle that could
+# not be made, which is for lack of memory as well.
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory"
+    r"|[A-Z]_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)"
+    r"|(?:HOST|DEVICE)_ALLOCATION_FAILED"
+    r"|CUFFT_ALLOC_FAILED"
+    r"|when calling `cusolverDnCreate"
+    r"|Cannot allocate memory"
+    r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
+    r"|RESOURCE_EXHAUSTED: "
 )
-_BROKEN_DEVICE_TEXTS = (
-    "device-side assert",
-    "illegal memory access",
-    "unspecified launch failure",
-    "uncorrectable ECC",
-    "NCCL communicator was aborted",
-    "misaligned address",
+# What is said of a context that is lost (cudaGetErrorString; AMD uses the same words), whoever says it: torch, NCCL,
+# Triton, an extension. Every later call fails with it, one for memory as well.
+_LOST_CONTEXT = re.compile(
+    # Torch ends what it says of any CUDA error with how to "enable device-side assertions".
+    r"device-side assert\b"
+    r"|illegal memory access"
+    r"|illegal instruction was encountered"
+    r"|misaligned address"
+    r"|unspecified launch failure"
+    r"|launch timed out and was terminated"
+    r"|hardware stack error"
+    r"|invalid program counter"
+    r"|operation not supported on global/shared address space"
+    r"|tensor memory not completely freed"
+    r"|uncorrectable (?:ECC|NVLink)"
+    r"|peer GPU memory over nvlink or a hardware error"
+    r"|async error has occurr?ed in external entity"
+    r"|context is destroyed"
+    r"|MPS client has been terminated|between the MPS server and the MPS client failed"
+    r"|NCCL communicator was aborted"
 )
+# What else the device is said to have failed in. Before torch 2.8 there is no type for it, only "CUDA error: ...";
+# that of a library names the status and the call, and may as well be about arguments.
+_FAILED_DEVICE = re.compile(
+    r"\b(?:CUDA|HIP)(?: driver)? error: (?!.* when calling `)"
+    r"|(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_(?:EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)"
+    r"|unhandled cuda error"
+)
+_ACCELERATOR_ERROR: type[BaseException] | None = getattr(torch, "AcceleratorError", None)
 _NONFINITE_TEXTS = (
     # torch.multinomial on NaN logits: how a NaN in a policy surfaces while it generates.
     "probability tensor contains either `inf`, `nan` or element < 0",
@@ -692,11 +717,9 @@ def _classify_one(error: BaseException) -> FailureType | None:
         return None
     if isinstance(error, RuntimeError):
         text = text_of(error)
-        # First: a broken context reports "CUDA error" for everything that follows, allocations included.
-        if any(marker in text for marker in _BROKEN_DEVICE_TEXTS):
-            return FailureType.DEVICE
-        if any(marker in text for marker in _OOM_TEXTS):
-            return FailureType.OUT_OF_MEMORY
+        failure = _classify_device_error(error, text)
+        if failure is not None:
+            return failure
         if _DEAD_WORKER.search(text) or _is_of_a_gone_peer(error, text):
             return FailureType.PROCESS_DIED
         if any(marker in text for marker in _DISK_TEXTS):
@@ -705,6 +728,20 @@ def _classify_one(error: BaseException) -> FailureType | None:
     if "safetensors._safetensors_rust.SafetensorError" in names and "I/O error" in text_of(error):
         return FailureType.DISK
     return None
+
+
+def _classify_device_error(error: RuntimeError, text: str) -> FailureType | None:
+    """Whether the accelerator failed, and of what."""
+    # A data loader worker has a context of its own, or none: what it says of one is a mistake in the code it runs.
+    elsewhere = _IN_A_WORKER.match(text) is not None
+    if not elsewhere and _LOST_CONTEXT.search(text):
+        return FailureType.DEVICE
+    if _OUT_OF_MEMORY.search(text):
+        return FailureType.OUT_OF_MEMORY
+    if elsewhere:
+        return None
+    typed = _ACCELERATOR_ERROR is not None and isinstance(error, _ACCELERATOR_ERROR)
+    return FailureType.DEVICE if typed or _FAILED_DEVICE.search(text) else None
 
 
 def _comes_from_a_dying_worker(error: BaseException) -> bool:
@@ -742,7 +779,7 @@ def could_not_be_written(error: BaseException) -> bool:
 
 def _classify_worker_report(text: str) -> FailureType | None:
     """A data loader worker reports an exception it cannot build anew (HTTP errors) as text."""
-    caught = re.search(r"Caught (\w+) in DataLoader worker", text)
+    caught = _IN_A_WORKER.search(text)
     if caught is None:
         return None
     status = re.search(r"\b(\d{3}) (?:Client|Server) Error|\bHTTP Error (\d{3})\b", text)

@@ -100,6 +100,145 @@ def test_an_exception_is_classified(error: BaseException, failure: FailureType) 
     assert classify_exception(error) is failure
 
 
+# `cudaGetErrorString` of what no process gets over, says the CUDA documentation, and of what else the device fails in.
+LOST_CONTEXTS = [
+    "an illegal memory access was encountered",
+    "the launch timed out and was terminated",
+    "context is destroyed",
+    "device-side assert triggered",
+    "hardware stack error",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "operation not supported on global/shared address space",
+    "invalid program counter",
+    "unspecified launch failure",
+    "unspecified launch failure in prior launch",
+    "tensor memory not completely freed",
+    "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error detected during the execution",
+    "Invalid access of peer GPU memory over nvlink or a hardware error",
+    "an async error has occured in external entity outside of CUDA",
+    "the remote procedural call between the MPS server and the MPS client failed",
+    "the MPS client has been terminated by the server",
+]
+FAILED_CALLS = [
+    "unknown error",
+    "initialization error",
+    "driver shutting down",
+    "CUDA-capable device(s) is/are busy or unavailable",
+    "no CUDA-capable device is detected",
+    "invalid device context",
+    "device not ready",
+    "invalid resource handle",
+    "system not yet initialized",
+]
+# What c10_cuda_check_implementation adds.
+HELP = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable "
+    "device-side assertions.\n"
+)
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+UNHANDLED = (
+    f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+)
+GEMM = "when calling `cublasGemmEx( handle, opa, opb, m, n, k, &falpha, a, CUDA_R_16BF, lda)`"
+accelerator_error = pytest.param(
+    getattr(torch, "AcceleratorError", None),
+    marks=pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch 2.8 is the first to have it"),
+    id="AcceleratorError",
+)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(RuntimeError, id="RuntimeError"), accelerator_error])
+@pytest.mark.parametrize("said", [*LOST_CONTEXTS, *FAILED_CALLS])
+def test_what_cuda_says_of_a_failed_device_is_understood(said: str, kind: type[Exception]) -> None:
+    assert classify_exception(kind(f"CUDA error: {said}{HELP}")) is FailureType.DEVICE
+
+
+@pytest.mark.parametrize("said", LOST_CONTEXTS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "HIP error: {}",
+        "CUDA driver error: {}",
+        "Triton Error [CUDA]: {}",
+        "CUDA error (/build/flash_fwd_launch_template.h:188): {}",
+        UNHANDLED + "Cuda failure 700 '{}'",
+        "CUDA error: {}; an earlier call had said that it was out of memory",
+    ],
+)
+def test_a_lost_context_is_understood_whoever_tells_of_it(text: str, said: str) -> None:
+    assert classify_exception(RuntimeError(text.format(said))) is FailureType.DEVICE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"CUDA error: CUBLAS_STATUS_EXECUTION_FAILED {GEMM}",
+        f"CUDA error: CUBLAS_STATUS_INTERNAL_ERROR {GEMM}",
+        f"CUDA error: CUBLAS_STATUS_MAPPING_ERROR {GEMM}",
+        f"CUDA error: HIPBLAS_STATUS_EXECUTION_FAILED {GEMM}",
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDART",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling `cusolverDnSsyevd(handle)`",
+        "CUDA driver error: unknown error",
+        f"{UNHANDLED}Cuda failure 'unknown error'",
+        f"{NCCL}unhandled cuda error, NCCL version 2.18.1\nLast error:\nCuda failure 1 'invalid argument'",
+        "[Rank 1] NCCL communicator was aborted on rank 1. Original reason for failure was: NCCL error",
+    ],
+)
+def test_what_the_libraries_of_a_failed_device_say_is_understood(text: str) -> None:
+    assert classify_exception(RuntimeError(text)) is FailureType.DEVICE
+    assert classify_exception(DistBackendError(text)) is FailureType.DEVICE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"CUDA error: out of memory{HELP}",
+        "CUDA driver error: out of memory",
+        "HIP error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        f"CUDA error: CUBLAS_STATUS_ALLOC_FAILED {GEMM}",
+        f"CUDA error: CUBLAS_STATUS_NOT_INITIALIZED {GEMM}",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`",
+        f"CUDA error: HIPBLAS_STATUS_ALLOC_FAILED {GEMM}",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`",
+        f"{UNHANDLED}Cuda failure 2 'out of memory'",
+    ],
+)
+def test_a_library_without_memory_is_not_a_failed_device(text: str) -> None:
+    assert classify_exception(RuntimeError(text)) is FailureType.OUT_OF_MEMORY
+
+
+def test_memory_that_ran_out_has_the_type_of_a_failed_device_and_is_none() -> None:
+    error = getattr(torch, "AcceleratorError", RuntimeError)(f"CUDA error: out of memory{HELP}")
+    assert classify_exception(error) is FailureType.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"CUDA error: CUBLAS_STATUS_INVALID_VALUE {GEMM}",
+        f"CUDA error: CUBLAS_STATUS_NOT_SUPPORTED {GEMM}",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+        "cuDNN error: CUDNN_STATUS_BAD_PARAM",
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, use the 'spawn' method",
+        f"Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback:\nCUDA error: unknown error{HELP}",
+        "Caught AcceleratorError in DataLoader worker process 0.\nCUDA error: misaligned address",
+    ],
+)
+def test_a_wrong_call_and_a_workers_own_device_are_no_failed_device(text: str) -> None:
+    assert classify_exception(RuntimeError(text)) is FailureType.USER_CODE
+
+
 def test_causes_that_form_a_circle_are_followed_once() -> None:
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__cause__, second.__cause__ = second, first

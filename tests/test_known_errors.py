@@ -537,6 +537,13 @@ QUOTED: list[tuple[str, str, str]] = [
         "https://github.com/facebookresearch/XLM/issues/204",
     ),
     (
+        "broken_gpu",
+        "torch.AcceleratorError: CUDA error: an illegal instruction was encountered\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+        "incorrect.\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
+        "https://github.com/index-tts/index-tts/issues/336",
+    ),
+    (
         "no_kernel_image",
         "RuntimeError: CUDA error: no kernel image is available for execution on the device",
         "https://github.com/pytorch/pytorch/issues/81883",
