@@ -187,6 +187,7 @@ class HealingActions:
 
     def _use_reexecuted_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         _window(context).accept()
+        self.session.computed_again.append(context.incident)
         return {}
 
     def _quarantine_rows(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:

@@ -87,11 +87,12 @@ class StepJudge:
     def judge(self, window: Window) -> None:
         """One step. It is left as it is, healed in place, or left out; or the run ends."""
         session = self.session
-        signals = window.signals(
-            stop=session.stop_for is not None, roll_back=session.roll_back_for is not None, leave=session.preempted
-        )
+        signals = self._signals(window)
         if window.stop_wanted:
             self._stop_for_red_flag(window)
+        if session.computed_again and signals.finite:
+            session.tell_whether_it_repeats(window)
+            signals = self._signals(window)
         session.schedule.observe(signals.step, self._instrument.scheduled_rate)
         self._look_what_is_trained(signals.step)
         incidents = len(session.journal.incidents)
@@ -108,6 +109,12 @@ class StepJudge:
             session.on_trial = False
         if tensors:
             self._heal_silent_corruption(window, tensors)
+
+    def _signals(self, window: Window) -> StepSignals:
+        session = self.session
+        return window.signals(
+            stop=session.stop_for is not None, roll_back=session.roll_back_for is not None, leave=session.preempted
+        )
 
     def _look_what_is_trained(self, step: int) -> None:
         """With other parameters the gradient has another norm (gradual unfreezing): no spike, but a new usual."""

@@ -30,6 +30,7 @@ from .missing_steps import MissingSteps
 from .objectives import content_hash, row_text
 from .policy import RecoveryBudget, RollbackLadder, StepPolicy
 from .preemption import Preemption
+from .repeatability import Repeatability
 from .rollback import Rollback
 from .run_record import Ending, RunRecord, warn_about_parts
 from .run_status import RunState, StatusKeeper
@@ -100,6 +101,11 @@ class Session:
         self.entry_step = self.trained_at_entry = 0
         self.rollback = Rollback(config, self.journal, self._remember, self._recall)
         self.sizes = SizeMemory(config.oom_probe_steps)
+        # How far two computations of a step lie apart: measured once, after the first one that was computed again.
+        self.repeatability: Repeatability | None = None
+        self.repeatability_looked_for = False
+        # What was healed by computing a step again, and it is not yet journaled whether such a step repeats bitwise.
+        self.computed_again: list[Incident] = []
         self.checkpointing_activations = False
         self.memory_metrics: Callable[[], dict[str, float]] = dict
         self.may_enter_again = False
@@ -371,6 +377,28 @@ class Session:
                 self.journal.closed(entry[0], "unresolved", relapse=incident.id)
         self.watch.forget()
         self.policy.start_anew()
+
+    # ---- whether a step repeats ----
+
+    def tell_whether_it_repeats(self, window: Window) -> None:
+        """
+        Journals of each incident that was healed by computing a step again whether that repeats bitwise: it is
+        measured once, with a healthy step. Runs in which nothing is computed again are left alone.
+
+        Args:
+            window ([`Window`]):
+                A healthy step. It may be computed again.
+        """
+        if not self.repeatability_looked_for and consensus.world_size() == 1:
+            # On several processes, one on which it failed would leave the others waiting.
+            self.repeatability_looked_for = True
+            self.repeatability = window.repeatability()
+        found = self.repeatability
+        measured = {} if found is None else {"loss": found.loss, "gradient": found.gradient}
+        for incident in self.computed_again:
+            repeats = "not measured" if found is None else str(found)
+            self.journal.event("repeats", window.step, incident=incident.id, repeats=repeats, **measured)
+        self.computed_again.clear()
 
     # ---- outcomes ----
 

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TRAINERS, journal, sft_trainer, tiny_model
+from conftest import (
+    TRAINERS,
+    OutputFault,
+    RaisingForward,
+    assert_same_weights,
+    journal,
+    logged,
+    scaled_half_precision_trainer,
+    sft_trainer,
+    tiny_model,
+    weights,
+)
 from noise import kernel_noise
 
 from self_healing import SelfHealingCallback
@@ -101,3 +112,112 @@ def test_a_healthy_noisy_run_of_any_trainer_is_left_alone(
         trainer.train()
     assert not journal(tmp_path / "run", "detected")
     assert not journal(tmp_path / "run", "action")
+
+
+# ---- whether a step repeats ----
+
+
+def out_of_memory() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+def repeats(output_dir: Path) -> list[str]:
+    return [event["repeats"] for event in journal(output_dir, "repeats")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("SFTTrainer", "GRPOTrainer") else pytest.param(name, marks=pytest.mark.slow)
+        for name in TRAINERS
+    ],
+)
+def test_a_step_computed_again_is_told_to_be_bitwise(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    plain = TRAINERS[name](tmp_path / "plain", tokenizer, max_steps=4)
+    plain.train()
+    healed = TRAINERS[name](tmp_path / "healed", tokenizer, max_steps=4, callbacks=[SelfHealingCallback()])
+    OutputFault(healed.model, strike=lambda forward: forward == 4)
+    healed.train()
+    assert repeats(tmp_path / "healed") == ["bitwise"]
+    assert_same_weights(weights(healed), weights(plain))
+    assert logged(healed) == logged(plain)
+
+
+def test_a_scaled_step_is_told_to_be_bitwise(tmp_path: Path, tokenizer: Any) -> None:
+    plain = scaled_half_precision_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    healed = scaled_half_precision_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()])
+    OutputFault(healed.model, strike=lambda forward: forward == 8)
+    healed.train()
+    assert repeats(tmp_path / "healed") == ["bitwise"]
+    assert_same_weights(weights(healed), weights(plain))
+
+
+@pytest.mark.parametrize(("bf16", "eps"), LEVELS)
+def test_a_noisy_step_is_told_to_be_within_noise(tmp_path: Path, tokenizer: Any, bf16: bool, eps: float) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, bf16=bf16, callbacks=[SelfHealingCallback()])
+    OutputFault(trainer.model, strike=lambda forward: forward == 4)
+    with kernel_noise(trainer.model, eps):
+        trainer.train()
+    [told] = journal(tmp_path, "repeats")
+    [outcome] = journal(tmp_path, "outcome")
+    assert told["repeats"] == "within noise"
+    assert 0.01 * eps < told["gradient"] < 10 * eps
+    assert outcome["failure"] == "nonfinite_transient"
+    assert outcome["outcome"] == "resolved"
+    assert outcome["steps_lost"] == 0
+
+
+def test_an_out_of_memory_retry_tells_whether_it_repeats(tmp_path: Path, tokenizer: Any) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()])
+    RaisingForward(healed.model, lambda forward: forward == 4, out_of_memory)
+    healed.train()
+    assert repeats(tmp_path / "healed") == ["bitwise"]
+    assert_same_weights(weights(healed), weights(plain))
+
+
+def test_it_is_measured_once_and_told_each_time(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    # Each takes two forwards to compute step 1 again, and the first another two to measure step 2.
+    fault = OutputFault(trainer.model, strike=lambda forward: forward in (4, 11))
+    trainer.train()
+    assert [event["step"] for event in journal(tmp_path, "detected")] == [1, 3]
+    assert repeats(tmp_path) == ["bitwise", "bitwise"]
+    assert fault.forwards == 6 * 2 + 3 * 2
+
+
+def test_nothing_is_computed_twice_in_a_healthy_run(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    never = OutputFault(trainer.model, strike=lambda forward: False)
+    trainer.train()
+    assert never.forwards == 6 * 2
+    assert not repeats(tmp_path)
+
+
+@pytest.mark.parametrize("error", [out_of_memory, RuntimeError], ids=["out of memory", "any"])
+def test_a_measurement_that_fails_costs_nothing(tmp_path: Path, tokenizer: Any, error: Any) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()])
+    # Step 1 is forwards 3 and 4, and again 5 and 6; step 2 is 7 and 8, and to measure 9 and 10.
+    OutputFault(healed.model, strike=lambda forward: forward == 4)
+    fault = RaisingForward(healed.model, lambda forward: forward == 10, error)
+    healed.train()
+    assert fault.fired == 1
+    assert repeats(tmp_path / "healed") == ["not measured"]
+    assert len(journal(tmp_path / "healed", "detected")) == 1
+    assert_same_weights(weights(healed), weights(plain))
+    assert logged(healed) == logged(plain)
+
+
+def test_a_fault_that_strikes_while_it_is_measured_is_healed(tmp_path: Path, tokenizer: Any) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer)
+    plain.train()
+    healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()])
+    OutputFault(healed.model, strike=lambda forward: forward in (4, 10))
+    healed.train()
+    assert [event["failure"] for event in journal(tmp_path / "healed", "outcome")] == ["nonfinite_transient"] * 2
+    assert repeats(tmp_path / "healed") == ["not measured", "not measured"]
+    assert_same_weights(weights(healed), weights(plain))

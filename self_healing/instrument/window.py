@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +18,13 @@ from .. import consensus
 from ..clipping import scale_gradients
 from ..failures import text_of
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
+from ..repeatability import Repeatability, StepPrint
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
 from .extents import Search
 from .gradients import discard_gradients, gradients_of
 from .origin import Origin, nonfinite_in
+from .out_of_memory import free_memory
 from .phase import Phase
 from .random_state import RandomState
 from .row_sources import RowSource
@@ -30,6 +33,8 @@ from .row_sources import RowSource
 if TYPE_CHECKING:
     from .wrapping import Instrument
 
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -334,6 +339,50 @@ class Window:
             # Else it is as the Trainer has filtered it.
             self._set_running_loss(self.losses)
         return losses[-1], added
+
+    # ---- does it repeat? ----
+
+    def repeatability(self) -> Repeatability | None:
+        """
+        Computes the step once more, of the rows it has, and tells how far the two lie apart; `None` if that could not
+        be told. What was computed last takes the place of what was there: without a second set of gradients, it takes
+        the time of one forward and backward, and no memory.
+
+        Raises:
+            TrainingFault: An exception of the training code, twice.
+        """
+        before = self._print()
+        if before is None or not self._computed_once_more():
+            return None
+        after = self._print()
+        return None if after is None else before.apart_from(after)
+
+    def _print(self) -> StepPrint | None:
+        try:
+            loss = torch.stack([loss.detach().double() for loss in self.losses]).sum()
+            return StepPrint.of(float(loss), gradients_of(self._trainer.model))
+        except Exception:
+            logger.info("Step %d: it cannot be told whether it repeats.", self.step, exc_info=True)
+            return None
+
+    def _computed_once_more(self) -> bool:
+        """Whether it was at the first attempt; it is computed in any case."""
+        try:
+            self._compute_once_more()
+        except TrainingFault as fault:
+            logger.info("Step %d: computed once more to compare, it failed.", self.step, exc_info=fault.error)
+        else:
+            return True
+        # Outside of the handler: what the failed attempt held is gone.
+        free_memory(self._trainer.accelerator.device)
+        self._until_it_fits(self._compute_once_more)
+        return False
+
+    def _compute_once_more(self) -> None:
+        tokens = self._trainer.state.num_input_tokens_seen - self._tokens_inside
+        self.add_loss(*self.compute_again_so_far(tokens))
+        self.grad_norm = self._measure()
+        self.accept()
 
     def layout(self, index: int) -> Layout | None:
         """How the rows of a micro-batch can be told apart. Known once the step has been re-executed."""
