@@ -50,8 +50,11 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     tensor = tensor.detach()
     if hasattr(tensor, "__tensor_flatten__"):
         # Sharded, or quantised: what it is made of. Its own arithmetic is a collective, or makes a copy of all of it.
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
+        # That of a DTensor names its device mesh among them.
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for each in inner:
+            if isinstance(each, torch.Tensor):
+                yield from _parts(each)
         return
     if tensor.is_sparse:
         tensor = tensor._values()
