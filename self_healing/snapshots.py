@@ -3,24 +3,27 @@ States of a run in host memory: taken as candidates, trusted after healthy steps
 
 A snapshot of what `optimizer.step()` changes: trained parameters, buffers, optimizer state, scaler, and whatever its
 owner wants to keep with it. Tensors on a GPU are copied into pinned memory on a stream of their own, while the next
-forward and backward run, which change none of them; [`SnapshotRing.join`] makes the next `optimizer.step()` wait.
+forward and backward run, which change none of them. Whatever does change them asks for [`SnapshotRing.join`] first
+(the next `optimizer.step()`, which then comes after the copies on the device) or waits for them, as
+[`SnapshotRing.restore`] does.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from .host_copies import DEVICE_COPIES, HostBlock, SideStream, Transfer, aligned
 from .instrument.extents import Extent, Search, extent_of
 from .instrument.live_state import LiveState, local
 
@@ -31,11 +34,16 @@ logger = logging.getLogger("self_healing")
 _OF_THE_SCHEDULE = frozenset({"params", "lr", "initial_lr", "betas", "momentum", "weight_decay", "foreach"})
 # Share of the free host memory that new buffers may take: the data loaders and the next checkpoint need some, too.
 _SHARE_OF_FREE_MEMORY = 0.8
-# Address space taken at a time; pages that nothing is written to take no memory.
-_SLAB_BYTES = 16 * 2**20
-_CACHE_LINE = 64
-# Not shared with processes that are forked later; Windows knows no such thing.
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+# Stands for host memory that has still to be taken.
+_NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is kept in host memory, and the block it lies in."""
+
+    tensor: torch.Tensor
+    block: HostBlock | None
 
 
 @dataclass(slots=True)
@@ -45,7 +53,7 @@ class _Copy:
     host: torch.Tensor
     device: torch.device
     may_be_infinite: bool
-    extent: Extent | None
+    extent: Extent | None = None
 
 
 @dataclass(slots=True)
@@ -78,20 +86,25 @@ class Snapshot:
     scaler: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     states: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
-    pool: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
-    done: Any = None
-    began: Any = None
+    pool: dict[tuple[Any, ...], _Place] = field(default_factory=dict)
+    under_way: list[Transfer] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.pool.values())
+        blocks = {id(place.block): place.block.nbytes for place in self.pool.values() if place.block is not None}
+        own = sum(place.tensor.nbytes for place in self.pool.values() if place.block is None)
+        return sum(blocks.values()) + own
 
     def wait(self) -> None:
         """Waits until the copy is complete, and measures it."""
-        if self.done is not None:
-            self.done.synchronize()
-            self.seconds = self.began.elapsed_time(self.done) / 1000
-            self.done = self.began = None
+        if self.under_way:
+            self.seconds = max(transfer.wait() for transfer in self.under_way)
+            self.under_way = []
+
+    def join(self) -> None:
+        """Whatever the devices are given to do from now on comes after the copy; the host does not wait."""
+        for transfer in self.under_way:
+            transfer.join()
 
     def nonfinite(self) -> list[str]:
         """Names of the tensors that were not finite when it was taken. Waits for the copy."""
@@ -127,7 +140,7 @@ class SnapshotRing:
         self.initial: Snapshot | None = None
         self.trusted: list[Snapshot] = []
         self._spare: list[Snapshot] = []
-        self._stream: Any = None
+        self._streams: dict[torch.device, SideStream] = {}
 
     @property
     def nbytes(self) -> int:
@@ -181,47 +194,57 @@ class SnapshotRing:
 
     def _copy(self, snapshot: Snapshot, live: LiveState) -> None:
         began = time.perf_counter()
+        snapshot.wait()
         writer = _Writer(snapshot.pool)
-        # A forward pass changes buffers: they are copied before it, in the stream it runs in.
+        # What changes without an `optimizer.step()` is copied in the stream that all is computed in: buffers, which a
+        # forward pass changes, and the scale, which may change where a step is left out.
         snapshot.buffers = writer.save(live.buffers, ("buffer",), may_be_infinite=True)
-        writer.write()
-        device = next((tensor.device for tensor in live.parameters.values() if tensor.is_cuda), None)
-        if device is None:
-            self._save_rest(snapshot, live, writer)
-            snapshot.seconds = time.perf_counter() - began
-        else:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(self._stream):
-                timer: Any = torch.cuda.Event
-                snapshot.began, snapshot.done = timer(enable_timing=True), timer(enable_timing=True)
-                snapshot.began.record(self._stream)
-                self._save_rest(snapshot, live, writer)
-                snapshot.done.record(self._stream)
+        snapshot.scaler = writer.save(live.scaler, ("scaler",))
+        at_once = _by_device(writer.pending())
+        self._save_rest(snapshot, live, writer)
+        beside = _by_device(writer.pending())
+        writer.allocate()
+        try:
+            for device in {**at_once, **beside}:
+                stream = self._stream_of(device)
+                _copy_all(at_once.get(device, ()), non_blocking=stream is not None)
+                work = partial(_copy_all, beside.get(device, ()), non_blocking=stream is not None)
+                if stream is None:
+                    work()
+                else:
+                    snapshot.under_way.append(stream.start(work))
+        except BaseException:
+            snapshot.wait()
+            raise
         snapshot.pool, snapshot.allocated = writer.used, writer.allocated
+        snapshot.seconds = time.perf_counter() - began
+
+    def _stream_of(self, device: torch.device) -> SideStream | None:
+        copies = DEVICE_COPIES.get(device.type)
+        if copies is not None and device not in self._streams:
+            self._streams[device] = copies.stream(device)
+        return self._streams.get(device)
 
     def _save_rest(self, snapshot: Snapshot, live: LiveState, writer: _Writer) -> None:
         snapshot.parameters = writer.save(live.parameters, ("parameter",))
-        snapshot.scaler = writer.save(live.scaler, ("scaler",))
         snapshot.groups, snapshot.states = [], []
         if live.optimizer is None:
-            writer.write()
             return
         for index, group in enumerate(live.optimizer.param_groups):
             kept = {name: value for name, value in group.items() if name not in _OF_THE_SCHEDULE}
             snapshot.groups.append(writer.save(kept, ("group", index)))
         for index, (parameter, state) in enumerate(live.optimizer.state.items()):
             snapshot.states.append((parameter, writer.save(state, ("state", index))))
-        writer.write()
 
     def join(self) -> None:
-        """Makes the device wait, before the next `optimizer.step()`, for a copy that is still under way."""
-        if self.candidate is not None and self.candidate.done is not None:
-            self._stream_of_device().wait_event(self.candidate.done)
+        """Has the devices wait, before the state is changed, for copies that are still under way."""
+        if self.candidate is not None:
+            self.candidate.join()
 
-    def _stream_of_device(self) -> Any:
-        return torch.cuda.current_stream(self._stream.device)
+    def wait(self) -> None:
+        """Waits for all copies that are under way."""
+        for snapshot in self._all():
+            snapshot.wait()
 
     # ---- trusting ----
 
@@ -289,56 +312,25 @@ class SnapshotRing:
 
     def release(self) -> None:
         """Gives all host memory back."""
-        for snapshot in self._all():
-            snapshot.wait()
-        self.candidate = self.initial = self._stream = None
-        self.trusted, self._spare = [], []
-
-
-class _Slab:
-    """
-    Buffers that stay, beside the heap.
-
-    Among the activations on it, which come and go in every step, they would keep the allocator from reusing what was
-    freed: it gives pages back to the system and takes them again, up to 12 ms of a step of 130 ms.
-    """
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        self._used = 0
-
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An uninitialised buffer of a tensor's shape, dtype and, if it is dense, strides."""
-        if tensor.numel() == 0:
-            return torch.empty_like(tensor, device="cpu", requires_grad=False)
-        nbytes = tensor.numel() * tensor.element_size()
-        if self._memory is None or self._used + nbytes > len(self._memory):
-            try:
-                # Each buffer holds on to the memory it lies in.
-                self._memory, self._used = mmap.mmap(-1, max(nbytes, _SLAB_BYTES), **_PRIVATE), 0
-            except OSError as error:
-                raise MemoryError(f"{nbytes} bytes of host memory for a snapshot: {error}") from error
-        flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
-        self._used += -(-nbytes // _CACHE_LINE) * _CACHE_LINE
-        return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+        self.wait()
+        self.candidate = self.initial = None
+        self.trusted, self._spare, self._streams = [], [], {}
 
 
 class _Writer:
-    """Copies nested state into host buffers, those of an earlier snapshot where they fit."""
+    """Copies nested state into host memory, that of an earlier snapshot where it fits."""
 
-    def __init__(self, pool: dict[tuple[Any, ...], torch.Tensor]) -> None:
+    def __init__(self, pool: dict[tuple[Any, ...], _Place]) -> None:
         self._pool = pool
-        self.used: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.used: dict[tuple[Any, ...], _Place] = {}
         self.allocated = False
-        self._slab = _Slab()
-        self._hosts: list[torch.Tensor] = []
-        self._tensors: list[torch.Tensor] = []
+        self._missing: list[tuple[tuple[Any, ...], _Copy, torch.Tensor]] = []
+        self._pending: list[tuple[_Copy, torch.Tensor]] = []
 
-    def write(self) -> None:
-        """Copies what was saved so far, all together: hundreds of small tensors cost little more than one."""
-        if self._hosts:
-            torch._foreach_copy_(self._hosts, self._tensors, non_blocking=any(each.is_cuda for each in self._tensors))
-        self._hosts, self._tensors = [], []
+    def pending(self) -> list[tuple[_Copy, torch.Tensor]]:
+        """What was saved since the last time, to be copied once there is memory for it."""
+        pending, self._pending = self._pending, []
+        return pending
 
     def save(self, value: Any, key: tuple[Any, ...], may_be_infinite: bool = False) -> Any:
         if isinstance(value, torch.Tensor):
@@ -351,20 +343,52 @@ class _Writer:
         return copy.deepcopy(value)
 
     def _save_tensor(self, tensor: torch.Tensor, key: tuple[Any, ...], may_be_infinite: bool) -> _Copy:
-        buffer = self._pool.get(key)
+        place = self._pool.get(key)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             # A tensor of several tensors (quantised moments): it knows itself how it is copied.
-            buffer = tensor.detach().to("cpu", copy=True)
+            self.used[key] = place = _Place(tensor.detach().to("cpu", copy=True), None)
+            return _Copy(place.tensor, tensor.device, may_be_infinite, extent_of(tensor))
+        kept = _Copy(_NOTHING, tensor.device, may_be_infinite)
+        if place is not None and place.tensor.shape == tensor.shape and place.tensor.dtype == tensor.dtype:
+            self.used[key], kept.host = place, place.tensor
         else:
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                # Of the same strides: a transposed weight is copied as one block.
-                pinned = tensor.is_cuda
-                buffer = torch.empty_like(tensor, device="cpu", pin_memory=True) if pinned else self._slab.like(tensor)
-                self.allocated = True
-            self._hosts.append(buffer)
-            self._tensors.append(tensor.detach())
-        self.used[key] = buffer
-        return _Copy(buffer, tensor.device, may_be_infinite, extent_of(tensor))
+            self._missing.append((key, kept, tensor.detach()))
+        self._pending.append((kept, tensor.detach()))
+        return kept
+
+    def allocate(self) -> None:
+        """Takes memory for what has none yet, in one piece."""
+        nbytes = sum(aligned(tensor) for _, _, tensor in self._missing)
+        copies = next((DEVICE_COPIES[kind] for kind in self._devices() if kind in DEVICE_COPIES), None)
+        block = HostBlock(nbytes, copies) if nbytes else None
+        for key, kept, tensor in self._missing:
+            if block is None or tensor.numel() == 0:
+                kept.host = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            else:
+                kept.host = block.like(tensor)
+            self.used[key] = _Place(kept.host, block)
+        self.allocated = bool(self._missing)
+        self._missing = []
+
+    def _devices(self) -> set[str]:
+        return {tensor.device.type for _, _, tensor in self._missing}
+
+
+def _by_device(pending: Iterable[tuple[_Copy, torch.Tensor]]) -> dict[torch.device, list[tuple[_Copy, torch.Tensor]]]:
+    found: dict[torch.device, list[tuple[_Copy, torch.Tensor]]] = {}
+    for kept, tensor in pending:
+        found.setdefault(tensor.device, []).append((kept, tensor))
+    return found
+
+
+def _copy_all(pairs: Sequence[tuple[_Copy, torch.Tensor]], non_blocking: bool) -> None:
+    """All together: hundreds of small tensors cost little more than one."""
+    if pairs:
+        hosts, tensors = [kept.host for kept, _ in pairs], [tensor for _, tensor in pairs]
+        torch._foreach_copy_(hosts, tensors, non_blocking=non_blocking)
+    for kept, tensor in pairs:
+        # After the copy: what turns NaN in between is refused, and not trusted.
+        kept.extent = extent_of(tensor)
 
 
 def _put_back(live: Any, saved: Any) -> Any:
@@ -373,6 +397,7 @@ def _put_back(live: Any, saved: Any) -> Any:
         if isinstance(live, torch.Tensor):
             target = local(live)
             if target.shape == saved.host.shape and target.dtype == saved.host.dtype:
+                # Blocking: the host memory is written to again by the next snapshot, the live tensor by the next step.
                 target.copy_(saved.host)
                 return live
         return saved.host.to(saved.device, copy=True)
@@ -405,12 +430,12 @@ def size_of(live: LiveState) -> int:
     """Bytes a snapshot of a state takes."""
     own = [*live.parameters.values(), *live.buffers.values(), *live.scaler.values()]
     states = [] if live.optimizer is None else list(live.optimizer.state.values())
-    return sum(tensor.nbytes for tensor in own) + sum(_nbytes(state) for state in states)
+    return sum(aligned(tensor) for tensor in own) + sum(_nbytes(state) for state in states)
 
 
 def _nbytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return local(value).nbytes
+        return aligned(local(value))
     if isinstance(value, dict):
         return sum(_nbytes(inner) for inner in value.values())
     return sum(_nbytes(inner) for inner in value) if isinstance(value, (list, tuple)) else 0

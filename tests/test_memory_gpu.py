@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.host_copies import DEVICE_COPIES, DeviceCopies, SideStream, Transfer
 from self_healing.instrument import RandomState
 from self_healing.instrument.live_state import live_state_of
 from self_healing.memory import SIZES_FILE
-from self_healing.snapshots import SnapshotRing
+from self_healing.snapshots import SnapshotRing, size_of
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -365,6 +366,31 @@ class TestTransient:
         assert_nothing_lost(tmp_path / "healed")
 
 
+class Slow:
+    """Copies on side streams that get to them half a second late."""
+
+    def __init__(self, copies: DeviceCopies, side: SideStream | None = None) -> None:
+        self._copies, self._side = copies, side
+
+    def stream(self, device: torch.device) -> Slow:
+        return Slow(self._copies, self._copies.stream(device))
+
+    def start(self, work: Callable[[], None]) -> Transfer:
+        assert self._side is not None
+
+        def late() -> None:
+            torch.cuda._sleep(10**9)
+            work()
+
+        return self._side.start(late)
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        return self._copies.pin(address, nbytes)
+
+    def unpin(self, address: int) -> None:
+        self._copies.unpin(address)
+
+
 class TestCopies:
     def test_a_snapshot_lies_in_pinned_memory_and_comes_back_bitwise(
         self, tmp_path: Path, tokenizer: Any, device: Device
@@ -384,10 +410,35 @@ class TestCopies:
         ring.restore(snapshot, live)
         found = [*live.parameters.values(), *moments]
         assert all(torch.equal(tensor, other) for tensor, other in zip(found, expected, strict=True))
-        kept = [buffer for buffer in snapshot.pool.values() if buffer.numel() > 1]
+        kept = [place.tensor for place in snapshot.pool.values() if place.tensor.numel() > 1]
         assert kept
         assert all(buffer.is_pinned() for buffer in kept)
         assert snapshot.seconds > 0
+        assert ring.nbytes == size_of(live)
+        del snapshot
+        ring.release()
+        assert not any(buffer.is_pinned() for buffer in kept)
+
+    def test_a_copy_under_way_holds_what_was_there_before_another_state_was_put_back(
+        self, tmp_path: Path, tokenizer: Any, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trainer = build("sft", tmp_path, tokenizer, max_steps=2)
+        trainer.train()
+        live = live_state_of(trainer)
+        ring = SnapshotRing()
+        trusted = ring.take(live, 2, {})
+        ring.promote()
+        ring.join()
+        with torch.no_grad():
+            for tensor in live.parameters.values():
+                tensor.add_(1.0)
+        expected = {name: tensor.detach().clone() for name, tensor in live.parameters.items()}
+        monkeypatch.setitem(DEVICE_COPIES, "cuda", Slow(DEVICE_COPIES["cuda"]))
+        ring._streams.clear()
+        aside = ring.take(live, 3, {})
+        ring.restore(trusted, live)
+        ring.restore(aside, live)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in live.parameters.items())
         ring.release()
 
     def test_the_generator_of_the_device_is_set_back(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Adafactor
 
+from self_healing.host_copies import DEVICE_COPIES, HostBlock
 from self_healing.instrument.live_state import LiveState, live_state_of
-from self_healing.snapshots import _SLAB_BYTES, SnapshotRing, size_of
+from self_healing.snapshots import SnapshotRing, size_of
 
 
 class NestedState(torch.optim.Optimizer):
@@ -290,11 +293,11 @@ class TestRing:
             torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
             torch.randn(1, 5).expand(3, 5),
             torch.randn(8, 8)[::2, ::2],
-            torch.randn(_SLAB_BYTES // 4 + 1),
+            torch.randn(5 * 2**20),
         ],
         ids=[
             *("0-d", "empty", "bool", "integer", "bfloat16", "8-bit float", "complex", "transposed", "channels last"),
-            *("expanded", "every second", "larger than a slab"),
+            *("expanded", "every second", "large"),
         ],
     )
     def test_any_kind_of_tensor_is_kept_as_it_was(self, tensor: torch.Tensor) -> None:
@@ -305,6 +308,17 @@ class TestRing:
         assert host.stride() == torch.empty_like(tensor).stride()
         assert torch.equal(host.double(), tensor.double()) if not host.is_complex() else torch.equal(host, tensor)
         assert torch.equal(kept["after"].host, torch.ones(3))
+
+    def test_a_state_that_has_grown_takes_only_what_is_missing(self) -> None:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters())
+        ring = SnapshotRing()
+        trusted(ring, live(model, optimizer), 0)
+        before = ring.nbytes
+        ring._spare = [ring.trusted.pop()]
+        train(model, optimizer, 1, seed=1)
+        state = live(model, optimizer)
+        assert before < ring.take(state, 1, {}).nbytes == size_of(state)
 
     def test_distrust_drops_a_state_and_every_newer_one(self) -> None:
         ring, state = SnapshotRing(), self.state()
@@ -331,3 +345,95 @@ class TestRing:
         ring.take(state, 1, {})
         ring.release()
         assert ring.nbytes == 0
+
+
+class Pinning:
+    """A kind of device that copies at once; what it was asked to pin, and whether that was mapped when it let go."""
+
+    def __init__(self, can: bool = True) -> None:
+        self.can = can
+        self.pinned: dict[int, int] = {}
+        self.let_go: list[bool] = []
+
+    def stream(self, device: torch.device) -> Any:
+        return self
+
+    def start(self, work: Callable[[], None]) -> Any:
+        work()
+        return self
+
+    def wait(self) -> float:
+        return 0.0
+
+    def join(self) -> None: ...
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        if self.can:
+            self.pinned[address] = nbytes
+        return self.can
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+        self.let_go.append(is_mapped(address))
+
+
+def is_mapped(address: int) -> bool:
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into /proc")
+
+
+class TestPinnedMemory:
+    def state(self) -> LiveState:
+        # 129.5 MiB in miniature: blocks of powers of two would be 256.
+        return LiveState({"weight": torch.randn(259, 128), "bias": torch.randn(3)}, {}, None, {})
+
+    @linux
+    def test_is_one_block_of_the_size_of_the_state(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pinning = Pinning()
+        monkeypatch.setitem(DEVICE_COPIES, "cpu", pinning)
+        state = self.state()
+        ring = SnapshotRing()
+        ring.take(state, 0, {})
+        (nbytes,) = pinning.pinned.values()
+        assert nbytes == ring.nbytes == size_of(state) == 259 * 128 * 4 + 64
+
+    @linux
+    def test_is_let_go_of_before_it_is_unmapped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pinning = Pinning()
+        monkeypatch.setitem(DEVICE_COPIES, "cpu", pinning)
+        ring = SnapshotRing()
+        ring.take(self.state(), 0, {})
+        (address,) = pinning.pinned
+        ring.release()
+        assert (pinning.let_go, is_mapped(address)) == ([True], False)
+
+    def test_that_cannot_be_had_is_ordinary_memory(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setitem(DEVICE_COPIES, "cpu", Pinning(can=False))
+        state = self.state()
+        with caplog.at_level("INFO", logger="self_healing"):
+            snapshot = SnapshotRing().take(state, 0, {})
+        assert torch.equal(snapshot.parameters["weight"].host, state.parameters["weight"])
+        assert "could not be pinned" in caplog.text
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs CUDA to fail")
+    def test_neither_is_it_where_cuda_fails(self) -> None:
+        assert not HostBlock(4096, DEVICE_COPIES["cuda"]).pinned
+
+    @linux
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_is_not_there_in_a_data_loader_worker(self) -> None:
+        block = HostBlock(1 << 16)
+        address = block.like(torch.empty(8)).data_ptr()
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write, bytes([is_mapped(address)]))
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(read, 1) == b"\0"
+        assert is_mapped(address)
