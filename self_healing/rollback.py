@@ -200,6 +200,8 @@ class Rollback:
         self._take(step)
         if not self.on_disk_only:
             self.ring.begin_with_candidate()
+            # Before the first step there may be an evaluation, for which some optimizers swap the weights.
+            self.ring.wait()
 
     def _keep_checkpoints(self, args: Any, resumed_from: str | None, finite: bool) -> None:
         generations = self.config.keep_verified_checkpoints
@@ -273,6 +275,8 @@ class Rollback:
         Returns:
             `list[str]`: the tensors of a state that was not finite, though no loss has shown it.
         """
+        # What comes now, if only that a step is left out, may change what is still being copied.
+        self.ring.join()
         control = window.control(loss, _LARGEST_CONTROL)
         if self.early(window.step):
             self._keep_first(control)
@@ -363,7 +367,7 @@ class Rollback:
             self._keeper.saved(checkpoint, step, finite)
 
     def join(self) -> None:
-        """Before `optimizer.step()`: waits for a copy that is still under way."""
+        """Before `optimizer.step()`: has the device wait for a copy that is still under way."""
         self.ring.join()
 
     @property
@@ -681,7 +685,7 @@ class Rollback:
         """Puts a checkpoint in place for an experiment; `False` if it cannot be loaded, or is not finite."""
         failed = False
         try:
-            self._running.reload(checkpoint)
+            self._reload(checkpoint)
         except Exception:
             failed = True
             logger.warning("%s could not be loaded.", checkpoint, exc_info=True)
@@ -692,7 +696,12 @@ class Rollback:
         if self.ring.candidate is not None:
             self.bring_back()
         else:
-            self._running.reload(resumed)
+            self._reload(resumed)
+
+    def _reload(self, checkpoint: str) -> None:
+        # It is written over what may still be being copied.
+        self.ring.wait()
+        self._running.reload(checkpoint)
 
     def try_on(self, snapshot: Snapshot) -> Control | None:
         """Puts a state in place for an experiment; a healthy step from before it, to compare with."""

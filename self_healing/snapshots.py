@@ -238,8 +238,8 @@ class SnapshotRing:
 
     def join(self) -> None:
         """Has the devices wait, before the state is changed, for copies that are still under way."""
-        if self.candidate is not None:
-            self.candidate.join()
+        for snapshot in self._all():
+            snapshot.join()
 
     def wait(self) -> None:
         """Waits for all copies that are under way."""
@@ -287,8 +287,12 @@ class SnapshotRing:
         """
         Writes a state into the live tensors, which stay the same objects. Optimizer state that did not exist when the
         snapshot was taken is removed, so that the optimizer makes it anew.
+
+        Copies of what is overwritten, into any snapshot, are waited for before; the host memory may be written to
+        again as soon as this returns.
         """
         snapshot.wait()
+        self.wait()
         for name, tensor in live.parameters.items():
             if name in snapshot.parameters:
                 _put_back(tensor, snapshot.parameters[name])

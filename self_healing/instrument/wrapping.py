@@ -122,7 +122,7 @@ class Instrument:
         rate_scale (`Callable[[int], float]`):
             Factor on the schedule's learning rate, by optimizer steps finished.
         before_step (`Callable[[], None]`):
-            Called right before `optimizer.step()`.
+            Called right before each `optimizer.step()`, those of experiments and of steps applied again included.
         vouch (`Callable[[], None]`):
             Called right before the Trainer writes a checkpoint of its schedule: looks at the state, and heals it.
         before_save (`Callable[[int], None]`):
@@ -670,6 +670,7 @@ class Instrument:
         if scaled_by != 1.0:
             scale_gradients(trainer.model, scaled_by)
         theirs = self.group_options()
+        self._before_step()
         try:
             self._set_group_options(options)
             with self._rates(rates):
