@@ -24,6 +24,7 @@ from .failures import (
     Action,
     FailureType,
     UnrecoverableTrainingError,
+    classify_exception,
     describe_exception,
 )
 from .inspection import check_data_quality, check_model_init
@@ -400,6 +401,8 @@ class HealingActions:
                 heals=context.error is not None,
             )
         except Exception as error:
+            if classify_exception(error) is FailureType.DEVICE:
+                raise
             logger.warning(
                 "The emergency checkpoint could not be written (%s); falling back on the newest regular one.",
                 describe_exception(error),

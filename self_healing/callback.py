@@ -54,6 +54,7 @@ from .instrument import (
 )
 from .journal import Incident
 from .judge import StepJudge
+from .lost_device import write_down_lost_device
 from .memory import MemoryHealer
 from .own_files import hide_from_uploads, own_patterns, remove_leftovers
 from .reporting import Reporting
@@ -187,6 +188,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             before_save=session.about_to_save,
             memory=memory,
             broken=self._give_up_quietly,
+            device_lost=partial(write_down_lost_device, session, trainer),
             heals_exceptions=self.config.on_nonfinite in ("heal", "skip"),
             started_at=session.started_at,
             heartbeat=session.heartbeat,

@@ -531,6 +531,20 @@ def newest_checkpoint_of(
     return None if newest is None else newest.path
 
 
+def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:
+    """
+    The newest checkpoint of this run by its marker alone, which says that it was complete and is not suspect: where
+    there is no time, or no device, to read it through. Who resumes from it does that.
+    """
+    for checkpoint in checkpoints_in(output_dir):
+        marker = load_marker(checkpoint)
+        if marker is None or marker.get("run") != run:
+            continue
+        if marker.get("standing") != "suspect" and marker.get("finite") is not False:
+            return str(checkpoint)
+    return None
+
+
 def newest_verdict_of(
     run: str,
     output_dir: str,

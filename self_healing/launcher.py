@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -15,6 +19,10 @@ from .config import HealingConfig
 
 # EX_TEMPFAIL of sysexits.h: "temporary failure, try again later".
 EXIT_FOR_RESTART = 75
+# How long the interpreter may take to end beside a lost device, in seconds.
+_LAST_WORDS = 60.0
+# What the process ends with, and what it keeps until then.
+_last: list[tuple[int, BaseException]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +114,38 @@ def restarts_on_exit(config: HealingConfig) -> bool:
     return (launch_of().restarts_left or 0) > 0
 
 
-def end_process_within(seconds: float, code: int) -> None:
-    """Ends the process with a code even if the interpreter cannot: a broken device may keep it from ending."""
+def end_process_with(code: int, error: BaseException, within: float = _LAST_WORDS) -> None:
+    """
+    From here on the process ends with a code, whatever becomes of the interpreter beside a device that is lost: memory
+    of the device that is freed may abort the process, and its driver may keep it from ending.
+
+    Args:
+        code (`int`):
+            What it ends with, after what others have left to be done at the end (`atexit`).
+        error (`BaseException`):
+            What is not freed, and with it the tensors in its frames.
+        within (`float`, *optional*):
+            Seconds that may take.
+    """
 
     def end() -> None:
-        time.sleep(seconds)
+        time.sleep(within)
         os._exit(code)
 
+    _last.append((code, error))
     threading.Thread(target=end, name="self_healing end", daemon=True).start()
+
+
+@atexit.register
+def _end() -> None:
+    """Before the interpreter frees anything; after those who came after this module, which are called first."""
+    if not _last:
+        return
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(_last[0][0])
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -539,6 +539,8 @@ class Rollback:
         return WentBack(snapshot.step, target, lost, snapshot.step - snapshot.extras["missing"])
 
     def _restore(self, snapshot: Snapshot) -> None:
+        if self._running.device_lost:
+            return
         self.ring.restore(snapshot, self._running.live_state())
         self._running.optimizer_in_training_mode()
 

@@ -120,6 +120,8 @@ class Session:
         self.instrument: Instrument | None = None
         self.healthy_inputs: Any = None
         self.broken = False
+        # What lies on the device is neither touched nor freed any more.
+        self.device_lost = False
         self.entries = 0
         # Told to whoever looks; by the first process.
         self.status: StatusKeeper | None = None

@@ -47,7 +47,8 @@ from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loader_workers import end_workers_that_failed
 from .instrument.loading import loading_twice_at_most, skipping_any_loader
 from .journal import POSTMORTEM_FILE, Incident, where_to_go_on
-from .launcher import EXIT_FOR_RESTART, end_process_within, launch_of, restarts_on_exit
+from .launcher import launch_of
+from .lost_device import leave_lost_device, write_down_lost_device
 from .report import HealingReport
 from .reporting import Reporting
 from .restart import (
@@ -68,8 +69,6 @@ from .vetting import Verdict
 
 logger = logging.getLogger("self_healing")
 
-# How long the interpreter may take to end beside a broken device, in seconds.
-_LAST_WORDS = 60.0
 # Out of memory outside of the model twice within so many steps is no accident.
 _LATELY = 50
 
@@ -223,7 +222,8 @@ class SelfHealingTrainer:
             adopt_session(self.trainer, None)
             session.preemption.release()
             self._let_go(session)
-            session.rollback.release()
+            if not session.device_lost:
+                session.rollback.release()
             guard.detach()
             reporting.sum_up(int(self.trainer.state.global_step))
         return output
@@ -480,15 +480,6 @@ class SelfHealingTrainer:
         state = self.trainer.state
         return 0 < int(state.max_steps) <= int(state.global_step)
 
-    def _exit_for_restart(self, session: Session, incident: Incident, error: BaseException) -> NoReturn:
-        """Nothing more can be computed in this process; the launcher starts another one."""
-        session.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=EXIT_FOR_RESTART)
-        self._write_postmortem(session, incident.failure or FailureType.DEVICE, error, describe_exception(error))
-        session.journal.dealt_with(incident)
-        session.end_attempt(Ending.RESTART, describe_exception(error))
-        end_process_within(_LAST_WORDS, EXIT_FOR_RESTART)
-        raise SystemExit(EXIT_FOR_RESTART)
-
     # ---- entering train() ----
 
     def _enter_until_done(self, session: Session, resume: Any, kwargs: dict[str, Any]) -> TrainOutput:
@@ -578,18 +569,31 @@ class SelfHealingTrainer:
         Returns:
             How it is healed; `None` if it cannot be, and `cause` ends the run.
         """
+        failure, recovery = classify_exception(error), None
         try:
-            if classify_exception(error) is FailureType.PROCESS_DIED:
+            if failure is FailureType.PROCESS_DIED:
                 end_workers_that_failed(error)
-            recovery = self._plan_recovery(session, error, resume, cause)
+            if failure is FailureType.DEVICE:
+                self._lose_device(session, error, cause)
+            else:
+                recovery = self._plan_recovery(session, error, resume, cause)
         except UnrecoverableTrainingError:
             raise
-        except Exception:
-            logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
-            recovery = None
+        except Exception as failed:
+            if classify_exception(failed) is FailureType.DEVICE:
+                # The exception did not say so, and what was to be saved could not be read.
+                self._lose_device(session, failed, cause)
+            else:
+                logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
         if recovery is None and cause is not error:
             add_note(cause, f"self_healing: {_failed_at_entry(error)}.")
         return recovery
+
+    def _lose_device(self, session: Session, error: BaseException, cause: BaseException) -> None:
+        """Nothing can be saved and nothing entered again: the process ends, or what ended the run is raised."""
+        verdict = describe_exception(error) if cause is error else f"{describe_exception(cause)}; {text_of(error)}"
+        write_down_lost_device(session, self.trainer, error, verdict)
+        leave_lost_device(session, error)
 
     def _plan_recovery(
         self, session: Session, error: BaseException, resume: Any, cause: BaseException
@@ -603,8 +607,6 @@ class SelfHealingTrainer:
         if incident is None:
             incident = session.journal.open(step, type(error).__name__, {"message": text_of(error)[:500]})
             session.journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
-        if failure is FailureType.DEVICE and restarts_on_exit(self.config):
-            self._exit_for_restart(session, incident, error)
         point, unmoved = self._resume_from(session, incident, error, failure, resume)
         remedies = self._remedies(session, incident, failure, step)
         if not remedies and cause is not error and not self._entered_in_vain:
@@ -721,6 +723,8 @@ class SelfHealingTrainer:
         """The trainer is itself again, and nothing holds on to the failed step."""
         if session.instrument is not None:
             session.instrument.detach()
+            if session.device_lost:
+                return
             session.instrument.reentry.release()
             session.instrument = None
 

@@ -30,6 +30,7 @@ from conftest import (
     without_times,
 )
 from datasets import Dataset
+from lost_device import LostDevice
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
@@ -99,7 +100,7 @@ class Strike(TrainerCallback):
         elif self.fault == "native_hang":
             minutes_in_native_code()
         elif self.fault == "device":
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            LostDevice().lose()
         elif self.fault == "bug":
             raise ValueError("a bug of the user's")
         elif self.fault == "reduce":

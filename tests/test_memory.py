@@ -948,7 +948,7 @@ class TestOtherwise:
 
         with pytest.raises(RuntimeError, match="device-side assert"):
             run(sft_trainer, tmp_path, tokenizer, broken)
-        assert not journal(tmp_path, "action")
+        assert [event["action"] for event in journal(tmp_path, "action")] == ["stop"]
 
     def test_a_failure_of_our_own_lets_the_error_pass_and_leaves_the_trainer_as_it_was(
         self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

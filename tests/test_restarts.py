@@ -290,6 +290,13 @@ def test_a_row_that_was_dropped_before_a_kill_is_dropped_in_that_step_again(
     assert len((job / "quarantine.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_broken_device_is_written_down_by_the_callback_alone(tmp_path: Path, start: Callable[..., int]) -> None:
+    job = tmp_path / "job"
+    assert start(job, fault="device", step=6, callback_alone=True) == 1
+    (postmortem,) = postmortems(job)
+    assert (postmortem["failure"], postmortem["step"]) == ("device", 6)
+
+
 @pytest.mark.slow
 def test_a_broken_device_surfaces_where_nobody_starts_the_job_again(tmp_path: Path, start: Callable[..., int]) -> None:
     job = tmp_path / "job"

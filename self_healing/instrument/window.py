@@ -497,6 +497,8 @@ class Window:
             try:
                 return self._instrument.call_training_step(self, model, copy.copy(inputs), *args, **kwargs)
             except Exception as error:
+                if self._instrument.tells_of_lost_device(error):
+                    raise
                 raise TrainingFault(error) from error
 
     def _note(self, index: int, batch: Any, pick: Callable[[Any], Any]) -> Any:
@@ -626,6 +628,8 @@ class Window:
                 return self._instrument.step_again(rates)
             return self._instrument.step_again(rates, recording.scaled_by, recording.options)
         except Exception as error:
+            if self._instrument.tells_of_lost_device(error):
+                raise
             raise TrainingFault(error) from error
 
     def replay(self, recording: Recording) -> StepSignals:

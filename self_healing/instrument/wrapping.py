@@ -131,6 +131,8 @@ class Instrument:
             What is done when memory runs out.
         broken (`Callable[[], None]`):
             Told when code of ours failed; by then the trainer is its plain self again.
+        device_lost (`Callable[[BaseException], None]`):
+            Told of the exception that says so, before anything is given back; maybe more than once.
         heals_exceptions (`bool`):
             Whether an exception that only says "NaN" is treated as a non-finite loss.
         started_at (`float`):
@@ -151,6 +153,7 @@ class Instrument:
         before_save: Callable[[int], None],
         memory: MemoryRelief,
         broken: Callable[[], None],
+        device_lost: Callable[[BaseException], None],
         heals_exceptions: bool,
         started_at: float,
         heartbeat: Heartbeat | None = None,
@@ -181,6 +184,8 @@ class Instrument:
         self.owes_evaluation = False
         self._memory = memory
         self._broken = broken
+        self._device_lost = device_lost
+        self._told_of_lost_device: BaseException | None = None
         self._heals_exceptions = heals_exceptions
         self._replaced = Replacements()
         self._hooks: list[Any] = []
@@ -206,6 +211,11 @@ class Instrument:
         )
 
     @property
+    def device_lost(self) -> bool:
+        """Whether nothing can be computed any more, not even to put back what an experiment has changed."""
+        return self._told_of_lost_device is not None
+
+    @property
     def attached(self) -> bool:
         return bool(self._replaced)
 
@@ -214,6 +224,9 @@ class Instrument:
     def attach(self) -> None:
         """Called in `on_train_begin`: the optimizer, the data loader and the running loss exist by then."""
         trainer = self.trainer
+        # Around all the others: what is raised between them is seen as well.
+        self.replace(trainer, "_run_epoch", self._watch_the_device)
+        self.replace(trainer, "_finalize_training", self._watch_the_device)
         self.replace(trainer, "get_batch_samples", self._in_section("data", self._get_batch_samples))
         self.replace(trainer, "training_step", self._in_section("step", self._training_step))
         self.replace(trainer, "log", self._in_section("log", self._log))
@@ -301,20 +314,50 @@ class Instrument:
             self.detach()
             raise
         except Exception as error:
-            if classify_exception(error) is FailureType.PROCESS_DIED:
-                # torch raises it wherever the main thread is when a data loader worker dies.
-                self.detach()
+            if self._passes_on(error):
                 raise
             self._switch_off(error)
+
+    def _passes_on(self, error: Exception) -> bool:
+        """
+        Whether an exception in code of ours is no failure of it: torch raises that a data loader worker has died
+        wherever the main thread is, and that the device is lost wherever it is waited for. The trainer is given back.
+        """
+        if not self.tells_of_lost_device(error) and classify_exception(error) is not FailureType.PROCESS_DIED:
+            return False
+        self.detach()
+        return True
+
+    def tells_of_lost_device(self, error: BaseException) -> bool:
+        """Whether an exception says so; if it does, that is written down before anything else is done."""
+        if classify_exception(error) is not FailureType.DEVICE:
+            return False
+        self._told_of_lost_device = self._told_of_lost_device or error
+        self._device_lost(error)
+        return True
 
     @contextlib.contextmanager
     def _leaving_on_exception(self) -> Iterator[None]:
         """What raises here ends `train()`, and there is no event that says so: the trainer is given back at once."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self.tells_of_lost_device(error)
             self.detach()
             raise
+
+    def _watch_the_device(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            if not self.tells_of_lost_device(error):
+                raise
+            self.detach()
+            first = self._told_of_lost_device
+            if first is None or first is error:
+                raise
+        # What was raised on the way out says less than what came first.
+        raise first
 
     def _switch_off(self, error: Exception) -> None:
         logger.error(
@@ -476,6 +519,8 @@ class Instrument:
             self.detach()
             raise
         except Exception as error:
+            if self._passes_on(error):
+                raise
             self._switch_off(error)
             return False
 
@@ -581,6 +626,8 @@ class Instrument:
         except TrainingFault as caught:
             fault = caught
         except Exception as error:
+            if self._passes_on(error):
+                raise
             window.abandon()
             self._switch_off(error)
         finally:
@@ -934,6 +981,8 @@ class Instrument:
             self.trainer.model.train()
             return self.trainer._prepare_inputs(inputs)
         except Exception as error:
+            if self.tells_of_lost_device(error):
+                raise
             raise TrainingFault(error) from error
 
     def watching_outputs(self) -> contextlib.AbstractContextManager[list[Origin]]:

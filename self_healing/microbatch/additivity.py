@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..failures import describe_exception
+from ..failures import FailureType, classify_exception, describe_exception
 from ..instrument.out_of_memory import free_memory
 from .outputs import alike, flattened, merged, without_caches
 from .recomputing import random_states_kept
@@ -304,6 +304,8 @@ class Additivity:
                     without_caches(original(*chunk.args, **chunk.kwargs)) for chunk in tried
                 )
         except Exception as error:
+            if classify_exception(error) is FailureType.DEVICE:
+                raise
             raise CannotSplit(f"two of its rows could not be tried: {describe_exception(error)}") from error
         finally:
             put_back(buffers)

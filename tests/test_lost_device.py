@@ -1,0 +1,221 @@
+"""A device that is lost in the middle of a run, simulated: from then on every tensor operation raises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import OutputFault, assert_same_weights, journal, sft_trainer, weights
+from lost_device import LoseDevice, LostDevice
+from transformers import Trainer
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.checkpoints import find_trusted_checkpoint
+
+
+MICRO_BATCHES = 2
+
+
+@pytest.fixture
+def device() -> Iterator[LostDevice]:
+    device = LostDevice()
+    yield device
+    device.replace()
+
+
+def build(directory: Path, tokenizer: Any, *callbacks: Any) -> Trainer:
+    return sft_trainer(
+        directory, tokenizer, callbacks=list(callbacks), save_strategy="steps", save_steps=2, max_steps=8
+    )
+
+
+def train(trainer: Trainer, wrapped: bool, **arguments: Any) -> None:
+    (SelfHealingTrainer(trainer) if wrapped else trainer).train(**arguments)
+
+
+def ends_with(trainer: Trainer, wrapped: bool, device: LostDevice) -> BaseException:
+    """Trains until the device is lost, and gives what `train()` raises."""
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        train(trainer, wrapped)
+    device.replace()
+    return caught.value
+
+
+def postmortem(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "postmortem.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, torch.Tensor]:
+    trainer = build(tmp_path_factory.mktemp("undisturbed"), tokenizer)
+    trainer.train()
+    return weights(trainer)
+
+
+# In a forward, in the trainer's own loop between two calls, while it logs, while it saves.
+QUICK = [("on_step_begin", 5), ("on_optimizer_step", 5), ("on_log", 4)]
+SLOW = [("on_substep_end", 5), ("on_pre_optimizer_step", 5), ("on_step_end", 4), ("on_save", 4), ("on_epoch_begin", 0)]
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback alone"])
+@pytest.mark.parametrize(("event", "step"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+def test_it_is_written_down_and_the_exception_goes_on_as_it_came(
+    tmp_path: Path, tokenizer: Any, device: LostDevice, event: str, step: int, wrapped: bool
+) -> None:
+    callback = SelfHealingCallback()
+    trainer = build(tmp_path, tokenizer, callback, LoseDevice(device, event, step))
+    error = ends_with(trainer, wrapped, device)
+    assert error is device.first
+    # Nothing was computed, copied, saved or freed after it.
+    assert len(device.tried) == 1
+    assert callback.session is not None
+    assert callback.session.rollback.generations()
+    assert not (tmp_path / "emergency").exists()
+    assert postmortem(tmp_path)["failure"] == "device"
+    (incident,) = postmortem(tmp_path)["chain"]
+    assert (incident["failure"], incident["actions"], incident["outcome"]) == ("device", ["stop"], "fatal")
+    assert "training_step" not in vars(trainer)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback alone"])
+def test_the_next_process_goes_on_bitwise_from_the_newest_checkpoint(
+    tmp_path: Path, tokenizer: Any, device: LostDevice, undisturbed: dict[str, torch.Tensor], wrapped: bool
+) -> None:
+    ends_with(
+        build(tmp_path, tokenizer, SelfHealingCallback(), LoseDevice(device, "on_substep_end", 5)), wrapped, device
+    )
+    newest = str(tmp_path / "checkpoint-4")
+    assert postmortem(tmp_path)["resume_with"] == f"trainer.train(resume_from_checkpoint={newest!r})"
+    assert find_trusted_checkpoint(str(tmp_path)) == newest
+    again = build(tmp_path, tokenizer, SelfHealingCallback())
+    train(again, wrapped, resume_from_checkpoint=True)
+    assert_same_weights(weights(again), undisturbed)
+
+
+def computed_again(model: Any, device: LostDevice) -> None:
+    """A NaN that passes, and the device is lost when the step is computed again."""
+    first, again = 5 * MICRO_BATCHES + 1, 6 * MICRO_BATCHES + 1
+    OutputFault(model, lambda forward: forward == first)
+    lose_in_forward(model, device, again)
+
+
+def looked_for(model: Any, device: LostDevice) -> None:
+    """A NaN that stays, and the device is lost when the rows are tried alone."""
+    OutputFault(model, lambda forward: forward > 5 * MICRO_BATCHES)
+    lose_in_forward(model, device, 8 * MICRO_BATCHES + 1)
+
+
+def applied_again(model: Any, device: LostDevice) -> None:
+    """NaN in the weights, and the device is lost when the steps since the trusted state are applied again."""
+
+    def spoil(module: Any, inputs: Any) -> None:
+        spoil.forwards += 1
+        if spoil.forwards == 5 * MICRO_BATCHES + 1:
+            model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+        spoil.finite_again |= spoil.forwards > 5 * MICRO_BATCHES + 1 and bool(
+            torch.isfinite(model.model.layers[1].mlp.up_proj.weight).all()
+        )
+        if spoil.finite_again:
+            device.lose()
+
+    spoil.forwards, spoil.finite_again = 0, False
+    model.model.embed_tokens.register_forward_pre_hook(spoil)
+
+
+def made_room_for(model: Any, device: LostDevice) -> None:
+    """Memory runs out, and the device is lost when the step is computed again."""
+    ran_out = 5 * MICRO_BATCHES + 1
+
+    def hook(module: Any, inputs: Any) -> None:
+        hook.forwards += 1
+        if hook.forwards == ran_out:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if hook.forwards > ran_out:
+            device.lose()
+
+    hook.forwards = 0
+    model.model.norm.register_forward_pre_hook(hook)
+
+
+def lose_in_forward(model: Any, device: LostDevice, nth: int) -> None:
+    def hook(module: Any, inputs: Any) -> None:
+        hook.forwards += 1
+        if hook.forwards == nth:
+            device.lose()
+
+    hook.forwards = 0
+    model.model.embed_tokens.register_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize("wrapped", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("while_a_step_is", [computed_again, looked_for, applied_again, made_room_for])
+def test_an_experiment_that_it_ends_is_no_finding(
+    tmp_path: Path,
+    tokenizer: Any,
+    device: LostDevice,
+    while_a_step_is: Callable[[Any, LostDevice], None],
+    wrapped: bool,
+) -> None:
+    trainer = build(tmp_path, tokenizer, SelfHealingCallback(HealingConfig(snapshot_interval=2)))
+    while_a_step_is(trainer.model, device)
+    error = ends_with(trainer, wrapped, device)
+    assert error is device.first
+    assert len(device.tried) == 1
+    assert postmortem(tmp_path)["failure"] == "device"
+    assert [event["failure"] for event in journal(tmp_path, "diagnosed")][-1] == "device"
+    assert not journal(tmp_path, "larger_size_failed")
+    assert "switched itself off" not in (tmp_path / "healing_events.jsonl").read_text()
+
+
+def test_an_exception_that_does_not_say_so_ends_in_the_same_postmortem(
+    tmp_path: Path, tokenizer: Any, device: LostDevice
+) -> None:
+    trainer = build(tmp_path, tokenizer)
+
+    def fail(module: Any, inputs: Any) -> None:
+        if trainer.state.global_step == 5:
+            device.lose()
+            raise ValueError("what a library makes of it")
+
+    trainer.model.model.norm.register_forward_pre_hook(fail)
+    error = ends_with(trainer, True, device)
+    # Saving the state was tried, and showed what it is.
+    assert isinstance(error, ValueError)
+    assert postmortem(tmp_path)["failure"] == "device"
+    assert "what a library makes of it" in postmortem(tmp_path)["verdict"]
+    assert find_trusted_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-4")
+
+
+ENDING = """
+import os, sys, threading
+from self_healing.launcher import end_process_with
+
+class Block:
+    def __del__(self):
+        os.abort()
+
+def fail():
+    block = Block()
+    raise RuntimeError("lost")
+
+try:
+    fail()
+except RuntimeError as error:
+    end_process_with(75, error, within={within})
+    if {hangs}:
+        threading.Thread(target=threading.Event().wait).start()
+    raise SystemExit(75) from error
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("within", "hangs"), [(60.0, False), (0.5, True)], ids=["freeing aborts", "ending hangs"])
+def test_the_process_ends_with_its_code_whatever_the_interpreter_does(within: float, hangs: bool) -> None:
+    script = ENDING.format(within=within, hangs=hangs)
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 75
