@@ -426,3 +426,20 @@ def test_an_incident_that_is_waited_for_twice_has_one_outcome(tmp_path: Path) ->
     for _ in range(4):
         session.judge_outcomes(5.0)
     assert len(incidents(tmp_path)) == 1
+
+
+def test_each_incident_of_a_patience_that_ends_has_one_outcome(tmp_path: Path, tokenizer: Any) -> None:
+    callback = SelfHealingCallback(HealingConfig(nan_patience=2))
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], max_steps=30)
+
+    def overflow(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        # Rows are finite one by one: it is the computation.
+        strikes = module.training and len(output) > 1 and trainer.state.global_step in (10, 11)
+        return output * torch.nan if strikes else None
+
+    trainer.model.model.norm.register_forward_hook(overflow)
+    trainer.train()
+    outcomes = incidents(tmp_path)
+    assert len({outcome["incident"] for outcome in outcomes}) == len(outcomes) == 2
+    resolved = sum(outcome["outcome"] == "resolved" for outcome in outcomes)
+    assert trainer.state.log_history[-1]["healing/resolved"] == resolved == 2
