@@ -107,11 +107,23 @@ def _look_at_rows(
         return _numerical("the rows of this batch cannot be told apart")
     sizes = [layout.rows for layout in layouts if layout is not None]
     try:
-        poison = find_poison_rows(window, sizes, device)
+        with window.experiment():
+            return _poison_rows(window, instrument, config, healthy_inputs, device, sizes)
     except TrainingFault as fault:
         # A batch of a shape the user never trains on: what it raises is our doing.
         logger.info("Rows could not be tried alone.", exc_info=fault.error)
         return _numerical(f"its rows cannot be tried alone: {describe_exception(fault.error)}")
+
+
+def _poison_rows(
+    window: Window,
+    instrument: Instrument,
+    config: HealingConfig,
+    healthy_inputs: Any,
+    device: torch.device,
+    sizes: Sequence[int],
+) -> Diagnosis:
+    poison = find_poison_rows(window, sizes, device)
     counts = torch.tensor([sum(sizes), sum(len(rows) for rows in poison.values())], device=device)
     total, count = consensus.sum_over_ranks(counts).tolist()
     if count == 0:
@@ -161,8 +173,9 @@ def diagnose_start(window: Window, why: str) -> Diagnosis:
     """
     failure = FailureType.NONFINITE_FROM_THE_START
     try:
-        in_full_precision = window.finite_in_full_precision()
-        origin = window.origin()
+        with window.experiment():
+            in_full_precision = window.finite_in_full_precision()
+            origin = window.origin()
     except TrainingFault as fault:
         logger.info("The step could not be looked into.", exc_info=fault.error)
         in_full_precision = origin = None
@@ -307,7 +320,8 @@ def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], 
     if window.objective.online or not rollback.set_aside(window.step):
         return _unexplained()
     try:
-        diagnosis = experiment()
+        with window.experiment():
+            diagnosis = experiment()
     except TrainingFault as fault:
         logger.info("The step could not be computed with trusted weights.", exc_info=fault.error)
         diagnosis = _unexplained()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NoReturn
 
@@ -15,8 +15,15 @@ from .checkpoints import mark_suspect, older_checkpoints
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
 from .diagnosis import Diagnosis, diagnose, diagnose_rise, diagnose_start, diagnose_stillness
-from .failures import FAILURE_RECIPES, Action, DamagedCheckpointError, FailureType
-from .instrument import Instrument, TrainingFault, Window
+from .failures import (
+    FAILURE_RECIPES,
+    Action,
+    DamagedCheckpointError,
+    FailureType,
+    UnrecoverableTrainingError,
+    describe_exception,
+)
+from .instrument import Instrument, TrainingFault, Window, free_memory, is_out_of_memory, let_go, memory_figures
 from .journal import Incident
 from .rate_trial import try_rates
 from .resume_trial import try_older_checkpoints
@@ -86,6 +93,9 @@ class StepJudge:
 
     def judge(self, window: Window) -> None:
         """One step. It is left as it is, healed in place, or left out; or the run ends."""
+        self._within_memory(lambda: self._judge(window), window)
+
+    def _judge(self, window: Window) -> None:
         session = self.session
         signals = self._signals(window)
         if window.stop_wanted:
@@ -127,6 +137,90 @@ class StepJudge:
             if self.session.clipping is not None:
                 self.session.clipping.begin_anew()
         self._trained = trained
+
+    # ---- where healing itself runs out of memory ----
+
+    def _within_memory(self, heal: Callable[[], None], window: Window | None, unsound: bool = False) -> None:
+        """
+        Does something of ours. Where that runs out of memory for good, a step that is sound goes on as it is, and for
+        any other the run ends: without what healing would have done, its weights would be lost.
+
+        Args:
+            heal (`Callable[[], None]`):
+                What is done.
+            window ([`Window`], *optional*):
+                The step in hand; between two steps there is none.
+            unsound (`bool`, *optional*, defaults to `False`):
+                Whether it is known before that something is wrong.
+        """
+        known = len(self.session.journal.incidents)
+        try:
+            heal()
+            return
+        except UnrecoverableTrainingError:
+            raise
+        except Exception as caught:
+            error = self._memory_ran_out(caught)
+            if error is None:
+                raise
+        # Outside of the handler: what the failed attempt held is gone.
+        let_go(error)
+        instrument = self._instrument
+        opened = self.session.journal.incidents[known:]
+        corrupted = any(incident.failure is FailureType.CORRUPTED_STATE for incident in opened)
+        unsound |= corrupted or self.session.rollback.displaced or (window is not None and not window.sound)
+        if not unsound:
+            logger.warning(
+                "Step %d: no memory was left for what self_healing does beside training (%s). Nothing is wrong with "
+                "the step; it goes on as it is, and the next one is looked after again.",
+                instrument.step,
+                describe_exception(error),
+            )
+            return
+        self._stop_without_memory(error, window, opened)
+
+    def _memory_ran_out(self, error: Exception) -> Exception | None:
+        """The out-of-memory error in which healing has ended; `None` for any other, and where somebody heals it."""
+        if isinstance(error, TrainingFault):
+            # Of several processes, or handed to the wrapper, which enters `train()` again.
+            if consensus.world_size() > 1 or self.session.handed_over is not None:
+                return None
+            error = error.error
+        return error if is_out_of_memory(error) else None
+
+    def _stop_without_memory(self, error: Exception, window: Window | None, opened: Sequence[Incident]) -> NoReturn:
+        session, instrument = self.session, self._instrument
+        if window is not None:
+            # No gradient of it is applied, and their memory is there for what is left to do.
+            window.skip(None, keep_buffers=True)
+        free_memory(instrument.trainer.accelerator.device)
+        evidence = {
+            "place": "healing",
+            "message": str(error)[:500],
+            "memory": memory_figures(instrument.trainer.accelerator.device),
+            "remedy": "Please leave a little more room beside training, which by itself fits: a smaller "
+            "per_device_train_batch_size with more gradient_accumulation_steps, or look for who else uses the device.",
+        }
+        incident = session.journal.open(instrument.step, "out_of_memory", evidence)
+        cause = "out of memory in what self_healing does beside training"
+        session.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
+        own = session.rollback.fall_back()
+        held = "those of the last finished step" if own else "not those of the last finished step, and are not saved"
+        wrong = ", ".join(each.cause for each in opened if each.cause != "unknown") or "the step is not sound"
+        context = HealingContext(incident, instrument, window)
+        context.verdict = (
+            f"memory ran out, twice, while self_healing looked into something that was wrong ({wrong}); without that "
+            f"the weights would have been lost. They are {held}"
+        )
+        for each in opened:
+            if each.outcome == "open":
+                session.journal.closed(each, "unresolved")
+        session.policy.start_anew()
+        if own:
+            self.actions.apply(Action.EMERGENCY_CHECKPOINT, context, self._args)
+        context.error = error
+        self.actions.apply(Action.STOP, context, self._args)
+        raise AssertionError("the last of these actions raises")
 
     # ---- not finite ----
 
@@ -380,6 +474,10 @@ class StepJudge:
 
     def run_ends(self) -> None:
         """After the last step: weights that turned NaN with it would be handed over as trained."""
+        # What cannot be looked at is not handed over as trained.
+        self._within_memory(self._heal_the_end, None, unsound=True)
+
+    def _heal_the_end(self) -> None:
         session, instrument = self.session, self._instrument
         window, step = instrument.window, instrument.step
         if self.config.on_nonfinite != "heal" or not instrument.can_reexecute or window is None:
@@ -445,6 +543,9 @@ class StepJudge:
         Right before a checkpoint is written: searches all that goes into it for NaN and Inf that no loss has shown,
         and heals what it finds, so that the checkpoint can be trusted.
         """
+        self._within_memory(self._vouch_for_state, None)
+
+    def _vouch_for_state(self) -> None:
         session, instrument = self.session, self._instrument
         if not instrument.can_reexecute:
             # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
@@ -540,6 +641,9 @@ class StepJudge:
         After an `optimizer.step()` that raised and may have updated some weights and not others: back to the newest
         trusted state, with the steps since then applied again if that can be done; this step is computed again, too.
         """
+        self._within_memory(lambda: self._heal_interrupted_step(context), context.window, unsound=True)
+
+    def _heal_interrupted_step(self, context: HealingContext) -> None:
         if context.window is None:
             raise ValueError("going back in the middle of a run needs `context.window`")
         if not self.session.rollback.can_go_back():

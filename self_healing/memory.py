@@ -212,6 +212,9 @@ class MemoryHealer:
 
     def _climb(self, ran_out: OutOfMemory, context: HealingContext, shape: CallShape | None) -> bool:
         """Beyond splitting."""
+        if self._instrument.experimenting:
+            # The run does not need it: nothing that lasts is done for it, and nothing is saved while it goes on.
+            return False
         session, incident = self.session, context.incident
         refusals = [calls.refused for calls in self._splits if calls.refused]
         why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"

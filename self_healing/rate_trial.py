@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from .instrument import Control, Window
+from .instrument import Control, TrainingFault, Window, let_go
 from .rollback import Rollback
 from .snapshots import Snapshot
 
+
+logger = logging.getLogger(__name__)
 
 # From one rate to the next lower one that is tried.
 _STRIDE = 4.0
@@ -90,11 +93,24 @@ def try_rates(
 def _loss_after(
     window: Window, rollback: Rollback, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
 ) -> float:
-    rollback.try_on(start)
+    """Of the last steps; computed once more where a fault strikes meanwhile, from the state anew."""
+    try:
+        return _train_from(window, rollback, start, steps, scale, limit)
+    except TrainingFault as fault:
+        logger.info("Learning rates are tried out once more.", exc_info=fault.error)
+        let_go(fault.error)
+    return _train_from(window, rollback, start, steps, scale, limit)
+
+
+def _train_from(
+    window: Window, rollback: Rollback, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
+) -> float:
     losses = []
-    for control in steps:
-        loss = window.train_on(control, scale)
-        if not loss <= limit:
-            return math.inf
-        losses.append(loss)
+    with window.experiment():
+        rollback.try_on(start)
+        for control in steps:
+            loss = window.train_on(control, scale)
+            if not loss <= limit:
+                return math.inf
+            losses.append(loss)
     return mean(losses[-max(len(losses) // 3, 1) :])

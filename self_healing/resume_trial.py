@@ -78,14 +78,15 @@ def try_older_checkpoints(
         return trial
     try:
         try:
-            suspects = {resumed: _trained_with(window, rollback, resumed, scale, trial)}
-            # It was there and finite when it was resumed from; since then rotation may have removed it.
-            for checkpoint in chain([first], candidates) if suspects[resumed] is not None else ():
-                found = _trained_with(window, rollback, checkpoint, scale, trial)
-                if all(_is_clearly_worse(suspect, found, rise, window) for suspect in suspects.values()):
-                    trial.sound, trial.damaged = checkpoint, list(suspects)
-                    break
-                suspects[checkpoint] = found
+            with window.experiment():
+                suspects = {resumed: _trained_with(window, rollback, resumed, scale, trial)}
+                # It was there and finite when it was resumed from; since then rotation may have removed it.
+                for checkpoint in chain([first], candidates) if suspects[resumed] is not None else ():
+                    found = _trained_with(window, rollback, checkpoint, scale, trial)
+                    if all(_is_clearly_worse(suspect, found, rise, window) for suspect in suspects.values()):
+                        trial.sound, trial.damaged = checkpoint, list(suspects)
+                        break
+                    suspects[checkpoint] = found
         finally:
             rollback.bring_back_from_checkpoints(resumed)
             window.begin_anew()

@@ -17,7 +17,17 @@ from . import consensus
 from .checkpoints import CheckpointKeeper, missing_steps_in, newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .failures import FailureType, classify_exception
-from .instrument import Control, Instrument, RandomState, Recording, TrainingFault, Window, free_memory
+from .instrument import (
+    Control,
+    Instrument,
+    RandomState,
+    Recording,
+    TrainingFault,
+    Window,
+    free_memory,
+    is_out_of_memory,
+    with_room,
+)
 from .journal import Journal
 from .signals import StepSignals
 from .snapshots import Snapshot, SnapshotRing, free_host_memory, size_of
@@ -153,6 +163,8 @@ class Rollback:
         self._tape: deque[Recording] = deque()
         self._tape_bytes = 0
         self._gone_back_to: Snapshot | None = None
+        # Whether the state in place is that of an experiment, or one gone back to that the run has not settled on.
+        self.displaced = False
         self._optimizer: Any = None
         self._planned: int | None = None
         self._copy_seconds: deque[float] = deque(maxlen=5)
@@ -277,6 +289,8 @@ class Rollback:
         """
         # What comes now, if only that a step is left out, may change what is still being copied.
         self.ring.join()
+        # Whatever was put in place while it was judged: the run goes on from there.
+        self.displaced = False
         control = window.control(loss, _LARGEST_CONTROL)
         if self.early(window.step):
             self._keep_first(control)
@@ -409,9 +423,9 @@ class Rollback:
         live = instrument.live_state()
         self._last_taken = step
         try:
-            self.ring.take(live, step, extras)
+            with_room(lambda: self.ring.take(live, step, extras), self._device)
         except Exception as error:
-            if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
+            if not is_out_of_memory(error):
                 raise
             # On Linux memory that is promised is not always there.
             self._rely_on_disk(size_of(live))
@@ -419,7 +433,7 @@ class Rollback:
     def _promote(self, step: int) -> list[str]:
         candidate = self.ring.candidate
         assert candidate is not None
-        bad = candidate.nonfinite()
+        bad = self._searched(candidate)
         if consensus.any_rank(bool(bad), self._device):
             self.ring.discard()
             self.journal.event("snapshot_refused", step, taken_at=candidate.step, tensors=bad[:20])
@@ -436,6 +450,15 @@ class Rollback:
             self.ring.forget_initial()
         self._plan(candidate, step)
         return []
+
+    def _searched(self, candidate: Snapshot) -> list[str]:
+        """What is not finite in a candidate; one that cannot be searched is as little to be trusted."""
+        try:
+            return with_room(candidate.nonfinite, self._device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return ["it could not be searched: out of memory"]
 
     def _plan(self, snapshot: Snapshot, step: int) -> None:
         """Chooses the interval by what the last copy cost, the same on all ranks."""
@@ -481,6 +504,7 @@ class Rollback:
         """
         self.ring.discard()
         self.streak = 0
+        self.displaced = True
         for option in _OTHERWISE[target]:
             went = self._to_disk(step) if option is Target.DISK else self._to_memory(option, step)
             if went is None:
@@ -541,7 +565,7 @@ class Rollback:
     def _restore(self, snapshot: Snapshot) -> None:
         if self._running.device_lost:
             return
-        self.ring.restore(snapshot, self._running.live_state())
+        with_room(lambda: self.ring.restore(snapshot, self._running.live_state()), self._device)
         self._running.optimizer_in_training_mode()
 
     def _restored(self, snapshot: Snapshot) -> bool:
@@ -573,6 +597,7 @@ class Rollback:
         if self._gone_back_to is not None:
             self._gone_back_to.as_of = step + 1
         self._gone_back_to = None
+        self.displaced = False
         self._cut_tape()
 
     def replay(self, window: Window, still_well: Callable[[StepSignals], bool], finished: bool = False) -> int | None:
@@ -613,6 +638,7 @@ class Rollback:
         if played is not _Played.WELL:
             return None
         self._gone_back_to = None
+        self.displaced = False
         return len(recordings)
 
     def _play(
@@ -622,25 +648,35 @@ class Rollback:
         still_well: Callable[[StepSignals], bool],
         finished: bool,
     ) -> _Played:
-        as_it_was = True
         try:
-            for recording in recordings:
-                signals = window.replay(recording)
-                same = math.isclose(signals.loss, recording.control.loss, rel_tol=_SAME, abs_tol=_SAME)
-                # Until the fault every step has to be the one it was, or more than weights and optimizer make it up (a
-                # callback that writes into the weights, a loss that changes); from there on they were worse.
-                if as_it_was and not same and not _clearly_worse(recording.control.loss, signals.loss):
-                    return _Played.STRUCK
-                as_it_was = as_it_was and same
-                if not signals.finite or not still_well(signals):
-                    return _Played.UNWELL if signals.finite else _Played.STRUCK
-            if finished:
-                return _Played.WELL
-            window.begin_anew()
-            window.reexecute()
+            with window.experiment():
+                return self._apply_again(window, recordings, still_well, finished)
         except TrainingFault as fault:
             logger.info("The steps since then could not be applied again.", exc_info=fault.error)
             return _Played.STRUCK
+
+    def _apply_again(
+        self,
+        window: Window,
+        recordings: Sequence[Recording],
+        still_well: Callable[[StepSignals], bool],
+        finished: bool,
+    ) -> _Played:
+        as_it_was = True
+        for recording in recordings:
+            signals = window.replay(recording)
+            same = math.isclose(signals.loss, recording.control.loss, rel_tol=_SAME, abs_tol=_SAME)
+            # Until the fault every step has to be the one it was, or more than weights and optimizer make it up (a
+            # callback that writes into the weights, a loss that changes); from there on they were worse.
+            if as_it_was and not same and not _clearly_worse(recording.control.loss, signals.loss):
+                return _Played.STRUCK
+            as_it_was = as_it_was and same
+            if not signals.finite or not still_well(signals):
+                return _Played.UNWELL if signals.finite else _Played.STRUCK
+        if finished:
+            return _Played.WELL
+        window.begin_anew()
+        window.reexecute()
         signals = window.signals()
         if not signals.finite:
             return _Played.STRUCK
@@ -673,7 +709,13 @@ class Rollback:
         self.ring.discard()
         if self.on_disk_only or not self.generations() or not self._make_room():
             return False
-        self.ring.take(self._running.live_state(), step, {})
+        try:
+            with_room(lambda: self.ring.take(self._running.live_state(), step, {}), self._device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("Step %d: there is no memory to set the state aside for an experiment: %s", step, error)
+            return False
         return True
 
     def set_aside_for_checkpoints(self, step: int, unmoved: bool) -> bool:
@@ -685,7 +727,7 @@ class Rollback:
 
     def try_checkpoint(self, checkpoint: str) -> bool:
         """Puts a checkpoint in place for an experiment; `False` if it cannot be loaded, or is not finite."""
-        failed = False
+        self.displaced, failed = True, False
         try:
             self._reload(checkpoint)
         except Exception:
@@ -699,6 +741,7 @@ class Rollback:
             self.bring_back()
         else:
             self._reload(resumed)
+            self.displaced = False
 
     def _reload(self, checkpoint: str) -> None:
         # It is written over what may still be being copied.
@@ -707,6 +750,7 @@ class Rollback:
 
     def try_on(self, snapshot: Snapshot) -> Control | None:
         """Puts a state in place for an experiment; a healthy step from before it, to compare with."""
+        self.displaced = True
         self._restore(snapshot)
         control = snapshot.extras.get("control")
         if control is None and snapshot is self.ring.initial and self.first_steps:
@@ -724,6 +768,30 @@ class Rollback:
         if self.ring.candidate is not None:
             self._restore(self.ring.candidate)
             self.ring.discard()
+            self.displaced = False
+
+    def fall_back(self) -> bool:
+        """
+        Where healing itself has failed: puts the run's own state in place if it was set aside, and the newest that is
+        trusted where that is not known to be finite.
+
+        Returns:
+            Whether the state in place is the run's own.
+        """
+        if self.displaced and self.ring.candidate is not None and self._restored(self.ring.candidate):
+            self.displaced = False
+        if self.displaced or not self._known_to_be_finite():
+            self.displaced = True
+            any(self._restored(snapshot) for snapshot in self.generations())
+        return not self.displaced
+
+    def _known_to_be_finite(self) -> bool:
+        try:
+            return not self._running.nonfinite_tensors()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
 
 
 def _clearly_worse(was: float, now: float) -> bool:

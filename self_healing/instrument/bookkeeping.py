@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .out_of_memory import with_room
 from .random_state import RandomState
 
 
@@ -78,7 +79,7 @@ class Ledger:
         attributes = vars(trainer)
         return Bookkeeping(
             scalars={name: value for name, value in attributes.items() if type(value) in _SCALARS},
-            running_loss=trainer._tr_loss.detach().clone() if running_loss is None else running_loss,
+            running_loss=self._cloned(trainer._tr_loss) if running_loss is None else running_loss,
             tokens_seen=trainer.state.num_input_tokens_seen,
             total_flos=trainer.state.total_flos,
             log_length=len(trainer.state.log_history),
@@ -98,13 +99,16 @@ class Ledger:
         if moving is None:
             buffers = list(self._trainer.model.named_buffers())
             if int(self._trainer.state.global_step) == self._entry_step:
-                copies = {name: buffer.detach().clone() for name, buffer in buffers}
+                copies = {name: self._cloned(buffer) for name, buffer in buffers}
                 self._first_buffers = self._first_buffers or copies
                 return copies
             first = self._first_buffers
             moving = [(name, buffer) for name, buffer in buffers if not _same(first.get(name), buffer)]
             self._moving_buffers, self._first_buffers = moving, {}
-        return {name: buffer.detach().clone() for name, buffer in moving}
+        return {name: self._cloned(buffer) for name, buffer in moving}
+
+    def _cloned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return with_room(lambda: _clone(tensor), self._trainer.accelerator.device)
 
     def restore_buffers(self, bookkeeping: Bookkeeping) -> None:
         """Puts the buffers a forward pass changes back."""
@@ -190,6 +194,10 @@ class Ledger:
                     attributes[name][mode].update(metrics)
         if "_buffered_inputs" in attributes:
             trainer._buffered_inputs = None
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 def _same(before: torch.Tensor | None, now: torch.Tensor) -> bool:

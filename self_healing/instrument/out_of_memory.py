@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import psutil
 import torch
 
 from ..failures import FailureType, classify_exception, text_of
 
+
+_T = TypeVar("_T")
 
 Place = Literal["forward", "backward", "generation", "evaluation", "optimizer step"]
 
@@ -65,7 +68,7 @@ def caught(error: Exception, device: torch.device, place: Place | None = None) -
         place (`str`, *optional*):
             What was going on, if that is known; else its traceback tells.
     """
-    if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
+    if not is_out_of_memory(error):
         return None
     figures = memory_figures(device)
     found = OutOfMemory(place or _place_of(error), error, _requested(error), figures, _raised_in(error))
@@ -98,6 +101,32 @@ def let_go(error: BaseException | None) -> None:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def with_room(compute: Callable[[], _T], device: torch.device) -> _T:
+    """
+    What a computation gives; where memory runs out in it, memory is freed and it is begun once more.
+
+    Args:
+        compute (`Callable`):
+            The computation, which can be begun anew, and in which no other process takes part.
+        device (`torch.device`):
+            Where it computes.
+    """
+    try:
+        return compute()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        let_go(error)
+    # Outside of the handler: what the failed attempt held is gone.
+    free_memory(device)
+    return compute()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out."""
+    return classify_exception(error) is FailureType.OUT_OF_MEMORY
 
 
 def free_memory(device: torch.device) -> None:

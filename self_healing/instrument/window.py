@@ -24,7 +24,7 @@ from .bookkeeping import Bookkeeping
 from .extents import Search
 from .gradients import discard_gradients, gradients_of
 from .origin import Origin, nonfinite_in
-from .out_of_memory import free_memory
+from .out_of_memory import free_memory, is_out_of_memory, with_room
 from .phase import Phase
 from .random_state import RandomState
 from .row_sources import RowSource
@@ -183,13 +183,17 @@ class Window:
             leave (`bool`, *optional*, defaults to `False`):
                 Whether this rank was asked to leave after the step; [`leave_wanted`] likewise.
         """
-        loss = torch.stack([loss.detach().float() for loss in self.losses]).sum()
-        # Without a norm the loss stands in for it, so that there is one value per place on every rank.
-        norm = loss if self.grad_norm is None else _as_tensor(self.grad_norm, loss.device).float()
         ranks = consensus.world_size()
-        # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
-        wishes = [torch.full_like(loss, wish) for wish in (stop, roll_back, leave)] if ranks > 1 else []
-        loss_sum, norm_sum, *votes = consensus.sum_over_ranks(torch.stack([loss, norm, *wishes])).tolist()
+
+        def numbers() -> torch.Tensor:
+            loss = torch.stack([loss.detach().float() for loss in self.losses]).sum()
+            # Without a norm the loss stands in for it, so that there is one value per place on every rank.
+            norm = loss if self.grad_norm is None else _as_tensor(self.grad_norm, loss.device).float()
+            # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
+            wishes = [torch.full_like(loss, wish) for wish in (stop, roll_back, leave)] if ranks > 1 else []
+            return torch.stack([loss, norm, *wishes])
+
+        loss_sum, norm_sum, *votes = consensus.sum_over_ranks(self._with_room(numbers)).tolist()
         wanted = [vote > 0 for vote in votes or (stop, roll_back, leave)]
         self.stop_wanted, self.rollback_wanted = wanted[0], wanted[1]
         # Numbers that are taken a second time carry no wish, and do not take one back.
@@ -200,6 +204,14 @@ class Window:
             grad_norm=None if self.grad_norm is None else norm_sum / ranks,
             seconds=time.perf_counter() - self._began,
         )
+
+    def _with_room(self, compute: Callable[[], _T]) -> _T:
+        # With several processes the norm may be a collective, which one of them cannot begin again.
+        return compute() if consensus.world_size() > 1 else with_room(compute, self._trainer.accelerator.device)
+
+    def experiment(self) -> contextlib.AbstractContextManager[None]:
+        """What is computed inside may come to nothing: [`Instrument.experiment`]."""
+        return self._instrument.experiment()
 
     @property
     def scaler_active(self) -> bool:
@@ -250,10 +262,17 @@ class Window:
                 result = compute()
             except TrainingFault as fault:
                 error = fault.error
+            except Exception as ours:
+                # What is computed around the training step: rows picked, buffers put back, the gradient norm.
+                if not is_out_of_memory(ours):
+                    raise
+                error = ours
             else:
                 self._instrument.memory_came_through()
                 return result
-            # Outside of the handler: what the failed attempt held is gone.
+            # Outside of the handler: what the failed attempt held is gone, but for its gradients.
+            if is_out_of_memory(error):
+                discard_gradients(self._trainer.model)
             if self._instrument.may_try_again(error):
                 continue
             if repeated or not self._instrument.may_have_passed(error):
@@ -368,7 +387,8 @@ class Window:
     def _computed_once_more(self) -> bool:
         """Whether it was at the first attempt; it is computed in any case."""
         try:
-            self._compute_once_more()
+            with self.experiment():
+                self._compute_once_more()
         except TrainingFault as fault:
             logger.info("Step %d: computed once more to compare, it failed.", self.step, exc_info=fault.error)
         else:
@@ -393,14 +413,14 @@ class Window:
         layout = self.layout(index)
         if layout is None:
             raise ValueError(f"the rows of micro-batch {index} cannot be told apart")
-        return self._probe(index, select_rows(self.prepared[index], layout, rows))
+        return self._probe(index, lambda: select_rows(self.prepared[index], layout, rows))
 
     def probe_batch(self, inputs: Any) -> bool:
         """Whether another micro-batch, as the data loader gave it, is finite with the weights as they are."""
-        return self._probe(self.size - 1, self._instrument.prepare_inputs(copy.copy(inputs)))
+        return self._probe(self.size - 1, lambda: self._instrument.prepare_inputs(copy.copy(inputs)))
 
-    def _probe(self, index: int, batch: Any) -> bool:
-        return self._until_it_fits(lambda: self._probe_once(index, batch))
+    def _probe(self, index: int, rows: Callable[[], Any]) -> bool:
+        return self._until_it_fits(lambda: self._probe_once(index, rows()))
 
     def _probe_once(self, index: int, batch: Any) -> bool:
         self._rewind()
@@ -613,9 +633,13 @@ class Window:
         Raises:
             TrainingFault: An exception of the training code.
         """
-        self._rewind()
+
+        def compute() -> float:
+            self._rewind()
+            return self._run_again(control)
+
         try:
-            loss = self._run_again(control)
+            loss = self._until_it_fits(compute)
             if math.isfinite(loss):
                 self._step_again(self._instrument.rates_in_force(scale))
         finally:
@@ -754,9 +778,18 @@ class Window:
                 # It raised while it generated: there is nothing to go on with.
                 self._trainer._buffered_inputs = None
 
-    def abandon(self) -> None:
-        """After a failure of our own: a step that was touched is left out, one that was not goes on as it is."""
+    @property
+    def sound(self) -> bool:
+        """Whether it is as the Trainer has computed it, and finite. Takes no memory."""
         if self._touched:
+            return False
+        # Of a sharded norm each process has a part, and all of it only together.
+        norms = [] if self.grad_norm is None or hasattr(self.grad_norm, "full_tensor") else [self.grad_norm]
+        return all(math.isfinite(float(value)) for value in (*self.losses, *norms))
+
+    def abandon(self) -> None:
+        """After a failure of our own: a step that is not sound is left out, one that is goes on as it is."""
+        if not self.sound:
             self.skip(None)
 
     def _set_running_loss(self, losses: Sequence[torch.Tensor]) -> None:

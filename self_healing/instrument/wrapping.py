@@ -36,7 +36,7 @@ from .loader_workers import WorkerDeaths
 from .loading import TrainingLoader
 from .models import fingerprint, models_of
 from .origin import Origin, watching_outputs
-from .out_of_memory import OutOfMemory, Place, caught
+from .out_of_memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, let_go, with_room
 from .phase import Phase
 from .random_state import RandomState
 from .reentry import Reentry
@@ -198,6 +198,8 @@ class Instrument:
         self._in_training_step = False
         # Whether code of ours has failed: training goes on without it.
         self.switched_off = False
+        # Whether what is computed is an experiment, which may come to nothing: the run must not.
+        self.experimenting = False
         # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
         self.weights_moved = not isinstance(innermost(trainer.optimizer), torch.optim.Optimizer)
 
@@ -335,6 +337,24 @@ class Instrument:
         self._told_of_lost_device = self._told_of_lost_device or error
         self._device_lost(error)
         return True
+
+    @contextlib.contextmanager
+    def experiment(self) -> Iterator[None]:
+        """
+        What is computed inside is not needed by the run, and where memory runs out in it, it comes to nothing.
+
+        Raises:
+            TrainingFault: Also where memory ran out in code of ours.
+        """
+        before, self.experimenting = self.experimenting, True
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingFault(error) from error
+        finally:
+            self.experimenting = before
 
     @contextlib.contextmanager
     def _leaving_on_exception(self) -> Iterator[None]:
@@ -503,8 +523,15 @@ class Instrument:
         After an exception in a computation that is to heal another fault: whether to try it once more. Not for memory,
         about which all has been done that can be, nor on several processes, where the others are waiting.
         """
+        if consensus.world_size() > 1:
+            return False
+        if is_out_of_memory(error) and not self._memory.heals:
+            # Nothing is to be done where training runs out of memory; but this is none of what it computes.
+            let_go(error)
+            free_memory(self.trainer.accelerator.device)
+            return True
         lasting = (FailureType.OUT_OF_MEMORY, FailureType.DEVICE, FailureType.PROCESS_DIED)
-        if consensus.world_size() > 1 or classify_exception(error) in lasting:
+        if classify_exception(error) in lasting:
             return False
         logger.info("Step %d: computed once more.", self.step, exc_info=error)
         return True
@@ -1201,7 +1228,8 @@ class Instrument:
 
     def nonfinite_tensors(self) -> list[str]:
         """Names of parameters, buffers and optimizer states that hold NaN or Inf."""
-        return nonfinite_tensors(self.trainer.model, innermost(self.trainer.optimizer))
+        model, optimizer = self.trainer.model, innermost(self.trainer.optimizer)
+        return with_room(lambda: nonfinite_tensors(model, optimizer), self.trainer.accelerator.device)
 
 
 def _unchanged(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
