@@ -28,6 +28,7 @@ from .instrument import (
     Pending,
     ResumePoint,
     free_memory,
+    let_go,
     save_generated,
 )
 from .marker import (
@@ -416,6 +417,7 @@ def save_emergency_checkpoint(
             if hopeless or attempt == _WRITES or (could_not_be_written(error) and not give_way()):
                 raise
             logger.warning("The emergency checkpoint %s could not be written, and is once more.", path, exc_info=True)
+            let_go(error)
         else:
             break
         # Outside the handler: what the exception held is gone.

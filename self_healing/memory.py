@@ -193,6 +193,8 @@ class MemoryHealer:
         """A size was tried on purpose, and does not fit yet: no incident."""
         sizes, step = self.session.sizes, self._instrument.step
         sizes.failed(shape, with_gradients=window is not None)
+        if window is not None:
+            window.discard()
         free_memory(self._instrument.trainer.accelerator.device)
         self.session.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
         logger.info("Step %d: %s does not fit; no step is lost, and it is tried again later.", step, shape)
@@ -323,8 +325,9 @@ class MemoryHealer:
         self._stepping = True
         context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {_memory(ran_out)}"
         context.incident.evidence["remedy"] = _OPTIMIZER_ADVICE
+        untouched = instrument.undo_optimizer_step()
         self._free(context)
-        weights, undone = self._undo_step()
+        weights, undone = self._undo_step(untouched)
         if context.incident.evidence.get("weights") != weights:
             cause = context.incident.cause
             self.session.journal.diagnosed(context.incident, FailureType.OUT_OF_MEMORY, cause, {"weights": weights})
@@ -336,9 +339,9 @@ class MemoryHealer:
             self._stop(context, ran_out)
         return True
 
-    def _undo_step(self) -> tuple[str, bool]:
+    def _undo_step(self, untouched: bool) -> tuple[str, bool]:
         """What has become of the weights, and whether they are as before the step."""
-        if self._instrument.undo_optimizer_step():
+        if untouched:
             return "untouched: the optimizer was making its state", True
         if self._backup is not None:
             self._backup.put_back()
@@ -395,6 +398,9 @@ class MemoryHealer:
         return self._context
 
     def _free(self, context: HealingContext) -> None:
+        if context.window is not None and not self._stepping:
+            # The step is computed again from its beginning. An update that is made again needs its gradients.
+            context.window.discard()
         if self._attempts == 1:
             self.actions.apply(Action.FREE_MEMORY, context, self._args)
         else:

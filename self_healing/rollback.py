@@ -26,6 +26,7 @@ from .instrument import (
     Window,
     free_memory,
     is_out_of_memory,
+    let_go,
     with_room,
 )
 from .journal import Journal
@@ -577,9 +578,11 @@ class Rollback:
                 if classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED):
                     raise
                 logger.warning("The state of step %d could not be put in place.", snapshot.step, exc_info=True)
-                free_memory(self._device)
+                let_go(error)
             else:
                 return True
+            # Outside of the handler: what the failed attempt held is gone.
+            free_memory(self._device)
         return False
 
     def _to_disk(self, step: int) -> WentBack | None:

@@ -19,12 +19,14 @@ import transformers
 from conftest import (
     TEXTS,
     OutputFault,
+    RaisingForward,
     assert_same_weights,
     dpo_trainer,
     grpo_trainer,
     journal,
     kto_trainer,
     losses,
+    lost_connection,
     plain_trainer,
     reward_trainer,
     rloo_trainer,
@@ -1057,3 +1059,58 @@ class TestOtherwise:
         )
         assert_same_run(healed, plain)
         assert 0 < memory.fired <= 3
+
+
+class WhenFreeing:
+    """What a model still held of gradients, and its optimizer of state, each time that memory was given back."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.gradients: list[int] = []
+        self.state: list[int] = []
+
+    def _look(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            self.gradients.append(sum(each.grad is not None for each in self.trainer.model.parameters()))
+            self.state.append(len(getattr(self.trainer.optimizer, "state", ())))
+
+    def __enter__(self) -> WhenFreeing:
+        # Only those that are asked for.
+        gc.disable()
+        gc.callbacks.append(self._look)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        gc.callbacks.remove(self._look)
+        gc.enable()
+
+
+class TestWhatIsFreed:
+    def test_are_the_gradients_before_the_memory_they_lie_in(self, tmp_path: Path, tokenizer: Any) -> None:
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=2)
+        # In the second micro-batch of a step, and again when it is tried at full size.
+        fault = TooManyRowsBackward(trainer.model, rows=3, first=4)
+        with WhenFreeing(trainer) as freeing:
+            trainer.train()
+        assert fault.fired == 2
+        assert freeing.gradients[-2:] == [0, 0]
+
+    def test_is_the_state_an_optimizer_was_making(
+        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=2)
+        NoRoomForMoments(monkeypatch, 6)
+        with WhenFreeing(trainer) as freeing:
+            trainer.train()
+        assert freeing.state[-1] == 0
+        assert freeing.gradients[-1] > 0, "the step is taken again with them"
+
+    def test_by_the_wrapper_is_what_is_left_of_the_step_that_failed(self, tmp_path: Path, tokenizer: Any) -> None:
+        trainer = sft_trainer(tmp_path, tokenizer, max_steps=3)
+        # In the second micro-batch of a step: the gradients of the first are there.
+        fault = RaisingForward(trainer.model, lambda forward: forward == 4, lost_connection)
+        with WhenFreeing(trainer) as freeing:
+            SelfHealingTrainer(trainer).train()
+        assert fault.fired == 1
+        assert trainer.state.global_step == 3
+        assert not any(freeing.gradients)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,6 +232,37 @@ def test_a_state_that_cannot_be_put_in_place_is_tried_again(
     trainer.train()
     assert failed
     assert_no_trace(trainer, undisturbed, tmp_path)
+
+
+def test_what_putting_a_state_in_place_held_is_gone_before_memory_is_given_back(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, max_steps=12, callbacks=[SelfHealingCallback(QUICK)])
+    WeightFault(trainer.model, forward=19)
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    original = SnapshotRing.restore
+
+    def restore(ring: Any, snapshot: Any, live: Any) -> None:
+        if not held:
+            temporary = torch.ones(3)
+            held.append(weakref.ref(temporary))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        original(ring, snapshot, live)
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        if held and phase == "start" and info["generation"] == 2:
+            alive.append(held[0]() is not None)
+
+    monkeypatch.setattr(SnapshotRing, "restore", restore)
+    gc.disable()
+    gc.callbacks.append(look)
+    try:
+        trainer.train()
+    finally:
+        gc.callbacks.remove(look)
+        gc.enable()
+    assert alive[:1] == [False]
 
 
 def test_a_state_that_can_never_be_put_in_place_gives_way_to_another(

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from ..failures import FailureType, classify_exception
-from .out_of_memory import free_memory
+from .out_of_memory import free_memory, let_go
 from .replacing import Replacements
 
 
@@ -146,6 +146,7 @@ def loading_twice_at_most(trainer: Any) -> Iterator[None]:
             if classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED):
                 raise
             logger.warning("A part of the checkpoint could not be loaded; trying once more.", exc_info=True)
+            let_go(error)
         # Outside the handler: what the exception held is gone.
         free_memory(trainer.accelerator.device)
         return original(*args, **kwargs)

@@ -95,7 +95,10 @@ def _requested(error: BaseException) -> int | None:
 
 
 def let_go(error: BaseException | None) -> None:
-    """Empties the frames of an exception and of those it came from, which keep what failed alive."""
+    """
+    Empties the frames of an exception and of those it came from, which keep what failed alive as long as the exception
+    is: whoever collects log records keeps it.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -130,7 +133,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(device: torch.device) -> None:
-    """Gives back what nothing refers to: Python's cycles, and what the allocator of the device keeps for later."""
+    """
+    Gives back what nothing refers to: Python's cycles, and then what the allocator of the device keeps for later.
+    Whatever is to go, gradients and exceptions among it, has to be let go of before.
+    """
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from ..marker import MARKER_FILE
 from .bookkeeping import METRIC_STORES, Bookkeeping, Ledger
 from .gradients import discard_gradients
+from .out_of_memory import free_memory
 from .phase import Phase
 from .random_state import RandomState
 from .row_sources import DataPosition
@@ -377,9 +377,8 @@ class Reentry:
         # Counted in the checkpoint that is resumed from, or of a step that was not finished.
         trainer.current_flos = 0
         self._window = self.finished = None
-        gc.collect()
-        if trainer.accelerator.device.type != "cpu":
-            torch.get_device_module(trainer.accelerator.device).empty_cache()
+        discard_gradients(trainer.model)
+        free_memory(trainer.accelerator.device)
 
     # ---- entering again ----
 

@@ -272,7 +272,7 @@ class Window:
                 return result
             # Outside of the handler: what the failed attempt held is gone, but for its gradients.
             if is_out_of_memory(error):
-                discard_gradients(self._trainer.model)
+                self.discard()
             if self._instrument.may_try_again(error):
                 continue
             if repeated or not self._instrument.may_have_passed(error):
@@ -394,6 +394,7 @@ class Window:
         else:
             return True
         # Outside of the handler: what the failed attempt held is gone.
+        self.discard()
         free_memory(self._trainer.accelerator.device)
         self._until_it_fits(self._compute_once_more)
         return False
@@ -554,11 +555,15 @@ class Window:
             return _Items(items=None, dropped=consensus.sum_over_ranks(dropped) if carried else None)
         return _Items(items=self._trainer._get_num_items_in_batch(batches, self._trainer.args.device), dropped=None)
 
+    def discard(self) -> None:
+        """Drops what there is of its gradients: it is computed again, or left out."""
+        self._touched = True
+        discard_gradients(self._trainer.model)
+
     def _rewind(self, to: Bookkeeping | None = None) -> None:
         assert self._start is not None
         to = to or self._start
-        self._touched = True
-        discard_gradients(self._trainer.model)
+        self.discard()
         scaler = self._trainer.accelerator.scaler
         if scaler is not None:
             # `unscale_` refuses to run twice for one optimizer; what it noted belongs to gradients that are gone.
