@@ -30,7 +30,7 @@ from .instrument import (
     write_memory_snapshot,
 )
 from .journal import Incident
-from .microbatch import CallShape, ComputedOtherwise, Kind, Passes, SplitCalls, SplitGeneration
+from .microbatch import CallShape, ComputedOtherwise, Passes, SplitCalls, SplitGeneration
 from .session import Session
 from .step_backup import StepBackup
 
@@ -174,6 +174,8 @@ class MemoryHealer:
             return True
         context = self._begin(ran_out, window)
         self._free(context)
+        if ran_out.place == "vLLM":
+            return self._relieve_engine(ran_out, context)
         if self._attempts == 1 and not self._passes_often:
             # The second attempt is watched, so that it is known what did not fit.
             sizes.forget_attempt()
@@ -189,6 +191,19 @@ class MemoryHealer:
             return True
         return self._climb(ran_out, context, shape)
 
+    def _relieve_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
+        """What a vLLM engine in this process lacks says nothing about sizes: once more, with the memory freed."""
+        self.session.sizes.forget_attempt()
+        why = "its engine has kept requests of the call that failed, and would mix them with the next ones"
+        if self._instrument.engine_is_free_of_requests():
+            if self._attempts == 1:
+                return True
+            why = "freeing what training keeps for later did not help"
+        context.verdict = f"out of memory in vLLM, which generates in this process: {why}; {_memory(ran_out)}"
+        context.incident.evidence["remedy"] = _ENGINE_ADVICE
+        self._stop(context, ran_out)
+        return False
+
     def _take_back_the_try(self, shape: CallShape, window: Window | None) -> None:
         """A size was tried on purpose, and does not fit yet: no incident."""
         sizes, step = self.session.sizes, self._instrument.step
@@ -200,12 +215,15 @@ class MemoryHealer:
         logger.info("Step %d: %s does not fit; no step is lost, and it is tried again later.", step, shape)
 
     def _shape(self, ran_out: OutOfMemory) -> CallShape | None:
-        """What was running: in a backward pass the last call with gradients, else the last one that began."""
+        """
+        What was running in this attempt: in a backward pass the last call with gradients, in generation that, else
+        the last one that began. `None` where it was none of a model.
+        """
         sizes = self.session.sizes
-        kinds: dict[str, Kind] = {"backward": "train", "generation": "generate"}
-        kind = kinds.get(ran_out.place)
-        found = None if kind is None else sizes.begun.get(kind)
-        return found or sizes.last_begun
+        if ran_out.place in ("generation", "vLLM"):
+            return sizes.begun.get("generate") if ran_out.place == "generation" else None
+        begun = sizes.begun.get("train") if ran_out.place == "backward" else None
+        return begun or sizes.last_begun
 
     @property
     def _passes_often(self) -> bool:
@@ -354,7 +372,16 @@ class MemoryHealer:
     def struck_one_of_many(self, ran_out: OutOfMemory, inputs: Any) -> None:
         """What did not fit is written down, and the job begins its next start with smaller pieces."""
         sizes = self.session.sizes
-        shape = self._shape(ran_out) or CallShape("train", self._args.per_device_train_batch_size, 1)
+        shape = self._shape(ran_out) or self._whole_batch(ran_out)
+        if shape is None:
+            logger.warning(
+                "Step %d: out of memory in vLLM on process %d of several, which generates there beside the training. "
+                "%s",
+                self._instrument.step,
+                self._args.process_index,
+                _ENGINE_ADVICE,
+            )
+            return
         sizes.failed(shape)
         self._remember()
         logger.warning(
@@ -366,6 +393,15 @@ class MemoryHealer:
             shape,
             self._path.name,
         )
+
+    def _whole_batch(self, ran_out: OutOfMemory) -> CallShape | None:
+        """What the first failure of a process says, whose calls are not watched yet."""
+        if ran_out.place == "vLLM":
+            return None
+        if ran_out.place == "generation":
+            of_all = int(getattr(self._args, "generation_batch_size", None) or 1)
+            return CallShape("generate", max(of_all // consensus.world_size(), 1), 1)
+        return CallShape("train", self._args.per_device_train_batch_size, 1)
 
     # ---- what is written down ----
 
@@ -466,6 +502,12 @@ class MemoryHealer:
 _OPTIMIZER_ADVICE = (
     "(1) Take an optimizer with smaller state or with paging (8-bit, Adafactor, paged AdamW), or train fewer weights "
     "(LoRA). (2) Take one whose update needs no extra memory (fused). (3) Look for who else uses the device."
+)
+
+_ENGINE_ADVICE = (
+    "(1) Lower vllm_gpu_memory_utilization, which the engine takes for itself whatever training leaves, or set "
+    "vllm_enable_sleep_mode=True, which gives it back while a step is trained. (2) Shorten max_completion_length and "
+    "vllm_max_model_length. (3) Have vLLM generate on another device (vllm_mode='server')."
 )
 
 

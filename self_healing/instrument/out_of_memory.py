@@ -7,19 +7,23 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Literal, TypeVar
 
 import psutil
 import torch
+from transformers import GenerationMixin, Trainer
 
 from ..failures import FailureType, classify_exception, text_of
 
 
 _T = TypeVar("_T")
 
-Place = Literal["forward", "backward", "generation", "evaluation", "optimizer step"]
+Place = Literal["forward", "backward", "generation", "vLLM", "evaluation", "optimizer step"]
 
 _UNITS = {"B": 1, "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+# An engine in this process, and what TRL does to hand it weights and prompts.
+_ENGINE = re.compile(r"(?:vllm|trl\.generation)(?:\.|$)")
 # "Tried to allocate 2.50 GiB" (CUDA, ROCm, XPU, MPS); "you tried to allocate 1234 bytes" (CPU).
 _REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(B|bytes|KiB|MiB|GiB|TiB)\b")
 
@@ -66,22 +70,36 @@ def caught(error: Exception, device: torch.device, place: Place | None = None) -
         device (`torch.device`):
             The device of the run.
         place (`str`, *optional*):
-            What was going on, if that is known; else its traceback tells.
+            What was going on, if that is known; else its traceback tells. That it was vLLM it always does.
     """
     if not is_out_of_memory(error):
         return None
     figures = memory_figures(device)
-    found = OutOfMemory(place or _place_of(error), error, _requested(error), figures, _raised_in(error))
+    told = _place_of(error)
+    place = told if place is None or told == "vLLM" else place
+    found = OutOfMemory(place, error, _requested(error), figures, _raised_in(error))
     let_go(error)
     return found
 
 
 def _place_of(error: BaseException) -> Place:
-    """Generation inside of a training step, its backward, or else its forward."""
-    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    if "generate" in names:
+    """Generation inside of a training step, by a model or by vLLM, the step's backward, or else its forward."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(_ENGINE.match(frame.f_globals.get("__name__", "")) for frame in frames):
+        return "vLLM"
+    if any(_generates(frame) for frame in frames):
         return "generation"
+    names = {frame.f_code.co_name for frame in frames}
     return "backward" if names & {"backward", "_engine_run_backward"} else "forward"
+
+
+def _generates(frame: FrameType) -> bool:
+    """Whether it is a model that generates, or a trainer's call of it: anything may have a function of that name."""
+    if frame.f_code.co_name not in ("generate", "generate_batch", "_generate_single_turn"):
+        return False
+    # Not by the object, which is among the locals: what is read there once is kept, and with it all that did not fit.
+    owner = frame.f_globals.get(frame.f_code.co_qualname.partition(".")[0])
+    return isinstance(owner, type) and issubclass(owner, (torch.nn.Module, GenerationMixin, Trainer))
 
 
 def _raised_in(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from ..failures import FailureType, UnrecoverableTrainingError, classify_excepti
 from ..objectives import has_own_loss, objective_of
 from .best_model import BestModel
 from .bookkeeping import Bookkeeping, Ledger
+from .colocated_engine import is_free_of_requests
 from .interception import Interception
 from .less_memory import ActivationCheckpointing, UpdateOneByOne
 from .live_state import (
@@ -1086,6 +1087,10 @@ class Instrument:
         """
         sharded = self.trainer.accelerator.distributed_type == DistributedType.FSDP
         return self.can_reexecute and self.trainer.args.n_gpu <= 1 and not sharded
+
+    def engine_is_free_of_requests(self) -> bool:
+        """Whether a vLLM engine in this process can be called again after a call that raised."""
+        return is_free_of_requests(self.trainer)
 
     def checkpoint_activations(self) -> bool:
         """Switches activation checkpointing on for the rest of the run; whether that changes anything."""

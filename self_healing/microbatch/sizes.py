@@ -258,6 +258,7 @@ class SizeMemory:
 
     def came_through(self) -> None:
         """Everything that ran since the last failure fitted, backward included."""
+        self._forget_begun()
         if not self._seen:
             return
         seen, self._seen = self._seen, []
@@ -291,7 +292,7 @@ class SizeMemory:
             with_gradients (`bool`, *optional*, defaults to `True`):
                 Whether that says something about calls with gradients: not where it was an evaluation that failed.
         """
-        self._seen.clear()
+        self.forget_attempt()
         self._frontiers[shape.kind].fail(shape.rows, shape.length)
         waiting = {shape.kind}
         if with_gradients and shape.kind == "forward" and self._frontiers["train"].most(shape.length) < shape.rows:
@@ -330,6 +331,12 @@ class SizeMemory:
     def forget_attempt(self) -> None:
         """What ran since the last failure says nothing: it runs again."""
         self._seen.clear()
+        self._forget_begun()
+
+    def _forget_begun(self) -> None:
+        """What does not fit from here on is not what ran before."""
+        self.begun.clear()
+        self.last_begun = None
 
     def more_room(self) -> None:
         """Less memory is needed per row from now on: what failed may fit."""
