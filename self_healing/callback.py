@@ -220,6 +220,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if session.entries == 1 and adopted is None and resumed_from is not None:
             # The wrapper has looked before the Trainer loaded anything.
             self._check_resumed(session, instrument, Path(resumed_from))
+        self._tell_of_offloaded(session, instrument)
         instrument.attach()
         memory.attach()
         SampleHealer(self.config, session, self.actions).attach()
@@ -280,6 +281,17 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error that could "
                 "not be healed in place. Please set it to False, or train with SelfHealingTrainer(trainer).train(), "
                 "which does so."
+            )
+
+    def _tell_of_offloaded(self, session: Session, instrument: Instrument) -> None:
+        offloaded = instrument.offloaded_tensors()
+        if offloaded and session.entries == 1:
+            logger.warning(
+                "%d tensors of the model are offloaded (%s%s): what they hold is brought to the device for each call. "
+                "They are not searched for NaN and Inf, and are in no snapshot; everything else is.",
+                len(offloaded),
+                ", ".join(offloaded[:5]),
+                ", ..." if len(offloaded) > 5 else "",
             )
 
     def _refuse_unwritable(self, args: Any) -> None:

@@ -14,7 +14,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,38 @@ class _Copy:
     device: torch.device
     may_be_infinite: bool
     extent: Extent | None = None
+    # Memory that moves between host and device by itself (bitsandbytes' paged optimizers) looks like host memory, and
+    # is taken by whoever made it: the tensor itself is kept, to be written to again.
+    paged: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Assembled:
+    """A tensor that is made of others (quantised moments: codes and scales), and what each of them holds."""
+
+    kind: Any
+    parts: dict[str, Any]
+    others: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any, save: Callable[[Any, str], Any]) -> _Assembled:
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        parts = {name: save(each, name) for name, each in inner.items() if isinstance(each, torch.Tensor)}
+        others = {name: each for name, each in inner.items() if name not in parts}
+        return cls(type(tensor), parts, others, context, tensor.size(), tensor.stride())
+
+    def put_back(self, live: Any) -> Any:
+        """Into the parts of a live tensor, if they are of the same sizes; else a new one."""
+        target = local(live) if isinstance(live, torch.Tensor) else None
+        there = {name: getattr(target, name, None) for name in self.parts} if type(target) is self.kind else {}
+        parts = {name: _put_back(there.get(name), part) for name, part in self.parts.items()}
+        if all(part is there.get(name) for name, part in parts.items()):
+            return live
+        return self.kind.__tensor_unflatten__(parts | self.others, self.context, self.size, self.stride)
 
 
 @dataclass(slots=True)
@@ -338,18 +370,22 @@ class _Writer:
 
     def save(self, value: Any, key: tuple[Any, ...], may_be_infinite: bool = False) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._save_tensor(local(value), key, may_be_infinite)
+            tensor = local(value)
+            if hasattr(tensor, "__tensor_flatten__"):
+                return _Assembled.of(tensor, lambda part, name: self.save(part, (*key, name), may_be_infinite))
+            kept = self._save_tensor(tensor, key, may_be_infinite)
+            kept.paged = value if getattr(value, "is_paged", False) else None
+            return kept
         if isinstance(value, dict):
             return {name: self.save(inner, (*key, name), may_be_infinite) for name, inner in value.items()}
         if type(value) in (list, tuple):
-            kept = (self.save(inner, (*key, index), may_be_infinite) for index, inner in enumerate(value))
-            return type(value)(kept)
+            return type(value)(self.save(inner, (*key, index), may_be_infinite) for index, inner in enumerate(value))
         return copy.deepcopy(value)
 
     def _save_tensor(self, tensor: torch.Tensor, key: tuple[Any, ...], may_be_infinite: bool) -> _Copy:
         place = self._pool.get(key)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            # A tensor of several tensors (quantised moments): it knows itself how it is copied.
+            # A kind that does not tell what it is made of: it knows itself how it is copied.
             self.used[key] = place = _Place(tensor.detach().to("cpu", copy=True), None)
             return _Copy(place.tensor, tensor.device, may_be_infinite, extent_of(tensor))
         kept = _Copy(_NOTHING, tensor.device, may_be_infinite)
@@ -397,7 +433,10 @@ def _copy_all(pairs: Sequence[tuple[_Copy, torch.Tensor]], non_blocking: bool) -
 
 def _put_back(live: Any, saved: Any) -> Any:
     """Writes saved values into what is there, and makes anew what is not there any more."""
+    if isinstance(saved, _Assembled):
+        return saved.put_back(live)
     if isinstance(saved, _Copy):
+        live = saved.paged if live is None else live
         if isinstance(live, torch.Tensor):
             target = local(live)
             if target.shape == saved.host.shape and target.dtype == saved.host.dtype:
@@ -421,6 +460,8 @@ def _put_back(live: Any, saved: Any) -> Any:
 def _leaves(prefix: str, saved: Any) -> Iterator[tuple[str, _Copy]]:
     if isinstance(saved, _Copy):
         yield prefix, saved
+    elif isinstance(saved, _Assembled):
+        yield from _leaves(prefix, saved.parts)
     elif isinstance(saved, dict):
         for name, value in saved.items():
             separator = "." if prefix and prefix[-1] not in ".:" else ""
@@ -434,12 +475,15 @@ def size_of(live: LiveState) -> int:
     """Bytes a snapshot of a state takes."""
     own = [*live.parameters.values(), *live.buffers.values(), *live.scaler.values()]
     states = [] if live.optimizer is None else list(live.optimizer.state.values())
-    return sum(aligned(tensor) for tensor in own) + sum(_nbytes(state) for state in states)
+    return sum(_nbytes(value) for value in (*own, *states))
 
 
 def _nbytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return aligned(local(value))
+        tensor: Any = local(value)
+        if hasattr(tensor, "__tensor_flatten__"):
+            return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        return aligned(tensor)
     if isinstance(value, dict):
         return sum(_nbytes(inner) for inner in value.values())
     return sum(_nbytes(inner) for inner in value) if isinstance(value, (list, tuple)) else 0

@@ -97,7 +97,7 @@ class Ledger:
         """
         moving = self._moving_buffers
         if moving is None:
-            buffers = list(self._trainer.model.named_buffers())
+            buffers = [(name, each) for name, each in self._trainer.model.named_buffers() if not each.is_meta]
             if int(self._trainer.state.global_step) == self._entry_step:
                 copies = {name: self._cloned(buffer) for name, buffer in buffers}
                 self._first_buffers = self._first_buffers or copies

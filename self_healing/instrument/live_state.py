@@ -41,14 +41,14 @@ def live_state_of(trainer: Any) -> LiveState:
     seen: set[int] = set()
     parameters: dict[str, torch.Tensor] = {}
     for name, parameter in _changing(trainer, optimizer):
-        if id(parameter) not in seen:
+        if id(parameter) not in seen and not parameter.is_meta:
             seen.add(id(parameter))
             parameters[name] = local(parameter)
     scaler = trainer.accelerator.scaler
     inside = {} if scaler is None else {name: getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")}
     return LiveState(
         parameters,
-        {name: local(buffer) for name, buffer in trainer.model.named_buffers()},
+        {name: local(buffer) for name, buffer in trainer.model.named_buffers() if not buffer.is_meta},
         optimizer,
         {name: value for name, value in inside.items() if isinstance(value, torch.Tensor)},
     )
@@ -67,6 +67,14 @@ def _changing(trainer: Any, optimizer: torch.optim.Optimizer | None) -> Iterator
     if isinstance(reference, torch.nn.Module) and getattr(trainer.args, "sync_ref_model", False):
         # It follows the model, so what went into the model went into it.
         yield from ((f"ref_model.{name}", parameter) for name, parameter in reference.named_parameters())
+
+
+def offloaded_tensors(model: torch.nn.Module) -> list[str]:
+    """
+    Names of parameters and buffers that lie on no device while nothing is computed: accelerate keeps what they hold
+    elsewhere, and brings it for each call. They can be neither searched nor kept.
+    """
+    return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
 
 
 def nonfinite_tensors(model: torch.nn.Module, optimizer: Any) -> list[str]:

@@ -29,7 +29,9 @@ def preserved(trainer: Trainer) -> Iterator[None]:
     accelerator: Any = trainer.accelerator
     rng = RandomState.capture(accelerator.device)
     attributes = [_Attributes.of(holder) for holder in _holders(trainer)]
-    tensors = [_Value.of(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    held = (*model.parameters(), *model.buffers())
+    # What is offloaded has no values here.
+    tensors = [_Value.of(tensor) for tensor in held if not tensor.is_meta]
     stores = {name: copy.deepcopy(getattr(trainer, name)) for name in STORES if name in vars(trainer)}
     state, control = copy.deepcopy(trainer.state), copy.copy(trainer.control)
     moving_parts = [part for part in (trainer.optimizer, trainer.lr_scheduler, accelerator.scaler) if part is not None]

@@ -30,6 +30,7 @@ from .live_state import (
     innermost,
     live_state_of,
     nonfinite_tensors,
+    offloaded_tensors,
     reload_checkpoint,
     reset_moments,
 )
@@ -1230,6 +1231,10 @@ class Instrument:
         if consensus.world_size() == 1:
             return True
         return not consensus.any_rank(any(not rows for rows in keep.values()), self.trainer.accelerator.device)
+
+    def offloaded_tensors(self) -> list[str]:
+        """Names of what can be neither searched nor kept: it lies on no device."""
+        return offloaded_tensors(self.trainer.model)
 
     def nonfinite_tensors(self) -> list[str]:
         """Names of parameters, buffers and optimizer states that hold NaN or Inf."""
