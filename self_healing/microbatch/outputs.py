@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,22 @@ def filled(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return structure
 
 
+# No parts of a tensor have fewer elements than this.
+_SMALL = 2**14
+# In so many parts outputs are compared, for which several copies of each are made in double precision.
+_COMPARED = 256
+
+
+def parts_of(tensor: torch.Tensor, parts: int) -> Iterator[torch.Tensor]:
+    """A tensor in views of at least so many parts of it, so that what is made of one at a time is small beside it."""
+    if parts <= 1 or tensor.numel() <= _SMALL:
+        yield tensor
+        return
+    longest = max(range(tensor.dim()), key=tensor.size)
+    for half in tensor.chunk(2, longest):
+        yield from parts_of(half, -(-parts // 2))
+
+
 def alike(one: Any, other: Any, looseness: float) -> bool:
     """Whether two outputs agree, up to `looseness` of the largest number in them."""
     first: list[torch.Tensor] = []
@@ -141,12 +157,46 @@ def alike(one: Any, other: Any, looseness: float) -> bool:
     for left, right in zip(first, second, strict=True):
         if left.shape != right.shape:
             return False
-        if not left.is_floating_point():
-            continue
-        # In numbers of few bits, rounding alone may be more.
-        allowed = max(looseness, 2 * torch.finfo(right.dtype).eps)
-        finite = torch.nan_to_num(right.detach().abs(), nan=0.0, posinf=0.0)
-        scale = float(finite.max()) if right.numel() else 0.0
-        if not torch.allclose(left.double(), right.double(), rtol=0.0, atol=allowed * scale + 1e-9, equal_nan=True):
+        if left.is_floating_point() and not _tensors_alike(left.detach(), right.detach(), looseness):
             return False
     return True
+
+
+def furthest(one: Any, other: Any) -> float:
+    """How far two outputs of the same sizes lie apart at most, relative to the largest number in each tensor."""
+    first: list[torch.Tensor] = []
+    second: list[torch.Tensor] = []
+    flattened(one, first)
+    flattened(other, second)
+    found = [0.0]
+    for left, right in zip(first, second, strict=True):
+        if right.is_floating_point() and right.numel() and left.shape == right.shape:
+            apart = [_largest(part.double() - of.double()) for part, of in _parts_of_both(left, right)]
+            scale = _largest_in_parts(right)
+            found.append(float(torch.stack(apart).max()) / scale if scale else 0.0)
+    return max(found)
+
+
+def _parts_of_both(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(parts_of(left, _COMPARED), parts_of(right, _COMPARED), strict=True)
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(values.detach().abs(), nan=0.0, posinf=0.0).max()
+
+
+def _largest_in_parts(tensor: torch.Tensor) -> float:
+    return float(torch.stack([_largest(part) for part in parts_of(tensor, _COMPARED)]).max())
+
+
+def _tensors_alike(left: torch.Tensor, right: torch.Tensor, looseness: float) -> bool:
+    if right.numel() == 0:
+        return True
+    # In numbers of few bits, rounding alone may be more.
+    allowed = max(looseness, 2 * torch.finfo(right.dtype).eps)
+    scale = _largest_in_parts(right)
+    near = [
+        torch.isclose(one.double(), other.double(), rtol=0.0, atol=allowed * scale + 1e-9, equal_nan=True).all()
+        for one, other in _parts_of_both(left, right)
+    ]
+    return bool(torch.stack(near).all())

@@ -20,16 +20,19 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from .additivity import Rule, merge
-from .outputs import filled, flattened
-from .recomputing import ComputedOtherwise, agree, fingerprint
+from .outputs import filled, flattened, parts_of
+from .recomputing import ComputedOtherwise
 from .sizes import CallShape
 from .slicing import CannotSplit, Chunk
 
 
 _T = TypeVar("_T")
 
-# By how much the gradient of an output may differ: the same kernels on tensors of the same sizes.
-_SAME = 1e-5
+# By how much the gradient of an output may differ, in last places and at least: the loss computes it with the same
+# kernels on tensors of the same sizes, but they may add up in another order.
+_LAST_PLACES, _SAME = 2, 1e-5
+# In so many parts it is summed up.
+_PARTS = 64
 # Steps in a row that could not be computed in passes, after which it is not tried any more.
 _ENOUGH = 2
 
@@ -119,7 +122,7 @@ class SplitCall:
         self._gradients.append(found)
 
         def note(place: int) -> Callable[[torch.Tensor], None]:
-            return lambda gradient: found.update({place: fingerprint([gradient])})
+            return lambda gradient: found.update({place: fingerprint(gradient)})
 
         for place, tensor in enumerate(tensors):
             if tensor.requires_grad:
@@ -132,17 +135,16 @@ class SplitCall:
                 if place < len(like) and like[place].requires_grad:
                     given[place] = tensor.detach().requires_grad_()
 
-    def compared(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The gradients that outputs were given, and those they get when all others are known."""
-        given: list[torch.Tensor] = []
-        due: list[torch.Tensor] = []
-        for found, tensors in zip(self._gradients[:-1], self._known[:-1], strict=True):
+    def agreeing(self) -> list[torch.Tensor]:
+        """Whether each output was given the gradient that it gets when all others are known."""
+        found: list[torch.Tensor] = []
+        for given, tensors in zip(self._gradients[:-1], self._known[:-1], strict=True):
             for place, tensor in enumerate(tensors):
                 if tensor.requires_grad:
                     nothing = torch.zeros(2, device=tensor.device)
-                    given.append(found.get(place, nothing))
-                    due.append(nothing if tensor.grad is None else fingerprint([tensor.grad]))
-        return given, due
+                    due = nothing if tensor.grad is None else fingerprint(tensor.grad)
+                    found.append(_agree(given.get(place, nothing), due, tensor.dtype))
+        return found
 
 
 class Passes:
@@ -225,12 +227,9 @@ class Passes:
         return max((len(call.chunks) for call in self._splits), default=1)
 
     def _compare(self) -> None:
-        compared = [call.compared() for call in self._splits]
-        given = [each for one, _ in compared for each in one]
-        due = [each for _, other in compared for each in other]
-        # Of a model on several devices outputs may be as well.
-        given, due = ([each.to(found[0].device) for each in found] for found in (given, due))
-        if given and not agree(torch.cat(given), torch.cat(due), _SAME, least=0.0):
+        agreeing = [each for call in self._splits for each in call.agreeing()]
+        # Of a model on several devices outputs may be as well; they are read together.
+        if agreeing and not torch.stack([each.to(agreeing[0].device) for each in agreeing]).all():
             self.refuse()
         self._refused = 0
 
@@ -279,6 +278,20 @@ class Passes:
         if isinstance(call, _KeptCall) and _versions(call.result) != call.versions:
             self.refuse()
         return call
+
+
+def fingerprint(gradient: torch.Tensor) -> torch.Tensor:
+    """Two numbers that tell a gradient from another one; the second is a sum of absolute values."""
+    parts = (part.detach().float() for part in parts_of(gradient, _PARTS))
+    return torch.stack([torch.stack([part.sum(), part.abs().sum()]) for part in parts]).sum(0)
+
+
+def _agree(given: torch.Tensor, due: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Whether sums are those of the same gradient, but for rounding."""
+    # They are as exact as what they are large against.
+    near = (given - due).abs() <= max(_LAST_PLACES * torch.finfo(dtype).eps, _SAME) * given[1].abs()
+    # A number that is not finite says nothing about splitting; the step is judged by it soon enough.
+    return (near | ~given.isfinite() | ~due.isfinite()).all()
 
 
 def _reaches_weights(begin: Any, ends: Collection[Any]) -> bool:
