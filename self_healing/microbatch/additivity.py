@@ -13,7 +13,7 @@ import torch
 
 from ..failures import FailureType, classify_exception, describe_exception
 from ..instrument.out_of_memory import free_memory
-from .outputs import alike, flattened, merged, without_caches
+from .outputs import alike, flattened, furthest, merged, without_caches
 from .recomputing import random_states_kept
 from .sizes import CallShape
 from .slicing import (
@@ -43,6 +43,9 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")
 _OTHER_LOSSES = frozenset({"z_loss", "shift_labels", "shifted_logits"})
 # Of a sum in another order, in float32.
 _ROUNDING = 2e-6
+# How often two rows are computed again where nothing fits, to see whether that is the noise of the kernels; how many
+# times as far as these repetitions from each other something may then lie apart, and how far at most.
+_REPETITIONS, _NOISE, _AT_MOST = 4, 8.0, 0.1
 _DEPEND = "its rows depend on each other: computed one after the other, two of them give something else than together"
 
 
@@ -273,7 +276,10 @@ class Additivity:
     def _find_out(
         self, original: Callable[..., Any], tried: Sequence[Chunk], possible: Sequence[Rule]
     ) -> tuple[Rule, ...]:
-        """Of the possible rules those that an experiment bears out. That there are none is only believed twice."""
+        """
+        Of the possible rules those that an experiment bears out. That there are none is only believed twice, and of
+        kernels that do not repeat bitwise only beyond their noise.
+        """
         found: tuple[Rule, ...] = ()
         try:
             found = tuple(rule for rule in self._experiment(original, tried) if rule in possible)
@@ -282,10 +288,11 @@ class Additivity:
         if not found:
             # Outside of the handler: what a failed one held is gone.
             free_memory(self._device)
-            found = tuple(rule for rule in self._experiment(original, tried) if rule in possible)
+            fitting = self._experiment(original, tried, repetitions=_REPETITIONS)
+            found = tuple(rule for rule in fitting if rule in possible)
         return found
 
-    def _experiment(self, original: Callable[..., Any], tried: Sequence[Chunk]) -> list[Rule]:
+    def _experiment(self, original: Callable[..., Any], tried: Sequence[Chunk], repetitions: int = 0) -> list[Rule]:
         """
         Computes two rows one after the other and together, without dropout. If what comes out is not the same, the
         model does not treat its rows one by one; and how its loss adds up, if it gives one, shows as well.
@@ -296,21 +303,22 @@ class Additivity:
             tried (`Sequence[Chunk]`):
                 A row, another one, both; and, to tell means apart by more than what other kernels for other sizes make
                 of them, each of them twice.
+            repetitions (`int`, *optional*, defaults to 0):
+                How often both are computed again.
         """
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         try:
             with _without_dropout(self._module), torch.no_grad(), random_states_kept(self._device):
-                first, second, both, *twice = (
-                    without_caches(original(*chunk.args, **chunk.kwargs)) for chunk in tried
-                )
+                first, second, both, *twice = (_computed(original, chunk) for chunk in tried)
+                of_outputs, of_numbers = self._noise(original, tried[2], repetitions)
         except Exception as error:
             if classify_exception(error) is FailureType.DEVICE:
                 raise
             raise CannotSplit(f"two of its rows could not be tried: {describe_exception(error)}") from error
         finally:
             put_back(buffers)
-        whole, looseness = tried[2].kwargs, _looseness(self._module, self._device)
-        numbers = _numbers(both)
+        whole, numbers = tried[2].kwargs, _numbers(both)
+        looseness, rounding = max(of_outputs, _looseness(self._module, self._device)), max(of_numbers, _ROUNDING)
         if not numbers:
             # There is nothing to add up.
             nothing: Rule = "none"
@@ -323,12 +331,27 @@ class Additivity:
                 if twice:
                     merged_twice = _numbers(merge(twice, tried[3:], whole, rule))
                     share = 0.5 if rule == "sum" else 1.0
-                    if not alike([number * share for number in merged_twice], numbers, _ROUNDING):
+                    if not alike([number * share for number in merged_twice], numbers, rounding):
                         continue
             except _NoLabels:
                 continue
             fitting.append(rule)
         return fitting
+
+    def _noise(self, original: Callable[..., Any], chunk: Chunk, repetitions: int) -> tuple[float, float]:
+        """How far outputs, and what is one number of them, may lie apart where the same draws are made."""
+        outputs, numbers, first = 0.0, 0.0, None
+        for _ in range(repetitions):
+            with random_states_kept(self._device):
+                again = _computed(original, chunk)
+            first = again if first is None else first
+            outputs = max(outputs, furthest(again, first))
+            numbers = max(numbers, furthest(_numbers(again), _numbers(first)))
+        return min(_NOISE * outputs, _AT_MOST), min(_NOISE * numbers, _AT_MOST)
+
+
+def _computed(original: Callable[..., Any], chunk: Chunk) -> Any:
+    return without_caches(original(*chunk.args, **chunk.kwargs))
 
 
 def _numbers(output: Any) -> list[torch.Tensor]:
