@@ -37,6 +37,11 @@ class RandomState:
         """The states as of now; on a GPU they lie in host memory, so nothing waits for the device."""
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), _on_devices(device), device.type)
 
+    def is_at(self, other: RandomState) -> bool:
+        """Whether torch would draw the same next."""
+        mine, theirs = ([each.cpu, *each.devices] for each in (self, other))
+        return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
     def restore(self) -> None:
         """Sets all generators back."""
         random.setstate(self.python)

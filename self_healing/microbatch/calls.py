@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from .additivity import Additivity, is_language_model, merge, put_back, rope_by_
 from .outputs import loss_alone, without_caches
 from .passes import NotInPasses, Passes, SplitCall
 from .recomputing import recomputed, recomputed_at_once
+from .repeating import Repeats
 from .sizes import CallShape, SizeMemory
 from .slicing import (
     LENGTH_STEP,
@@ -29,9 +31,18 @@ from .slicing import (
 )
 
 
+logger = logging.getLogger("self_healing")
+
 _CHANGES_BUFFERS = "a forward pass changes what the model keeps (its buffers)"
 _OTHERWISE = (
     "computed again in the backward pass, its forward gives something else (another adapter or mode was set meanwhile)"
+)
+
+_UNCLEAR = (
+    "Step %d: a part of the batch, computed again in the backward pass, does not give quite what it gave before: the "
+    "difference is more than that of repetitions, and no more than another choice of kernels may make. The step goes "
+    "on, and this is said once. If the loss looks odd from here on, look for what is switched in the model between "
+    "forward and backward, or lower per_device_train_batch_size, so that nothing has to be split."
 )
 
 
@@ -60,9 +71,10 @@ class SplitCalls:
         self._inside = False
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._additivity = Additivity(module, self._device)
+        self._repeats = Repeats(module, self._device)
         self._proven = False
         self.given_up = ""
-        self._suspected = False
+        self._suspected = self._warned = False
         self.refused = ""
         self.pieces = 1
 
@@ -192,7 +204,9 @@ class SplitCalls:
             elif self._wants_whole_gradients():
                 outputs.append(recomputed_at_once(run, self._device))
             else:
-                outputs.append(recomputed(run, self._device, self._trained(), self._differs))
+                outputs.append(
+                    recomputed(run, self._device, self._trained(), self._differs, self._repeats, self._may_differ)
+                )
             if index == 0 and self._kept_state() != before:
                 raise CannotSplit(_CHANGES_BUFFERS)
             self._sizes.ran(chunk.shape)
@@ -250,6 +264,12 @@ class SplitCalls:
         if self._suspected:
             self.given_up = self.refused = _OTHERWISE
         self._suspected = True
+
+    def _may_differ(self) -> None:
+        """A piece computed again lies further from what it was than repetitions lie from each other, and not far."""
+        if not self._warned:
+            logger.warning(_UNCLEAR, self._sizes.step)
+        self._warned = True
 
     def came_through(self) -> None:
         """A backward pass is through: what seemed to be otherwise in an attempt before was a fault that has passed."""

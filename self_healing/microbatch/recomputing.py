@@ -12,10 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..instrument.random_state import RandomState
 from .outputs import filled, flattened
-
-
-# By how much the sums of what is computed again may differ: kernels that are not deterministic, in bf16.
-_SAME = 1e-3
+from .repeating import FEW, MANY, Repeats, Trace, Verdict
 
 
 class ComputedOtherwise(RuntimeError):
@@ -36,6 +33,8 @@ def recomputed(
     device: torch.device,
     parameters: Sequence[torch.Tensor],
     otherwise: Callable[[], None],
+    repeats: Repeats | None = None,
+    unclear: Callable[[], None] = lambda: None,
 ) -> Any:
     """
     What `run` gives, kept without its activations: in the backward pass it is run again.
@@ -48,13 +47,19 @@ def recomputed(
         parameters (`Sequence[torch.Tensor]`):
             What gets gradients in it.
         otherwise (`Callable[[], None]`):
-            Told if something else comes out when it is run again, twice; [`ComputedOtherwise`] is raised then.
+            Told if something else comes out when it is run again; [`ComputedOtherwise`] is raised then.
+        repeats ([`Repeats`], *optional*):
+            How closely what is run repeats itself.
+        unclear (`Callable[[], None]`, *optional*):
+            Told if what comes out may be something else, and is used.
     """
     structure: list[Any] = []
     with warnings.catch_warnings():
         # Of checkpointing that re-enters: without gradients, as here, it has nothing to do.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-        tensors = _Recomputed.apply(run, structure, device, otherwise, *parameters)  # type: ignore[no-untyped-call]
+        tensors = _Recomputed.apply(  # type: ignore[no-untyped-call]
+            run, structure, device, otherwise, unclear, repeats or Repeats(device=device), *parameters
+        )
     return filled(structure[0], tensors)
 
 
@@ -92,9 +97,12 @@ class _Recomputed(torch.autograd.Function):
         held: list[Any],
         device: torch.device,
         otherwise: Callable[[], None],
+        unclear: Callable[[], None],
+        repeats: Repeats,
         *parameters: torch.Tensor,
     ) -> Any:
-        ctx.run, ctx.rng, ctx.device, ctx.otherwise = run, RandomState.capture(device), device, otherwise
+        ctx.run, ctx.rng, ctx.device = run, RandomState.capture(device), device
+        ctx.otherwise, ctx.unclear, ctx.repeats = otherwise, unclear, repeats
         ctx.autocast = _autocast_now(device)
         ctx.set_materialize_grads(False)
         output = run()
@@ -104,7 +112,7 @@ class _Recomputed(torch.autograd.Function):
         held.append(flattened(output, tensors))
         # Detached: what is given through as it came must not become an output of this.
         tensors = [tensor.detach() for tensor in tensors]
-        ctx.sums = fingerprint(tensors)
+        ctx.first = repeats.first_trace(tensors)
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.is_floating_point()))
         return tuple(tensors)
 
@@ -116,14 +124,11 @@ class _Recomputed(torch.autograd.Function):
                 "A model call was split because it did not fit in memory; gradients of it can be computed by "
                 "`backward()`, but not by `torch.autograd.grad` or for some inputs only."
             )
-        tensors = _run_again(ctx)
-        if not agree(ctx.sums, fingerprint(tensors), _SAME):
-            # A single observation may be a fault of the device; its activations go before the next.
+        tensors, trace = _run_again(ctx, with_gradients=True)
+        if not ctx.repeats.near(ctx.first, trace):
+            # Its activations go before the next.
             tensors.clear()
-            tensors = _run_again(ctx)
-            if not agree(ctx.sums, fingerprint(tensors), _SAME):
-                ctx.otherwise()
-                raise ComputedOtherwise("again in the backward pass a part of the batch")
+            tensors = _looked_into(ctx)
         pairs = [
             (tensor, gradient)
             for tensor, gradient in zip(tensors, gradients, strict=True)
@@ -135,43 +140,42 @@ class _Recomputed(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-def _run_again(ctx: Any) -> list[torch.Tensor]:
-    """What comes out with the random states and the precision of the first time, this time with activations."""
+def _run_again(ctx: Any, with_gradients: bool) -> tuple[list[torch.Tensor], Trace]:
+    """What comes out with the random states and the precision of the first time; with activations, or as then."""
     tensors: list[torch.Tensor] = []
     with random_states_kept(ctx.device), contextlib.ExitStack() as stack:
         ctx.rng.restore()
         for context in ctx.autocast:
             stack.enter_context(torch.autocast(**context))
-        with torch.enable_grad():
+        with torch.set_grad_enabled(with_gradients):
             flattened(ctx.run(), tensors)
-    return tensors
+        trace = ctx.repeats.trace(tensors)
+    if not with_gradients:
+        torch.clear_autocast_cache()
+    return tensors, trace
 
 
-def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Two numbers of each tensor of floats that tell it from another one; the second is a sum of absolute values."""
-    floats = [tensor.detach().float() for tensor in tensors if tensor.is_floating_point()]
-    if not floats:
-        return torch.zeros(0)
-    return torch.stack([number for each in floats for number in (each.sum(), each.abs().sum())])
-
-
-def agree(before: torch.Tensor, again: torch.Tensor, same: float, least: float = 1e-6) -> bool:
+def _looked_into(ctx: Any) -> list[torch.Tensor]:
     """
-    Whether fingerprints are those of the same tensors.
+    What comes out, if it is the same as the first time but for the noise of the kernels.
 
-    Args:
-        before (`torch.Tensor`), again (`torch.Tensor`):
-            The fingerprints.
-        same (`float`), least (`float`, *optional*, defaults to 1e-6):
-            By how much they may differ: relative to the numbers in the tensors, and in any case.
+    Raises:
+        ComputedOtherwise: If it is not. A single observation may be a fault of the device: it is not believed.
     """
-    if before.shape != again.shape:
-        return False
-    # Sums are as exact as what they are large against.
-    scale = before[1::2].abs().repeat_interleave(2)
-    near = (before - again).abs() <= same * scale + least
-    # A number that is not finite says nothing about splitting; the step is judged by it soon enough.
-    return bool((near | ~torch.isfinite(before) | ~torch.isfinite(again)).all())
+    repeated: list[Trace] = []
+    for times in (FEW, MANY):
+        repeated += [_run_again(ctx, with_gradients=False)[1] for _ in range(len(repeated), times)]
+        verdict = ctx.repeats.judge(ctx.first, repeated)
+        if verdict is Verdict.SAME:
+            break
+    if verdict is not Verdict.OTHER:
+        tensors, trace = _run_again(ctx, with_gradients=True)
+        if ctx.repeats.accept(ctx.first, trace):
+            if verdict is Verdict.UNCLEAR:
+                ctx.unclear()
+            return tensors
+    ctx.otherwise()
+    raise ComputedOtherwise("again in the backward pass a part of the batch")
 
 
 def _autocast_now(device: torch.device) -> list[dict[str, Any]]:

@@ -164,6 +164,11 @@ class SizeMemory:
         """Whether anything has ever failed."""
         return any(frontier.fails for frontier in self._frontiers.values())
 
+    @property
+    def step(self) -> int:
+        """The optimizer step that is being computed."""
+        return self._step
+
     def begin_step(self, step: int) -> None:
         """An optimizer step begins."""
         self._step = step
