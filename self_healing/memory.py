@@ -173,7 +173,7 @@ class MemoryHealer:
             self._take_back_the_try(shape, window)
             return True
         context = self._begin(ran_out, window)
-        self._free(context)
+        self._free(context, ran_out)
         if ran_out.place == "vLLM":
             return self._relieve_engine(ran_out, context)
         if self._attempts == 1 and not self._passes_often:
@@ -344,7 +344,7 @@ class MemoryHealer:
         context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {_memory(ran_out)}"
         context.incident.evidence["remedy"] = _OPTIMIZER_ADVICE
         untouched = instrument.undo_optimizer_step()
-        self._free(context)
+        self._free(context, ran_out)
         weights, undone = self._undo_step(untouched)
         if context.incident.evidence.get("weights") != weights:
             cause = context.incident.cause
@@ -433,10 +433,13 @@ class MemoryHealer:
         self._context = HealingContext(incident, instrument, window)
         return self._context
 
-    def _free(self, context: HealingContext) -> None:
+    def _free(self, context: HealingContext, ran_out: OutOfMemory) -> None:
         if context.window is not None and not self._stepping:
             # The step is computed again from its beginning. An update that is made again needs its gradients.
             context.window.discard()
+        freed = self.session.free_batches(of_host=ran_out.on_host)
+        if freed:
+            context.incident.figures.append(_BATCHES[ran_out.on_host].format(freed / 1e6))
         if self._attempts == 1:
             self.actions.apply(Action.FREE_MEMORY, context, self._args)
         else:
@@ -498,6 +501,12 @@ class MemoryHealer:
     def _args(self) -> Any:
         return self._instrument.trainer.args
 
+
+# What has become of the batches that are kept, by whether it was the host's memory that ran out.
+_BATCHES = {
+    False: "{:.1f} MB of batches, kept to compute earlier steps again, lie in host memory from here on",
+    True: "{:.1f} MB of batches were given up: until the next snapshot a rollback loses the steps since the last one",
+}
 
 _OPTIMIZER_ADVICE = (
     "(1) Take an optimizer with smaller state or with paging (8-bit, Adafactor, paged AdamW), or train fewer weights "

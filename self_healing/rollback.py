@@ -164,6 +164,8 @@ class Rollback:
         self._tape: deque[Recording] = deque()
         self._tape_bytes = 0
         self._gone_back_to: Snapshot | None = None
+        # Whether batches are kept in host memory: until the device runs out of its own they stay where they are.
+        self.batches_on_host = False
         # Whether the state in place is that of an experiment, or one gone back to that the run has not settled on.
         self.displaced = False
         self._optimizer: Any = None
@@ -293,6 +295,9 @@ class Rollback:
         # Whatever was put in place while it was judged: the run goes on from there.
         self.displaced = False
         control = window.control(loss, _LARGEST_CONTROL)
+        if control is not None and self.batches_on_host:
+            # The device has just been waited for: only the copy itself takes time.
+            control.leave_device()
         if self.early(window.step):
             self._keep_first(control)
         elif self.first_steps:
@@ -337,6 +342,37 @@ class Rollback:
         wanted = len(self.first_steps) < _TRIAL_STEPS and control is not None and math.isfinite(control.loss)
         if wanted and control is not None and control.nbytes <= _LARGEST_CONTROL // _TRIAL_STEPS:
             self.first_steps.append(control)
+
+    def free_batches(self, of_host: bool) -> int:
+        """
+        Memory ran out: batches that are kept, to compute earlier steps again, make room.
+
+        Those on the device go to the host, and so do all later ones: nothing is lost. Where it is the host that has no
+        memory, those that lie there are given up: until the next snapshot steps cannot be applied again, until the
+        next healthy step harder data cannot be told from worse weights, and a run that fails in its first steps cannot
+        try out learning rates on them.
+
+        Args:
+            of_host (`bool`):
+                Whether the memory that ran out was the host's.
+
+        Returns:
+            Bytes.
+        """
+        with_snapshots = [snapshot.extras.get("control") for snapshot in self.ring.snapshots()]
+        recorded = [recording.control for recording in self._tape]
+        every = [*recorded, *self.first_steps, *with_snapshots, self._control]
+        kept = {id(control): control for control in every if control is not None}.values()
+        if not of_host:
+            self.batches_on_host = True
+            return sum(control.leave_device() for control in kept)
+        if self._device.type != "cpu" and not self.batches_on_host:
+            return 0
+        self.first_steps, self._control = [], None
+        self._cut_tape()
+        for snapshot in self.ring.snapshots():
+            snapshot.extras.pop("control", None)
+        return sum(control.nbytes for control in kept)
 
     def about_to_save(self, step: int) -> None:
         """A checkpoint is about to be written, perhaps over one that is kept."""

@@ -20,7 +20,7 @@ from .data import Quarantine, QuarantinedRow
 from .detectors import DetectorPanel, NonFiniteDetector
 from .detectors.rules import MetricRule, MetricRules, rules_for
 from .failures import Action, FailureType, describe_exception
-from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training, save_generated
+from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training, on_host, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Incident, Journal
 from .launcher import launch_of
@@ -415,9 +415,17 @@ class Session:
     def healthy_step(self, window: Window, signals: StepSignals) -> None:
         """Takes in a step with nothing wrong."""
         if not window.objective.online:
-            self.healthy_inputs = window.inputs(0)
+            inputs = window.inputs(0)
+            self.healthy_inputs = on_host(inputs) if self.rollback.batches_on_host else inputs
         self.judge_outcomes(signals.loss)
         self.policy.note(skipped=False, explained=True)
+
+    def free_batches(self, of_host: bool) -> int:
+        """Memory ran out, of the device or of the host: as [`Rollback.free_batches`], for all that are kept."""
+        freed = self.rollback.free_batches(of_host)
+        # The same tensors, mostly, as those of the newest step that is kept.
+        self.healthy_inputs = None if of_host else on_host(self.healthy_inputs)
+        return freed
 
     def judge_outcomes(self, loss: float) -> None:
         """Closes incidents after `outcome_steps` healthy steps: resolved if the loss is back on its trend."""

@@ -177,9 +177,10 @@ class SnapshotRing:
     @property
     def nbytes(self) -> int:
         """Host memory in use."""
-        return sum(snapshot.nbytes for snapshot in self._all())
+        return sum(snapshot.nbytes for snapshot in self.snapshots())
 
-    def _all(self) -> list[Snapshot]:
+    def snapshots(self) -> list[Snapshot]:
+        """All there are, those whose memory is only to be used again included."""
         held = [*self.trusted, *self._spare, self.candidate, self.initial]
         return [snapshot for snapshot in held if snapshot is not None]
 
@@ -195,9 +196,9 @@ class SnapshotRing:
     def shrink(self) -> bool:
         """Makes room for a candidate by giving up the oldest generation; `False` if that would leave none."""
         if len(self.trusted) > 1:
-            self._spare.append(self.trusted.pop(0))
+            self._retire(self.trusted.pop(0))
         elif self.initial is not None and self.trusted:
-            self._spare.append(self.initial)
+            self._retire(self.initial)
             self.initial = None
         else:
             return False
@@ -220,7 +221,11 @@ class SnapshotRing:
         self.candidate = None
         snapshot.step = snapshot.as_of = step
         snapshot.extras = extras
-        self._copy(snapshot, live)
+        try:
+            self._copy(snapshot, live)
+        except BaseException:
+            self._retire(snapshot)
+            raise
         self.candidate = snapshot
         return snapshot
 
@@ -270,12 +275,12 @@ class SnapshotRing:
 
     def join(self) -> None:
         """Has the devices wait, before the state is changed, for copies that are still under way."""
-        for snapshot in self._all():
+        for snapshot in self.snapshots():
             snapshot.join()
 
     def wait(self) -> None:
         """Waits for all copies that are under way."""
-        for snapshot in self._all():
+        for snapshot in self.snapshots():
             snapshot.wait()
 
     # ---- trusting ----
@@ -287,7 +292,7 @@ class SnapshotRing:
         self.trusted.append(self.candidate)
         self.candidate = None
         if len(self.trusted) > self.generations:
-            self._spare.append(self.trusted.pop(0))
+            self._retire(self.trusted.pop(0))
 
     def begin_with_candidate(self) -> None:
         """Keeps the candidate as the state the run began with."""
@@ -296,21 +301,27 @@ class SnapshotRing:
     def forget_initial(self) -> None:
         """Gives the memory of the state the run began with to later ones."""
         if self.initial is not None and self.trusted:
-            self._spare.append(self.initial)
+            self._retire(self.initial)
             self.initial = None
 
     def discard(self) -> None:
         """Drops the candidate."""
         if self.candidate is not None:
             self.candidate.wait()
-            self._spare.append(self.candidate)
+            self._retire(self.candidate)
             self.candidate = None
 
     def distrust(self, snapshot: Snapshot) -> None:
         """Drops a trusted state and every newer one."""
         kept = [each for each in self.trusted if each.step < snapshot.step]
-        self._spare += [each for each in self.trusted if each not in kept]
+        for dropped in [each for each in self.trusted if each not in kept]:
+            self._retire(dropped)
         self.trusted = kept
+
+    def _retire(self, snapshot: Snapshot) -> None:
+        """Its memory is used again by a later one; what was kept with it, a batch among it, is not needed any more."""
+        snapshot.extras = {}
+        self._spare.append(snapshot)
 
     # ---- going back ----
 

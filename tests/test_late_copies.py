@@ -215,6 +215,7 @@ def test_a_copy_that_cannot_be_started_leaves_none_under_way(late: LateCopies) -
     finally:
         del DEVICE_COPIES["meta"]
     assert all(transfer.complete for transfer in late.started)
+    assert ring.candidate is None
 
 
 # ---- in a run ----

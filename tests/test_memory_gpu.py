@@ -21,6 +21,7 @@ from self_healing.host_copies import DEVICE_COPIES, DeviceCopies, SideStream, Tr
 from self_healing.instrument import RandomState
 from self_healing.instrument.live_state import live_state_of
 from self_healing.memory import SIZES_FILE
+from self_healing.rollback import Target
 from self_healing.snapshots import SnapshotRing, size_of
 
 
@@ -440,6 +441,30 @@ class TestCopies:
         ring.restore(aside, live)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in live.parameters.items())
         ring.release()
+
+    def test_batches_that_have_left_the_device_are_applied_again(
+        self, tmp_path: Path, tokenizer: Any, device: Device
+    ) -> None:
+        healing = SelfHealingCallback()
+
+        class InTheMiddle(TrainerCallback):
+            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step != 3:
+                    return
+                session, window = healing.session, healing.session.instrument.window
+                before = torch.cuda.memory_allocated()
+                self.freed = session.free_batches(of_host=False)
+                self.less = before - torch.cuda.memory_allocated()
+                session.rollback.go_back(Target.NEWEST, window.step, "incident")
+                self.replayed = session.rollback.replay(window, lambda signals: True)
+
+        full = train(build("sft", tmp_path / "full", tokenizer, max_steps=5), device)
+        middle = InTheMiddle()
+        healed = train(build("sft", tmp_path / "healed", tokenizer, [healing, middle], max_steps=5), device)
+        assert middle.replayed == 3
+        # All but the batch of the step itself.
+        assert 0 < middle.freed * 0.5 < middle.less
+        assert healed.losses == pytest.approx(full.losses, abs=1e-3)
 
     def test_the_generator_of_the_device_is_set_back(self) -> None:
         here = torch.device("cuda", torch.cuda.current_device())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -309,6 +310,21 @@ class TestRing:
         assert torch.equal(host.double(), tensor.double()) if not host.is_complex() else torch.equal(host, tensor)
         assert torch.equal(kept["after"].host, torch.ones(3))
 
+    def test_memory_of_a_copy_that_failed_is_used_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ring, state = SnapshotRing(), self.state()
+        ring.take(state, 0, {})
+        before = ring.nbytes
+
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("self_healing.snapshots.extent_of", fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                ring.take(state, 1, {})
+        assert not ring.take(state, 2, {}).allocated
+        assert ring.nbytes == before
+
     def test_a_state_that_has_grown_takes_only_what_is_missing(self) -> None:
         model = network()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -319,6 +335,21 @@ class TestRing:
         train(model, optimizer, 1, seed=1)
         state = live(model, optimizer)
         assert before < ring.take(state, 1, {}).nbytes == size_of(state)
+
+    @pytest.mark.parametrize("drop", ["shrink", "discard", "distrust", "forget_initial"])
+    def test_what_was_kept_with_a_state_goes_with_it(self, drop: str) -> None:
+        ring, state = SnapshotRing(), self.state()
+        batch = torch.ones(3)
+        ring.take(state, 0, {"control": batch} if drop == "forget_initial" else {})
+        ring.begin_with_candidate()
+        ring.take(state, 1, {"control": batch} if drop in ("shrink", "distrust") else {})
+        ring.promote()
+        trusted(ring, state, 2)
+        ring.take(state, 3, {"control": batch} if drop == "discard" else {})
+        kept = weakref.ref(batch)
+        del batch
+        getattr(ring, drop)(*([ring.trusted[0]] if drop == "distrust" else []))
+        assert kept() is None
 
     def test_distrust_drops_a_state_and_every_newer_one(self) -> None:
         ring, state = SnapshotRing(), self.state()

@@ -32,7 +32,7 @@ from .row_sources import RowSource
 from .saving import CheckpointSaving
 from .services import NonFiniteReward, ReportingGuard, ServiceGuard
 from .uploads import leave_out_of_uploads
-from .window import Control, Recording, TrainingFault, Window
+from .window import Control, Recording, TrainingFault, Window, on_host
 from .wrapping import Instrument
 
 
@@ -70,6 +70,7 @@ __all__ = [
     "load_generated",
     "memory_figures",
     "names_in_checkpoints",
+    "on_host",
     "preserved",
     "record_memory_history",
     "room_of",

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+HOST = torch.device("cpu")
+
 
 class TrainingFault(Exception):
     """Carries an exception of the user's training code out of our own, so that it is not taken for a bug of ours."""
@@ -47,7 +49,7 @@ class TrainingFault(Exception):
         self.error = error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Control:
     """
     A healthy step, kept to be computed again with other weights.
@@ -64,6 +66,14 @@ class Control:
     calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]
     loss: float
     nbytes: int
+
+    def leave_device(self) -> int:
+        """Moves its inputs to host memory, from where the Trainer prepares them again; how many bytes."""
+        moved = sum(_nbytes(inputs, elsewhere_than=HOST) for _, inputs, _, _ in self.calls)
+        if moved:
+            # Those of the step itself, which may be under way, stay where they are.
+            self.calls = [(model, on_host(inputs), args, kwargs) for model, inputs, args, kwargs in self.calls]
+        return moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -859,12 +869,21 @@ def _with_items(args: tuple[Any, ...], kwargs: dict[str, Any], items: Any) -> tu
     return args, {**kwargs, "num_items_in_batch": items}
 
 
-def _nbytes(value: Any) -> int:
+def _nbytes(value: Any, elsewhere_than: torch.device | None = None) -> int:
     if isinstance(value, torch.Tensor):
-        return value.nbytes
+        return 0 if value.device == elsewhere_than else value.nbytes
     if isinstance(value, Mapping):
-        return sum(_nbytes(inner) for inner in value.values())
-    return sum(_nbytes(inner) for inner in value) if isinstance(value, (list, tuple)) else 0
+        return sum(_nbytes(inner, elsewhere_than) for inner in value.values())
+    return sum(_nbytes(inner, elsewhere_than) for inner in value) if isinstance(value, (list, tuple)) else 0
+
+
+def on_host(value: Any) -> Any:
+    """A micro-batch with its tensors in host memory, nested in whatever the Trainer's own preparation knows."""
+    if isinstance(value, torch.Tensor):
+        return value.to(HOST)
+    if isinstance(value, Mapping):
+        return type(value)({key: on_host(inner) for key, inner in value.items()})  # type: ignore[call-arg]
+    return type(value)(on_host(inner) for inner in value) if isinstance(value, (list, tuple)) else value
 
 
 def _to_cpu(value: Any) -> Any:
