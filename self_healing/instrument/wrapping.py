@@ -570,7 +570,12 @@ class Instrument:
                 ran_out = again
 
     def call_training_step(self, window: Window, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The trainer's own `training_step`; a non-finite number that surfaces as an exception becomes a NaN loss."""
+        """
+        The trainer's own `training_step`; a non-finite number that surfaces as an exception becomes a NaN loss.
+
+        Returns:
+            Its loss, which stays what it is until the step is judged.
+        """
         original = self._replaced.original(self.trainer, "training_step")
         self._in_training_step = True
         # When a step is computed again, it lies within whatever does so.
@@ -581,8 +586,10 @@ class Instrument:
             passes = self._memory.passes
             if passes is None:
                 loss: torch.Tensor = original(model, inputs, *args, **kwargs)
-                return loss
-            return self._in_passes(passes, lambda: original(model, copy.copy(inputs), *args, **kwargs))
+            else:
+                loss = self._in_passes(passes, lambda: original(model, copy.copy(inputs), *args, **kwargs))
+            # A CUDA graph (torch.compile with mode="reduce-overhead") writes the next one into the same memory.
+            return loss.detach().clone()
         except Exception as error:
             # On several processes the others wait in a collective that this one never reached.
             if self._heals_exceptions and consensus.world_size() == 1 and is_nonfinite_exception(error):
