@@ -269,17 +269,19 @@ class HealingActions:
         if context.went_back is None:
             return {"why": "the run has not gone back to any state", "happened": False}
         replayed = session.rollback.replay(window, session.is_well)
-        if replayed is None:
+        if replayed.steps is None:
+            session.journal.acted(context.incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
+            context.incident.figures.append(f"the steps since then were not kept: {replayed.why}")
             return self._skip_step(context, args)
         window.accept()
-        session.missing.applied_again(replayed + 1)
+        session.missing.applied_again(replayed.steps + 1)
         session.ladder.healed(context.incident.failure)
         if context.incident.failure is FailureType.CORRUPTED_STATE:
             context.went_back = session.rollback.reinstate(context.went_back)
         context.incident.steps_lost = 0
-        context.incident.figures.append(f"{replayed} steps since then applied again")
+        context.incident.figures.append(f"{replayed.steps} steps since then applied again")
         session.nothing_lost_since(context.went_back.step)
-        return {"replayed": replayed}
+        return replayed.to_dict()
 
     def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = _instrument(context)

@@ -522,10 +522,13 @@ class StepJudge:
         session.journal.acted(incident, Action.ROLL_BACK.value, **went.to_dict())
         session.missing.went_back(step, went.trained)
         replayed = session.rollback.replay(window, session.is_well, finished=True)
-        incident.steps_lost = went.steps_lost if replayed is None else 0
-        if replayed is not None:
-            session.missing.applied_again(replayed)
-            session.journal.acted(incident, Action.REPLAY_STEPS.value, replayed=replayed)
+        incident.steps_lost = went.steps_lost if replayed.steps is None else 0
+        if replayed.steps is None:
+            session.journal.acted(incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
+            incident.figures.append(f"the steps since then were not kept: {replayed.why}")
+        else:
+            session.missing.applied_again(replayed.steps)
+            session.journal.acted(incident, Action.REPLAY_STEPS.value, **replayed.to_dict())
             session.nothing_lost_since(went.step)
             went = session.rollback.reinstate(went)
         self._owe_checkpoint(went)

@@ -6,9 +6,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +22,6 @@ from .instrument import (
     Instrument,
     RandomState,
     Recording,
-    TrainingFault,
     Window,
     free_memory,
     is_out_of_memory,
@@ -30,6 +29,7 @@ from .instrument import (
     with_room,
 )
 from .journal import Journal
+from .replay import Replay, Replayed
 from .signals import StepSignals
 from .snapshots import Snapshot, SnapshotRing, free_host_memory, size_of
 from .vetting import number_of
@@ -43,9 +43,6 @@ _LEAST_INTERVAL = 5
 EARLY_STEPS = 50
 # Steps of its beginning that are kept for as long, to try out learning rates on.
 _TRIAL_STEPS = 10
-# How far, relatively, a loss may be from what it was for the step to count as the same: kernels that are not
-# deterministic differ by less.
-_SAME = 1e-3
 # All steps since the newest trusted state are kept, to be applied again, if their batches take no more than this.
 _LARGEST_TAPE = 256 * 2**20
 # A batch is kept, to tell harder data from worse weights, only if it is small beside the model.
@@ -68,20 +65,6 @@ _OTHERWISE = {
     Target.INITIAL: (Target.INITIAL, Target.OLDER, Target.NEWEST, Target.DISK),
     Target.DISK: (Target.DISK, Target.INITIAL, Target.NEWEST),
 }
-
-
-class _Played(Enum):
-    """How applying steps again went."""
-
-    WELL = auto()
-    # A step does not look as it should: that is where training leads.
-    UNWELL = auto()
-    # A step is not finite, raises, or is another one than it was: it may have been a fault that passes.
-    STRUCK = auto()
-
-
-# How often steps are applied again from the state that was gone back to, where a fault strikes meanwhile.
-_REPLAYS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -639,7 +622,7 @@ class Rollback:
         self.displaced = False
         self._cut_tape()
 
-    def replay(self, window: Window, still_well: Callable[[StepSignals], bool], finished: bool = False) -> int | None:
+    def replay(self, window: Window, still_well: Callable[[StepSignals], bool], finished: bool = False) -> Replayed:
         """
         After going back: applies the steps since then again, bit for bit. If what was wrong does not come back,
         nothing is lost; if it does, it is not that the weights were hit, but where training leads, and the run is in
@@ -654,72 +637,26 @@ class Rollback:
                 Whether the step that is judged has been applied already, and is applied again like the others.
 
         Returns:
-            How many steps were applied again; `None` if that was not possible, or they did not stay well.
+            [`Replayed`]: how many steps were applied again, or why they were not.
         """
         snapshot = self._gone_back_to
         if snapshot is None:
-            return None
+            return Replayed(None, why="the state gone back to is a checkpoint, and steps are kept for those in memory")
         wanted = range(snapshot.as_of, self._running.step)
         recordings = [each for each in self._tape if each.step in wanted]
         if [each.step for each in recordings] != list(wanted):
-            return None
-        for _ in range(_REPLAYS):
-            played = _Played.STRUCK
-            try:
-                played = self._play(window, recordings, still_well, finished)
-            finally:
-                if played is not _Played.WELL:
-                    # Also if it was interrupted: half-way is nowhere.
-                    self._restore(snapshot)
-                    self._recall(snapshot.extras)
-            if played is not _Played.STRUCK:
-                break
-        if played is not _Played.WELL:
-            return None
-        self._gone_back_to = None
-        self.displaced = False
-        return len(recordings)
+            why = "not all of the steps since then are kept: their rows were generated, left out, or too many"
+            return Replayed(None, why=why)
 
-    def _play(
-        self,
-        window: Window,
-        recordings: Sequence[Recording],
-        still_well: Callable[[StepSignals], bool],
-        finished: bool,
-    ) -> _Played:
-        try:
-            with window.experiment():
-                return self._apply_again(window, recordings, still_well, finished)
-        except TrainingFault as fault:
-            logger.info("The steps since then could not be applied again.", exc_info=fault.error)
-            return _Played.STRUCK
+        def go_back() -> None:
+            self._restore(snapshot)
+            self._recall(snapshot.extras)
 
-    def _apply_again(
-        self,
-        window: Window,
-        recordings: Sequence[Recording],
-        still_well: Callable[[StepSignals], bool],
-        finished: bool,
-    ) -> _Played:
-        as_it_was = True
-        for recording in recordings:
-            signals = window.replay(recording)
-            same = math.isclose(signals.loss, recording.control.loss, rel_tol=_SAME, abs_tol=_SAME)
-            # Until the fault every step has to be the one it was, or more than weights and optimizer make it up (a
-            # callback that writes into the weights, a loss that changes); from there on they were worse.
-            if as_it_was and not same and not _clearly_worse(recording.control.loss, signals.loss):
-                return _Played.STRUCK
-            as_it_was = as_it_was and same
-            if not signals.finite or not still_well(signals):
-                return _Played.UNWELL if signals.finite else _Played.STRUCK
-        if finished:
-            return _Played.WELL
-        window.begin_anew()
-        window.reexecute()
-        signals = window.signals()
-        if not signals.finite:
-            return _Played.STRUCK
-        return _Played.WELL if still_well(signals) else _Played.UNWELL
+        replayed = Replay(window, recordings, still_well, go_back, finished).run()
+        if replayed.steps is not None:
+            self._gone_back_to = None
+            self.displaced = False
+        return replayed
 
     def can_go_back(self) -> bool:
         """Whether there is a trusted state, in memory or on disk. Collective."""
@@ -831,8 +768,3 @@ class Rollback:
             if not is_out_of_memory(error):
                 raise
             return False
-
-
-def _clearly_worse(was: float, now: float) -> bool:
-    """Whether a recorded loss is so much higher than the one that was computed again that the fault must be in it."""
-    return not math.isfinite(was) or was > now + 0.1 * abs(now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from conftest import (
     weights,
 )
 from noise import kernel_noise
+from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback
 
@@ -221,3 +223,135 @@ def test_a_fault_that_strikes_while_it_is_measured_is_healed(tmp_path: Path, tok
     assert [event["failure"] for event in journal(tmp_path / "healed", "outcome")] == ["nonfinite_transient"] * 2
     assert repeats(tmp_path / "healed") == ["not measured", "not measured"]
     assert_same_weights(weights(healed), weights(plain))
+
+
+# ---- going back, and applying the steps since then again ----
+
+
+class AtStep(TrainerCallback):
+    """Does something once, at the end of a step."""
+
+    def __init__(self, step: int, do: Callable[[Any], None]) -> None:
+        self._step, self._do = step, do
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            with torch.no_grad():
+                self._do(model)
+
+
+def nan_weights(model: Any) -> None:
+    model.model.layers[0].mlp.down_proj.weight.view(-1)[:3] = float("nan")
+
+
+# The snapshot of step 20 is trusted by then, and that of step 40 not yet.
+GOES_BACK = {"snapshot_interval": 20}
+FAULT, TRUSTED = 43, 20
+ANOTHER_STEP = "as if more than weights, optimizer and data made it up"
+LONG = {"max_steps": 56, "lr_scheduler_type": "constant", "bf16": True, "gradient_accumulation_steps": 1}
+
+
+def replays(output_dir: Path) -> list[dict[str, Any]]:
+    return [event for event in journal(output_dir, "action") if event["action"] == "replay_steps"]
+
+
+def steps_lost(output_dir: Path) -> list[int]:
+    return [event["steps_lost"] for event in journal(output_dir, "outcome")]
+
+
+REPLAYED = [(eps, rate) for eps in (1e-3, 3e-3) for rate in (1e-3, 1e-2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "eps", "rate"),
+    [
+        pytest.param(name, eps, rate, marks=() if (name, rate) == ("SFTTrainer", 1e-2) else pytest.mark.slow)
+        for name in ("SFTTrainer", "Trainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
+        for eps, rate in REPLAYED
+    ],
+)
+def test_noisy_steps_are_applied_again(tmp_path: Path, tokenizer: Any, name: str, eps: float, rate: float) -> None:
+    callbacks = [SelfHealingCallback(GOES_BACK), AtStep(FAULT, nan_weights)]
+    trainer = TRAINERS[name](tmp_path, tokenizer, callbacks=callbacks, learning_rate=rate, **LONG)
+    with kernel_noise(trainer.model, eps):
+        trainer.train()
+    [replay] = replays(tmp_path)
+    if name in ("KTOTrainer", "RewardTrainer") and rate == 1e-2 and not replay["happened"]:
+        # These have losses that jump at such a rate, where noise decides which way.
+        assert any(reason in replay["why"] for reason in (ANOTHER_STEP, "does not look as it should"))
+        return
+    assert replay["happened"]
+    assert replay["replayed"] == FAULT - TRUSTED
+    assert replay["repeats"] == "within noise"
+    assert steps_lost(tmp_path)[0] == 0
+
+
+def test_steps_that_repeat_are_told_to_be_bitwise(tmp_path: Path, tokenizer: Any) -> None:
+    callbacks = [SelfHealingCallback(GOES_BACK), AtStep(FAULT, nan_weights)]
+    sft_trainer(tmp_path, tokenizer, callbacks=callbacks, **LONG).train()
+    [replay] = replays(tmp_path)
+    assert (replay["repeats"], replay["apart"]) == ("bitwise", 0.0)
+
+
+def another_batch(healing: SelfHealingCallback) -> Callable[[Any], None]:
+    """The first of the steps that are kept gets other rows."""
+
+    def swap(model: Any) -> None:
+        [first] = [each for each in healing.session.rollback._tape if each.step == TRUSTED]
+        for _, inputs, *_ in first.control.calls:
+            rows = torch.randint(3, len(model.lm_head.weight), inputs["input_ids"].shape)
+            inputs.update(input_ids=rows, labels=rows.where(inputs["labels"] >= 0, inputs["labels"]))
+
+    return swap
+
+
+def a_scaled_snapshot(healing: SelfHealingCallback) -> Callable[[Any], None]:
+    """The trusted state is no longer what it was."""
+
+    def scale(model: Any) -> None:
+        healing.session.rollback.ring.trusted[-1].parameters["lm_head.weight"].host.mul_(1.5)
+
+    return scale
+
+
+def a_callback_that_writes_weights(healing: SelfHealingCallback) -> Callable[[Any], None]:
+    return lambda model: model.lm_head.weight.mul_(1.3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "at", "rate"),
+    [
+        (another_batch, 42, 1e-2),
+        *(
+            pytest.param(wrong, at, rate, marks=pytest.mark.slow)
+            for wrong, at in [(another_batch, 42), (a_scaled_snapshot, 42), (a_callback_that_writes_weights, 30)]
+            for rate in (1e-3, 1e-2)
+            if (wrong, rate) != (another_batch, 1e-2)
+        ),
+    ],
+)
+def test_steps_that_come_out_otherwise_are_refused_in_noise(
+    tmp_path: Path, tokenizer: Any, wrong: Callable[..., Any], at: int, rate: float
+) -> None:
+    healing = SelfHealingCallback(GOES_BACK)
+    callbacks = [healing, AtStep(at, wrong(healing)), AtStep(FAULT, nan_weights)]
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, learning_rate=rate, **LONG)
+    with kernel_noise(trainer.model, 1e-3):
+        trainer.train()
+    [replay] = replays(tmp_path)
+    assert not replay["happened"]
+    assert any(reason in replay["why"] for reason in (ANOTHER_STEP, "does not look as it should"))
+    assert steps_lost(tmp_path) == [FAULT + 1 - TRUSTED]
+
+
+def test_a_replay_that_is_not_finite_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    callbacks = [SelfHealingCallback(GOES_BACK), AtStep(FAULT, nan_weights)]
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, **LONG)
+    # The step after the fault, and that computed once more; then, each time, the first step that is applied again.
+    begins = FAULT + 3
+    OutputFault(trainer.model, strike=lambda forward: forward in (begins, begins + 1))
+    with kernel_noise(trainer.model, 1e-3):
+        trainer.train()
+    refused = replays(tmp_path)[0]
+    assert not refused["happened"]
+    assert "is not finite" in refused["why"]
