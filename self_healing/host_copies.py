@@ -168,7 +168,7 @@ class HostBlock:
             weakref.finalize(self, copies.unpin, address).atexit = False
         else:
             logger.info(
-                "%.2f GB of host memory could not be pinned (ulimit -l?): copies of the state to it hold training up.",
+                "%.2f GB of host memory could not be pinned: copies of the state to it hold training up.",
                 self.nbytes / 1e9,
             )
         return pinned

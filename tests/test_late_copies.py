@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_same_weights, journal, sft_trainer, weights
+from test_memory import HalfWay
 from torch import nn
 from transformers import TrainerCallback
 
@@ -341,6 +342,19 @@ def test_snapshots_taken_while_training_hold_what_was_there(late: LateCopies, tm
     (back,) = [event for event in journal(tmp_path / "healed", "action") if event["action"] == "roll_back"]
     assert (back["state"], back["to_step"]) == ("newest", 13)
     assert_same_weights(weights(healed), weights(plain))
+
+
+def test_an_update_that_failed_half_way_is_undone(late: LateCopies, tmp_path: Path, tokenizer: Any) -> None:
+    def trained(directory: str, times: int) -> dict[str, torch.Tensor]:
+        healing = SelfHealingCallback(HealingConfig(optimizer_step_backup=True, snapshot_interval=1))
+        trainer = sft_trainer(tmp_path / directory, tokenizer, callbacks=[healing], max_steps=7)
+        trainer.optimizer = HalfWay(trainer.model.parameters(), lr=1e-3, fails_at=4, times=times)
+        trainer.train()
+        return weights(trainer)
+
+    healed = trained("healed", times=1)
+    assert journal(tmp_path / "healed", "outcome")[0]["steps_lost"] == 0
+    assert_same_weights(healed, trained("plain", times=0))
 
 
 def test_the_state_a_run_begins_with_is_complete_before_it_begins(
