@@ -116,7 +116,7 @@ class MemoryHealer:
         instrument, sizes = self._instrument, self.session.sizes
         self._passes = Passes(instrument.objective.paired) if instrument.may_repeat_the_loss else None
         for model in instrument.models():
-            calls = SplitCalls(model, sizes, instrument.uses_only_the_loss, self._passes)
+            calls = SplitCalls(model, sizes, instrument.uses_only_the_loss, self._passes, instrument.autocast_dtype)
             instrument.intercept_calls(model, calls.call)
             if hasattr(model, "generate"):
                 instrument.intercept(model, "generate", SplitGeneration(model, sizes, calls).call)

@@ -120,6 +120,16 @@ def test_other_sizes_are_another_computation() -> None:
     assert not repeats.near(repeats.trace([values((2, 12))]), repeats.trace([values((2, 11))]))
 
 
+def test_what_is_cast_inside_of_the_model_is_as_coarse() -> None:
+    """As accelerate does it, which cannot be seen from outside of the call."""
+    one = values((2, 12)).bfloat16().float()
+    other = one * torch.tensor([1.0, 1 + 2**-7]).repeat(12).reshape(2, 12)
+    for autocast, accepted in ((None, False), (torch.bfloat16, True)):
+        repeats = Repeats(autocast=autocast)
+        assert repeats.near(repeats.trace([one]), repeats.trace([one]))
+        assert repeats.accept(repeats.trace([one]), repeats.trace([other])) == accepted
+
+
 # ---- what is switched between forward and backward ----
 
 

@@ -67,6 +67,23 @@ def test_memory_for_one_row_is_enough(name: str, kernels: str, tmp_path: Path, t
     assert (outcome["outcome"], outcome["steps_lost"]) == ("resolved", 0)
 
 
+@pytest.mark.parametrize("name", ["Reward", pytest.param("DPO", marks=pytest.mark.slow)])
+def test_other_kernels_for_passes_without_gradients_are_no_noise(name: str, tmp_path: Path, tokenizer: Any) -> None:
+    trainer = BUILDERS[name](tmp_path, tokenizer, callbacks=[SelfHealingCallback()], bf16=True, max_steps=4)
+    room_for_one_row(trainer)
+
+    def rounded(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        # At other places: every second element to the next number.
+        every_second = torch.arange(output.shape[-1]) % 2
+        return None if torch.is_grad_enabled() else output * (1 + 2**-7 * every_second).to(output.dtype)
+
+    for layer in trainer.model.model.layers:
+        layer.mlp.register_forward_hook(rounded)
+    trainer.train()
+    (outcome,) = journal(tmp_path, "outcome")
+    assert (outcome["outcome"], outcome["steps_lost"]) == ("resolved", 0)
+
+
 # ---- what is refused under noise as well ----
 
 

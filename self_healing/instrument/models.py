@@ -56,6 +56,12 @@ def fingerprint(trainer: Any) -> dict[str, Any]:
     }
 
 
+def autocast_dtype(trainer: Any) -> torch.dtype | None:
+    """What the calls of a trainer's models are cast to; accelerate does it inside of their forward."""
+    precision = str(trainer.accelerator.mixed_precision)
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)
+
+
 def names_in_checkpoints(trainer: Any) -> ModelNames | None:
     """
     What the model of a trainer calls its tensors in a checkpoint; `None` where the Trainer's own way of loading them,

@@ -36,7 +36,7 @@ from .live_state import (
 )
 from .loader_workers import WorkerDeaths
 from .loading import TrainingLoader
-from .models import fingerprint, models_of
+from .models import autocast_dtype, fingerprint, models_of
 from .origin import Origin, watching_outputs
 from .out_of_memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, let_go, with_room
 from .phase import Phase
@@ -1076,6 +1076,11 @@ class Instrument:
         # Replaced on this one trainer.
         own = own or "compute_loss" in vars(trainer)
         return self.objective.name == "generic" and not own
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What the calls of the models are cast to, in mixed precision."""
+        return autocast_dtype(self.trainer)
 
     @property
     def may_repeat_the_loss(self) -> bool:

@@ -213,11 +213,14 @@ class Additivity:
             The module.
         device (`torch.device`):
             Where it is.
+        autocast (`torch.dtype`, *optional*):
+            What its calls are cast to inside of them.
     """
 
-    def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, module: torch.nn.Module, device: torch.device, autocast: torch.dtype | None = None) -> None:
         self._module = module
         self._device = device
+        self._autocast = autocast
         self._rules: dict[tuple[Any, ...], tuple[Rule, ...]] = {}
         self._asked: dict[tuple[Any, ...], int] = {}
 
@@ -318,7 +321,7 @@ class Additivity:
         finally:
             put_back(buffers)
         whole, numbers = tried[2].kwargs, _numbers(both)
-        looseness, rounding = max(of_outputs, _looseness(self._module, self._device)), max(of_numbers, _ROUNDING)
+        looseness, rounding = max(of_outputs, self._looseness), max(of_numbers, _ROUNDING)
         if not numbers:
             # There is nothing to add up.
             nothing: Rule = "none"
@@ -337,6 +340,16 @@ class Additivity:
                 continue
             fitting.append(rule)
         return fitting
+
+    @property
+    def _looseness(self) -> float:
+        """By how much kernels for other sizes may differ, relative to the largest number."""
+        dtypes = {parameter.dtype for parameter in self._module.parameters()}
+        cast = self._autocast is not None or torch.is_autocast_enabled(self._device.type)
+        if cast or not dtypes <= {torch.float32, torch.float64}:
+            return 0.03
+        # On GPUs, products in float32 may be computed in TF32.
+        return 1e-4 if self._device.type == "cpu" else 3e-3
 
     def _noise(self, original: Callable[..., Any], chunk: Chunk, repetitions: int) -> tuple[float, float]:
         """How far outputs, and what is one number of them, may lie apart where the same draws are made."""
@@ -407,15 +420,6 @@ def _agree(rules: Sequence[Rule], chunks: Sequence[Chunk], whole: Mapping[str, A
         return True
     found = [torch.tensor([float(weight) for weight in _weights(rule, chunks, whole)]) for rule in rules]
     return all(torch.allclose(found[0], other) for other in found[1:])
-
-
-def _looseness(module: torch.nn.Module, device: torch.device) -> float:
-    """By how much kernels for other sizes may differ, relative to the largest number."""
-    dtypes = {parameter.dtype for parameter in module.parameters()}
-    if torch.is_autocast_enabled(device.type) or not dtypes <= {torch.float32, torch.float64}:
-        return 0.03
-    # On GPUs, products in float32 may be computed in TF32.
-    return 1e-4 if device.type == "cpu" else 3e-3
 
 
 def put_back(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

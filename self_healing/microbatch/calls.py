@@ -59,10 +59,17 @@ class SplitCalls:
             Whether of a call with labels nothing but the loss is used, so that the logits need not be kept.
         passes ([`Passes`], *optional*):
             Those of the training steps, where these can be computed in passes.
+        autocast (`torch.dtype`, *optional*):
+            What its calls are cast to, if it is inside of them, where it does not show.
     """
 
     def __init__(
-        self, module: torch.nn.Module, sizes: SizeMemory, loss_only: bool = False, passes: Passes | None = None
+        self,
+        module: torch.nn.Module,
+        sizes: SizeMemory,
+        loss_only: bool = False,
+        passes: Passes | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self._module = module
         self._sizes = sizes
@@ -70,8 +77,8 @@ class SplitCalls:
         self._passes = passes
         self._inside = False
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        self._additivity = Additivity(module, self._device)
-        self._repeats = Repeats(module, self._device)
+        self._additivity = Additivity(module, self._device, autocast)
+        self._repeats = Repeats(module, self._device, autocast)
         self._proven = False
         self.given_up = ""
         self._suspected = self._warned = False

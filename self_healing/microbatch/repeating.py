@@ -127,9 +127,17 @@ class Repeats:
             The module.
         device (`torch.device`, *optional*):
             Where it draws random numbers, besides the CPU.
+        autocast (`torch.dtype`, *optional*):
+            What its calls are cast to inside of them.
     """
 
-    def __init__(self, module: torch.nn.Module | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        device: torch.device | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self._autocast = autocast
         self._module = torch.nn.Identity() if module is None else module
         self._device = torch.device("cpu") if device is None else device
         self._levels: dict[tuple[tuple[bool, torch.dtype], ...], list[_Level]] = {}
@@ -141,7 +149,7 @@ class Repeats:
             RandomState.capture(self._device),
             [each.training for each in self._module.modules()],
             _adapters(self._module),
-            lowest_precision(self._module, self._device),
+            self._lowest_precision(),
         )
 
     def first_trace(self, tensors: Sequence[torch.Tensor]) -> Trace:
@@ -202,6 +210,15 @@ class Repeats:
             level.accepted = max(level.accepted, 2 * distance if distance > level.noise else 0.0)
         return True
 
+    def _lowest_precision(self) -> torch.dtype:
+        """Of what a call computes in just now."""
+        found = {each.dtype for each in self._module.parameters() if each.is_floating_point() and each.itemsize > 1}
+        if self._autocast is not None:
+            found.add(self._autocast)
+        if torch.is_autocast_enabled(self._device.type):
+            found.add(torch.get_autocast_dtype(self._device.type))
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
     def _of(self, trace: Trace) -> list[_Level]:
         kind = tuple((len(values) == 1, values.dtype) for values in trace.sample)
         return self._levels.setdefault(kind, [_Level() for _ in trace.sample])
@@ -256,14 +273,6 @@ def _last_places(values: torch.Tensor, dtype: torch.dtype) -> float:
     if torch.equal(usable.to(dtype).to(values.dtype), usable):
         last_place = max(last_place, torch.finfo(dtype).eps)
     return _LAST_PLACES * last_place
-
-
-def lowest_precision(module: torch.nn.Module, device: torch.device) -> torch.dtype:
-    """The lowest precision that a call of a module computes in just now."""
-    found = {each.dtype for each in module.parameters() if each.is_floating_point() and each.element_size() > 1}
-    if torch.is_autocast_enabled(device.type):
-        found.add(torch.get_autocast_dtype(device.type))
-    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def _adapters(module: torch.nn.Module) -> list[Any]:
