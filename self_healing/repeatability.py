@@ -9,13 +9,9 @@ from typing import Self
 import torch
 
 
-# What may lie apart where nothing has been measured: matrix products in single precision may be computed in TF32, with
-# ten bits, and a sum in half precision may be off by several steps of its last place.
+# What may lie apart: matrix products in single precision may be computed in TF32, with ten bits, and a sum in half
+# precision may be off by several steps of its last place.
 _LEAST, _LAST_PLACES = 1e-3, 8
-# How often over what was measured once: the largest of many elements lies a few standard deviations out.
-_TIMES = 8
-# Two computations that lie further apart than this differ by more than their kernels, whatever was measured.
-_AT_MOST = 0.1
 # Of each gradient: how many elements are kept, and how many are summed up at a time.
 _SAMPLE, _CHUNK = 1024, 2**22
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,19 +41,16 @@ class Repeatability:
         return "bitwise" if self.bitwise else "within noise"
 
 
-def tolerance(dtype: torch.dtype, measured: Repeatability | None = None) -> float:
+def tolerance(dtype: torch.dtype) -> float:
     """
-    By how much two computations of the same thing may differ: relative to the largest of the elements compared, for
-    one element; a sum of `n` of them may differ by the square root of `n` times that.
+    By how much two computations of the same thing may differ where nothing has been measured: relative to the largest
+    of the elements compared, for one element; a sum of `n` of them may differ by the square root of `n` times that.
 
     Args:
         dtype (`torch.dtype`):
             What they are computed in; under autocast the lower one.
-        measured ([`Repeatability`], *optional*):
-            Of this run, where it is known.
     """
-    found = 0.0 if measured is None else _TIMES * max(measured.loss, measured.gradient)
-    return max(_LEAST, _LAST_PLACES * torch.finfo(dtype).eps, min(found, _AT_MOST))
+    return max(_LEAST, _LAST_PLACES * torch.finfo(dtype).eps)
 
 
 @dataclass(frozen=True, slots=True)
