@@ -78,6 +78,8 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
     device = instrument.trainer.accelerator.device
     # What a failing forward left in batch norm statistics is a consequence, not a cause.
     window.restore_buffers()
+    # Whatever comes of the step, these are not applied; what is done next may need their memory.
+    window.discard_gradients()
     corrupted = instrument.nonfinite_tensors()
     if consensus.any_rank(bool(corrupted), device):
         return Diagnosis(

@@ -24,6 +24,7 @@ from .instrument import (
     Window,
     alloc_retries,
     free_memory,
+    is_out_of_memory,
     record_memory_history,
     room_of,
     smaller_batch,
@@ -361,11 +362,20 @@ class MemoryHealer:
         """What has become of the weights, and whether they are as before the step."""
         if untouched:
             return "untouched: the optimizer was making its state", True
-        if self._backup is not None:
-            self._backup.put_back()
+        if self._backup is not None and self._put_back(self._backup):
             self._instrument.step_undone()
             return "put back from the copy made before the step", True
         return "some may be updated and others not", False
+
+    def _put_back(self, backup: StepBackup) -> bool:
+        try:
+            backup.put_back()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("Step %d: the copy made before the step could not be put back.", self._instrument.step)
+            return False
+        return True
 
     # ---- one of several processes ----
 

@@ -585,7 +585,11 @@ class Rollback:
     def _restore(self, snapshot: Snapshot) -> None:
         if self._running.device_lost:
             return
-        with_room(lambda: self.ring.restore(snapshot, self._running.live_state()), self._device)
+        running = self._running
+        # Gradients are those of the state that is left.
+        with_room(
+            lambda: self.ring.restore(snapshot, running.live_state()), self._device, give_up=running.discard_gradients
+        )
         self._running.optimizer_in_training_mode()
 
     def _restored(self, snapshot: Snapshot) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .instrument import Instrument
+from .instrument import Instrument, with_room
 from .snapshots import SnapshotRing
 
 
@@ -29,4 +29,7 @@ class StepBackup:
         """Writes it into the live tensors."""
         if self._ring.candidate is None:
             raise RuntimeError("no state was copied before the step")
-        self._ring.restore(self._ring.candidate, self._instrument.live_state())
+        candidate, instrument = self._ring.candidate, self._instrument
+        with_room(
+            lambda: self._ring.restore(candidate, instrument.live_state()), instrument.trainer.accelerator.device
+        )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import OutputFault, sft_trainer, tiny_model
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from self_healing import SelfHealingCallback
 from self_healing.instrument.extents import _AT_A_TIME, Search, extent_of
 from self_healing.instrument.live_state import nonfinite_tensors
 from self_healing.instrument.origin import nonfinite_in
+from self_healing.judge import StepJudge
 
 
 class Seen(TorchDispatchMode):
@@ -126,3 +129,27 @@ def test_a_look_at_outputs_takes_no_memory_of_their_size() -> None:
     with Seen() as seen:
         assert nonfinite_in({"masked": logits, "bad": logits[:, :1] * torch.nan}) == ["bad"]
     assert seen.largest < logits.nbytes // 8
+
+
+@pytest.mark.parametrize("strike", [lambda n: n == 3, lambda n: n > 2], ids=["transient", "lasting"])
+def test_a_diagnosis_waits_equally_often_however_many_tensors_there_are(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, strike: Callable[[int], bool]
+) -> None:
+    waits: list[int] = []
+    diagnose = StepJudge._diagnose
+
+    def counting(judge: Any, window: Any) -> Any:
+        with Seen() as seen:
+            found = diagnose(judge, window)
+        waits.append(seen.waits)
+        return found
+
+    monkeypatch.setattr(StepJudge, "_diagnose", counting)
+    for layers in (1, 4):
+        model = tiny_model(tokenizer, num_hidden_layers=layers)
+        trainer = sft_trainer(
+            tmp_path / str(layers), tokenizer, model=model, callbacks=[SelfHealingCallback()], max_steps=2
+        )
+        OutputFault(trainer.model, strike)
+        trainer.train()
+    assert waits[0] == waits[-1] > 0

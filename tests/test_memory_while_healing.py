@@ -19,15 +19,19 @@ from conftest import (
     journal,
     plain_trainer,
     sft_trainer,
+    tiny_model,
     weights,
 )
 from safetensors.torch import load_file
+from test_memory import HalfWay, TooManyRows
+from test_resume_trial import damage_weights
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingCallback, UnrecoverableTrainingError
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.instrument import Instrument, Window, bookkeeping, wrapping
 from self_healing.instrument import window as window_module
 from self_healing.judge import StepJudge
+from self_healing.microbatch import additivity
 from self_healing.snapshots import Snapshot, SnapshotRing
 
 
@@ -100,6 +104,7 @@ class Case:
 
     trainer: Any
     struck: Callable[[], bool]
+    resume_from: str | None = None
 
 
 def transient(directory: Path, tokenizer: Any, **config: Any) -> Case:
@@ -168,6 +173,49 @@ def wrong_from_the_start(directory: Path, tokenizer: Any, **config: Any) -> Case
     return Case(trainer, lambda: fault.fired > 0)
 
 
+def resumed_from_damage(directory: Path, tokenizer: Any, **config: Any) -> Case:
+    steps = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
+    SelfHealingTrainer(sft_trainer(directory, tokenizer, **steps)).train()
+    damaged = directory / "checkpoint-8"
+    damage_weights(damaged)
+    (directory / "healing_events.jsonl").unlink()
+    callbacks = [SelfHealingCallback(HealingConfig(**config))]
+    trainer = sft_trainer(directory, tokenizer, callbacks=callbacks, **steps)
+    return Case(trainer, lambda: bool(journal(directory, "detected")), str(damaged))
+
+
+def harder_data(directory: Path, tokenizer: Any, **config: Any) -> Case:
+    model, easy = tiny_model(tokenizer), [TEXTS[0]] * 8
+    sft_trainer(directory / "warm", tokenizer, model=model, texts=easy, max_steps=60, learning_rate=1e-2).train()
+    trainer = sft_trainer(
+        directory,
+        tokenizer,
+        model=model,
+        texts=easy * 6 + [" ".join(reversed(text.split())) for text in TEXTS] * 4,
+        max_steps=25,
+        learning_rate=1e-5,
+        train_sampling_strategy="sequential",
+        callbacks=[SelfHealingCallback(HealingConfig(on_spike="warn", **config))],
+    )
+    return Case(trainer, lambda: True)
+
+
+def half_updated(directory: Path, tokenizer: Any, **config: Any) -> Case:
+    trainer = sft_trainer(directory, tokenizer, callbacks=[SelfHealingCallback(HealingConfig(**config))], max_steps=14)
+    trainer.optimizer = HalfWay(trainer.model.parameters(), lr=1e-3, fails_at=10)
+    return Case(trainer, lambda: trainer.optimizer.optimizer.times == 0)
+
+
+def too_large(directory: Path, tokenizer: Any, **config: Any) -> Case:
+    """What is called is no model of which it is known how its loss adds up."""
+    trainer = plain_trainer(
+        directory, tokenizer, dropout=0.0, callbacks=[SelfHealingCallback(HealingConfig(**config))]
+    )
+    trainer.model.register_forward_hook(lambda *_: None)
+    memory = TooManyRows(trainer.model, 2)
+    return Case(trainer, lambda: memory.fired > 0)
+
+
 def healthy(directory: Path, tokenizer: Any, **config: Any) -> Case:
     callbacks = [SelfHealingCallback(HealingConfig(snapshot_interval=5, **config))]
     trainer = sft_trainer(directory, tokenizer, callbacks=callbacks, max_steps=16)
@@ -222,6 +270,16 @@ PLACES = {
     "learning rates: a step with one": Place(too_high_a_rate, Window, "_run_again", "stopped"),
     "learning rates: its update": Place(too_high_a_rate, Instrument, "step_again", "stopped"),
     "learning rates: the state they begin from": Place(too_high_a_rate, SnapshotRing, "restore", "stopped"),
+    "older checkpoints: loading one": Place(resumed_from_damage, Instrument, "reload", "stopped"),
+    "older checkpoints: setting the state aside": Place(resumed_from_damage, SnapshotRing, "take", "stopped"),
+    "older checkpoints: the batch with one": Place(resumed_from_damage, Window, "begin_anew", "stopped"),
+    "harder data: the control batch": Place(harder_data, Window, "_run_again", "ended"),
+    "half an update: putting a state back": Place(half_updated, SnapshotRing, "restore", "stopped", repairs=True),
+    "half an update: applying steps again": Place(half_updated, Window, "_run_again", "ended"),
+    "half an update: the copy before it": Place(
+        half_updated, SnapshotRing, "restore", "stopped", True, {"optimizer_step_backup": True, "snapshots": False}
+    ),
+    "splitting: trying two rows": Place(too_large, additivity, "without_caches", "stopped"),
     "where it begins": Place(wrong_from_the_start, Window, "_origin_in", "stopped"),
     "a snapshot: taking it": Place(healthy, SnapshotRing, "take", "ended"),
     "a snapshot: searching it": Place(healthy, Snapshot, "nonfinite", "ended"),
@@ -231,7 +289,7 @@ PLACES = {
 def train(case: Case) -> dict[str, Any] | None:
     """The postmortem of a run that was stopped; `None` of one that came to its end."""
     try:
-        case.trainer.train()
+        case.trainer.train(resume_from_checkpoint=case.resume_from)
     except UnrecoverableTrainingError as error:
         return dict(json.loads(Path(error.postmortem or "").read_text()))
     assert case.trainer.state.global_step == case.trainer.state.max_steps

@@ -124,7 +124,7 @@ def let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def with_room(compute: Callable[[], _T], device: torch.device) -> _T:
+def with_room(compute: Callable[[], _T], device: torch.device, give_up: Callable[[], None] | None = None) -> _T:
     """
     What a computation gives; where memory runs out in it, memory is freed and it is begun once more.
 
@@ -133,6 +133,8 @@ def with_room(compute: Callable[[], _T], device: torch.device) -> _T:
             The computation, which can be begun anew, and in which no other process takes part.
         device (`torch.device`):
             Where it computes.
+        give_up (`Callable`, *optional*):
+            Drops what holds memory and is not needed any more.
     """
     try:
         return compute()
@@ -141,6 +143,8 @@ def with_room(compute: Callable[[], _T], device: torch.device) -> _T:
             raise
         let_go(error)
     # Outside of the handler: what the failed attempt held is gone.
+    if give_up is not None:
+        give_up()
     free_memory(device)
     return compute()
 

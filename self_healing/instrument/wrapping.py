@@ -22,6 +22,7 @@ from ..objectives import has_own_loss, objective_of
 from .best_model import BestModel
 from .bookkeeping import Bookkeeping, Ledger
 from .colocated_engine import is_free_of_requests
+from .gradients import discard_gradients
 from .interception import Interception
 from .less_memory import ActivationCheckpointing, UpdateOneByOne
 from .live_state import (
@@ -1193,6 +1194,10 @@ class Instrument:
     def streams(self) -> bool:
         """Whether the training data can only be gone through, not looked up."""
         return isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
+
+    def discard_gradients(self) -> None:
+        """Drops all gradients there are."""
+        discard_gradients(self.trainer.model)
 
     def optimizer_in_training_mode(self) -> None:
         """Schedule-free optimizers keep other weights for evaluation; for all others this does nothing."""
