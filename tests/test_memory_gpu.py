@@ -461,7 +461,7 @@ class TestCopies:
         full = train(build("sft", tmp_path / "full", tokenizer, max_steps=5), device)
         middle = InTheMiddle()
         healed = train(build("sft", tmp_path / "healed", tokenizer, [healing, middle], max_steps=5), device)
-        assert middle.replayed == 3
+        assert middle.replayed.steps == 3
         # All but the batch of the step itself.
         assert 0 < middle.freed * 0.5 < middle.less
         assert healed.losses == pytest.approx(full.losses, abs=1e-3)
