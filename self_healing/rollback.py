@@ -453,6 +453,9 @@ class Rollback:
     def _promote(self, step: int) -> list[str]:
         candidate = self.ring.candidate
         assert candidate is not None
+        if consensus.any_rank(candidate.torn, self._device):
+            self._begin_to_wait(candidate, step)
+            return []
         bad = self._searched(candidate)
         if consensus.any_rank(bool(bad), self._device):
             self.ring.discard()
@@ -470,6 +473,17 @@ class Rollback:
             self.ring.forget_initial()
         self._plan(candidate, step)
         return []
+
+    def _begin_to_wait(self, torn: Snapshot, step: int) -> None:
+        self.ring.discard()
+        self.ring.waits = True
+        self.journal.event("snapshot_refused", step, taken_at=torn.step, tensors=["written to while they were copied"])
+        logger.info(
+            "Step %d: something other than the optimizer wrote to the weights while the snapshot of step %d was "
+            "copied; it is not trusted, and from here on training waits for the copies.",
+            step,
+            torn.step,
+        )
 
     def _searched(self, candidate: Snapshot) -> list[str]:
         """What is not finite in a candidate; one that cannot be searched is as little to be trusted."""
@@ -690,7 +704,8 @@ class Rollback:
         if self.on_disk_only or not self.generations() or not self._make_room():
             return False
         try:
-            with_room(lambda: self.ring.take(self._running.live_state(), step, {}), self._device)
+            # Waited for: the forward passes of an experiment are not those of training, and may write to it.
+            with_room(lambda: self.ring.take(self._running.live_state(), step, {}).wait(), self._device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -106,6 +106,8 @@ class Snapshot:
             Time its copy took, on the device or on the CPU.
         allocated (`bool`):
             Whether new memory was taken for it.
+        torn (`bool`):
+            Whether something wrote to the state while it was copied: it holds parts of two.
     """
 
     step: int = -1
@@ -113,6 +115,7 @@ class Snapshot:
     extras: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     allocated: bool = False
+    torn: bool = False
     parameters: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
@@ -120,6 +123,8 @@ class Snapshot:
     states: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
     pool: dict[tuple[Any, ...], _Place] = field(default_factory=dict)
     under_way: list[Transfer] = field(default_factory=list)
+    # What is being copied, with how often it had been written to when that began.
+    sources: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -132,9 +137,12 @@ class Snapshot:
         if self.under_way:
             self.seconds = max(transfer.wait() for transfer in self.under_way)
             self.under_way = []
+        self.sources = []
 
     def join(self) -> None:
         """Whatever the devices are given to do from now on comes after the copy; the host does not wait."""
+        self.torn |= any(tensor._version != version for tensor, version in self.sources)
+        self.sources = []
         for transfer in self.under_way:
             transfer.join()
 
@@ -173,6 +181,8 @@ class SnapshotRing:
         self.trusted: list[Snapshot] = []
         self._spare: list[Snapshot] = []
         self._streams: dict[torch.device, SideStream] = {}
+        # Whether each copy is waited for at once: something writes to the state between two updates.
+        self.waits = False
 
     @property
     def nbytes(self) -> int:
@@ -220,7 +230,7 @@ class SnapshotRing:
         snapshot = self.candidate or (self._spare.pop() if self._spare else Snapshot())
         self.candidate = None
         snapshot.step = snapshot.as_of = step
-        snapshot.extras = extras
+        snapshot.extras, snapshot.torn = extras, False
         try:
             self._copy(snapshot, live)
         except BaseException:
@@ -249,12 +259,15 @@ class SnapshotRing:
                 if stream is None:
                     work()
                 else:
+                    snapshot.sources += [(tensor, tensor._version) for _, tensor in beside.get(device, ())]
                     snapshot.under_way.append(stream.start(work))
         except BaseException:
             snapshot.wait()
             raise
         snapshot.pool, snapshot.allocated = writer.used, writer.allocated
         snapshot.seconds = time.perf_counter() - began
+        if self.waits:
+            snapshot.wait()
 
     def _stream_of(self, device: torch.device) -> SideStream | None:
         copies = DEVICE_COPIES.get(device.type)

@@ -264,7 +264,7 @@ def older_checkpoints_tried(window: Window, rollback: Rollback) -> None:
 
 def gone_back_and_replayed(window: Window, rollback: Rollback) -> None:
     assert rollback.go_back(Target.NEWEST, window.step, "incident") is not None
-    assert rollback.replay(window, lambda signals: True) == window.step
+    assert rollback.replay(window, lambda signals: True).steps == window.step
 
 
 def gone_back_to_disk_and_forward_again(window: Window, rollback: Rollback) -> None:
@@ -339,6 +339,33 @@ def test_snapshots_taken_while_training_hold_what_was_there(late: LateCopies, tm
     healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[healing, NansAt(15)], **arguments)
     healed.train()
 
+    (back,) = [event for event in journal(tmp_path / "healed", "action") if event["action"] == "roll_back"]
+    assert (back["state"], back["to_step"]) == ("newest", 13)
+    assert_same_weights(weights(healed), weights(plain))
+
+
+def test_a_state_that_is_written_to_while_it_is_copied_is_not_trusted(
+    late: LateCopies, tmp_path: Path, tokenizer: Any
+) -> None:
+    def trained(directory: str, *callbacks: TrainerCallback) -> Any:
+        arguments = {"max_steps": 18, "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
+        trainer = sft_trainer(tmp_path / directory, tokenizer, callbacks=list(callbacks), **arguments)
+        head = trainer.model.lm_head.weight
+
+        def clamp(*_: Any) -> None:
+            with torch.no_grad():
+                head.clamp_(-0.02, 0.02)
+
+        trainer.model.register_forward_pre_hook(clamp)
+        trainer.train()
+        return trainer
+
+    plain = trained("plain")
+    config = HealingConfig(snapshot_interval=1, snapshot_verify_steps=2)
+    healed = trained("healed", SelfHealingCallback(config), NansAt(15))
+
+    (refused,) = journal(tmp_path / "healed", "snapshot_refused")
+    assert refused["tensors"] == ["written to while they were copied"]
     (back,) = [event for event in journal(tmp_path / "healed", "action") if event["action"] == "roll_back"]
     assert (back["state"], back["to_step"]) == ("newest", 13)
     assert_same_weights(weights(healed), weights(plain))
