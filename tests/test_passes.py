@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from noise import KernelNoise
 from test_splitting import batch_of, distance, flattened_batch, gradients, only
 from transformers import set_seed
 
@@ -156,6 +158,20 @@ def test_a_loss_that_compares_rows_is_noticed_and_not_tried_a_third_time() -> No
             step.run(inputs)
         step.model.zero_grad()
     assert not step.passes.wanted
+
+
+@pytest.mark.parametrize("loss", [contrasting, mean_over_rows])
+def test_in_few_bits_rounding_is_told_from_a_loss_that_compares_rows(loss: Loss) -> None:
+    noise, inputs = KernelNoise(4e-3), torch.randn(6, 8)
+
+    def rounded_anew(model: Callable[..., torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+        # A loss whose own kernels do not repeat: the gradients of the outputs are rounded at other places each time.
+        return loss(lambda given: noise.hook(torch.nn.Identity(), given, model(given)), inputs)
+
+    step = Step(rounded_anew, 2)
+    step.model.to(torch.bfloat16)
+    with pytest.raises(ComputedOtherwise) if loss is contrasting else contextlib.nullcontext():
+        step.run(inputs.to(torch.bfloat16))
 
 
 def test_one_step_that_was_otherwise_is_forgotten_after_one_that_was_not() -> None:

@@ -157,16 +157,16 @@ class Centred(torch.nn.Module):
         return inputs - inputs.mean(0)
 
 
-@pytest.mark.parametrize("eps", [1e-4, 1e-2])
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 1e-4), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize(
     ("together", "reason"),
     [(torch.nn.BatchNorm1d(8), "batch normalisation"), (Centred(), "depend on each other")],
     ids=["batch norm", "coupled rows"],
 )
-def test_rows_that_depend_on_each_other_are_refused(together: Any, reason: str, eps: float) -> None:
-    model = Perceptron(together)
+def test_rows_that_depend_on_each_other_are_refused(together: Any, reason: str, dtype: Any, eps: float) -> None:
+    model = Perceptron(together).to(dtype)
     with split(model, only(2)) as calls, kernel_noise(model, eps):
-        model(torch.randn(6, 8))
+        model(torch.randn(6, 8, dtype=dtype))
     assert reason in calls.refused
 
 

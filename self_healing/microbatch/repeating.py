@@ -63,15 +63,15 @@ class Trace:
             Which modules were training.
         adapters (`list`):
             Which adapters were active.
-        dtype (`torch.dtype`):
-            The lowest precision it was computed in.
+        autocast (`torch.dtype`):
+            What it was cast to, `None` if it was not.
     """
 
     sample: list[torch.Tensor]
     drawn: RandomState
     modes: list[bool]
     adapters: list[Any]
-    dtype: torch.dtype
+    autocast: torch.dtype | None
 
     def switched(self, other: Trace) -> bool:
         """Whether something was switched between the two, dropout for example, that may show in what comes out."""
@@ -144,12 +144,13 @@ class Repeats:
 
     def trace(self, tensors: Sequence[torch.Tensor]) -> Trace:
         """What is kept of what came out just now."""
+        kind, modules = self._device.type, list(self._module.modules())
         return Trace(
             sampled(tensors),
             RandomState.capture(self._device),
-            [each.training for each in self._module.modules()],
-            _adapters(self._module),
-            self._lowest_precision(),
+            [each.training for each in modules],
+            _adapters(modules),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         )
 
     def first_trace(self, tensors: Sequence[torch.Tensor]) -> Trace:
@@ -182,16 +183,16 @@ class Repeats:
             return Verdict.OTHER
         between = [_apart(repeated[0], each) for each in repeated[1:]]
         to_first = [_apart(first, each) for each in repeated]
-        switched, verdict = first.switched(repeated[0]), Verdict.SAME
+        dtype, switched, verdict = self._lowest_precision(first), first.switched(repeated[0]), Verdict.SAME
         for place, (values, level) in enumerate(zip(first.sample, self._of(first), strict=True)):
             spread = max(pair[place][0] for pair in between)
             distance = min(each[place][0] for each in to_first)
             level.look_at_sizes()
-            rounding = level.scale * _last_places(values, first.dtype) / math.sqrt(max(len(values), 1))
+            rounding = level.scale * _last_places(values, dtype) / math.sqrt(max(len(values), 1))
             level.noise = max(level.noise, _NOISE * spread + rounding)
             if distance <= level.noise:
                 continue
-            if switched or distance > level.at_most(first.dtype):
+            if switched or distance > level.at_most(dtype):
                 return Verdict.OTHER
             verdict = Verdict.UNCLEAR
         return verdict
@@ -204,19 +205,17 @@ class Repeats:
         if not first.comparable(again):
             return False
         pairs = [(level, distance) for level, (distance, _) in zip(self._of(first), _apart(first, again), strict=True)]
-        if any(distance > level.at_most(first.dtype) for level, distance in pairs):
+        dtype = self._lowest_precision(first)
+        if any(distance > level.at_most(dtype) for level, distance in pairs):
             return False
         for level, distance in pairs:
             level.accepted = max(level.accepted, 2 * distance if distance > level.noise else 0.0)
         return True
 
-    def _lowest_precision(self) -> torch.dtype:
-        """Of what a call computes in just now."""
+    def _lowest_precision(self, trace: Trace) -> torch.dtype:
+        """Of what a call computed in."""
         found = {each.dtype for each in self._module.parameters() if each.is_floating_point() and each.itemsize > 1}
-        if self._autocast is not None:
-            found.add(self._autocast)
-        if torch.is_autocast_enabled(self._device.type):
-            found.add(torch.get_autocast_dtype(self._device.type))
+        found |= {dtype for dtype in (self._autocast, trace.autocast) if dtype is not None}
         return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
     def _of(self, trace: Trace) -> list[_Level]:
@@ -275,7 +274,7 @@ def _last_places(values: torch.Tensor, dtype: torch.dtype) -> float:
     return _LAST_PLACES * last_place
 
 
-def _adapters(module: torch.nn.Module) -> list[Any]:
+def _adapters(modules: Sequence[torch.nn.Module]) -> list[Any]:
     """Which adapters are active in which layer, how strongly, and which are merged into it."""
     if "peft" not in sys.modules:
         return []
@@ -288,6 +287,6 @@ def _adapters(module: torch.nn.Module) -> list[Any]:
             tuple(each.merged_adapters),
             dict(getattr(each, "scaling", {})),
         )
-        for each in module.modules()
+        for each in modules
         if isinstance(each, BaseTunerLayer)
     ]
