@@ -250,7 +250,9 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
     """
     Finds out why a loss has risen and stays up, by computing the same batch with the weights of trusted states.
 
-    If one of them does clearly better, the weights have become worse. If none does, but an earlier healthy batch gives
+    If one of them does clearly better, the weights have become worse; unless the last healthy batch is as good as it
+    was with the weights there are, and so much worse with the others that little would be gained: data of two kinds
+    that take turns, of which one is forgotten for the other. If none does better, but an earlier healthy batch gives
     with trusted weights what it gave then, the data have become harder, and going back would not help. If that is not
     so either, something else in the computation is wrong. Weights, gradients and random states are as before on
     return.
@@ -272,9 +274,23 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
     rise = max(math.log(loss / level), 2 * scale)
 
     def experiment() -> Diagnosis:
-        # Half of the rise, because the other half may be this batch.
-        found = _try_trusted_states(window, rollback, lambda then: _rise(then.loss, loss) >= 0.5 * rise)
-        found.evidence["loss_now"] = loss
+        before = rollback.last_healthy()
+        evidence: dict[str, Any] = {"loss_now": loss}
+        unharmed = None
+        if before is not None:
+            again = window.loss_of(before)
+            evidence["last_healthy_batch"] = {"loss_then": before.loss, "loss_now": again}
+            unharmed = before if _rise(before.loss, again) < 0.5 * rise else None
+
+        def better(then: StepSignals) -> bool:
+            gained = _rise(then.loss, loss)
+            if unharmed is not None and gained >= 0.5 * rise:
+                gained -= max(_rise(unharmed.loss, window.loss_of(unharmed)), 0.0)
+            # Half of the rise, because the other half may be this batch.
+            return gained >= 0.5 * rise
+
+        found = _try_trusted_states(window, rollback, better)
+        found.evidence.update(evidence)
         if found.cause == "weights":
             return found
         return _hold_against_control(window, rollback, rollback.generations()[0], rise, found.evidence)

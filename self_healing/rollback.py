@@ -693,6 +693,10 @@ class Rollback:
 
     # ---- trying out ----
 
+    def last_healthy(self) -> Control | None:
+        """The last step before anything was wrong with the loss; `None` if a rank had no room for it. Collective."""
+        return self._on_all_ranks(self._control)
+
     def generations(self) -> list[Snapshot]:
         """Trusted states in memory, the newest first."""
         initial = [] if self.ring.initial is None else [self.ring.initial]
@@ -744,14 +748,19 @@ class Rollback:
         self._running.reload(checkpoint)
 
     def try_on(self, snapshot: Snapshot) -> Control | None:
-        """Puts a state in place for an experiment; a healthy step from before it, to compare with."""
+        """Puts a state in place for an experiment; a healthy step from before it, to compare with. Collective."""
         self.displaced = True
         self._restore(snapshot)
         control = snapshot.extras.get("control")
         if control is None and snapshot is self.ring.initial and self.first_steps:
             # Its first step was computed with this state.
             control = self.first_steps[0]
-        return control if isinstance(control, Control) else None
+        return self._on_all_ranks(control)
+
+    def _on_all_ranks(self, control: Any) -> Control | None:
+        """A step that is to be computed again, by all ranks or by none."""
+        kept = isinstance(control, Control)
+        return None if consensus.any_rank(not kept, self._device) else control
 
     def prefer(self, snapshot: Snapshot) -> None:
         """Drops the states that are newer than one that was found to be better."""

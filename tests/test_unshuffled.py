@@ -48,6 +48,28 @@ class InOrder(Dataset[dict[str, torch.Tensor]]):
         return {"inputs": inputs, "labels": size * (target + noise) if self.scaled else target + size * noise}
 
 
+class InTurns(Dataset[dict[str, torch.Tensor]]):
+    """Batches of two functions, one of them for 30 to 80 steps and then the other: either is forgotten meanwhile."""
+
+    def __init__(self, steps: int, seed: int) -> None:
+        self.seed = seed
+        generator = torch.Generator().manual_seed(seed)
+        self.kinds: list[int] = []
+        while len(self.kinds) < steps:
+            turn = int(torch.randint(30, 81, (1,), generator=generator))
+            self.kinds += [0 if not self.kinds else 1 - self.kinds[-1]] * turn
+        self.weights = 0.7 * torch.randn(2, FEATURES, generator=generator) / math.sqrt(FEATURES)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1_000_003 * self.seed + index)
+        inputs = torch.randn(256, FEATURES, generator=generator)
+        noise = 0.3 * torch.randn(256, generator=generator)
+        return {"inputs": inputs, "labels": inputs @ self.weights[self.kinds[index]] + noise}
+
+
 def in_shards(seed: int) -> list[float]:
     """One level for 30 to 80 steps; they differ by 10 %."""
     generator = torch.Generator().manual_seed(seed)
@@ -64,7 +86,9 @@ def sorted_by_level(seed: int) -> list[float]:
     return sorted((0.15 * torch.randn(STEPS // 3, generator=generator)).exp().tolist())
 
 
-def trained(directory: Path, data: InOrder, steps: int, callback: SelfHealingCallback | None = None) -> Trainer:
+def trained(
+    directory: Path, data: InOrder | InTurns, steps: int, callback: SelfHealingCallback | None = None
+) -> Trainer:
     set_seed(data.seed)
     arguments = TrainingArguments(
         output_dir=str(directory),
@@ -84,7 +108,9 @@ def trained(directory: Path, data: InOrder, steps: int, callback: SelfHealingCal
     return trainer
 
 
-def assert_left_alone(directory: Path, data: InOrder, steps: int, config: HealingConfig | None = None) -> Counter[str]:
+def assert_left_alone(
+    directory: Path, data: InOrder | InTurns, steps: int, config: HealingConfig | None = None
+) -> Counter[str]:
     """Weights are the plain trainer's, bitwise; returns how often which symptom was looked into."""
     plain = trained(directory / "plain", data, steps)
     watched = trained(directory / "watched", data, steps, SelfHealingCallback(config))
@@ -115,6 +141,15 @@ class TestHarderData:
         seen = assert_left_alone(tmp_path, InOrder(levels, seed=0), len(levels), config)
         assert seen
         assert [event["failure"] for event in journal(tmp_path / "watched", "outcome")] == ["harder_data"]
+
+
+def test_what_is_forgotten_for_another_kind_is_not_taken_for_worse_weights(tmp_path: Path) -> None:
+    seen = assert_left_alone(tmp_path, InTurns(800, seed=4), 90, HealingConfig(snapshot_interval=10))
+    assert seen["divergence"], "nothing was tried out"
+    (found,) = (event for event in journal(tmp_path / "watched", "diagnosed") if event["failure"] == "harder_data")
+    # The weights the run began with are much better on this batch, and as much worse on the one before it.
+    same_batch = found["evidence"]["same_batch"]
+    assert same_batch["weights of step 0"]["loss"] < 0.5 * found["evidence"]["loss_now"]
 
 
 @pytest.mark.slow
