@@ -713,7 +713,7 @@ class StepJudge:
         if found.failure is not FailureType.HARDER_DATA:
             # What is not known is no reason to change a run: it is watched.
             return False
-        self._panel.divergence.hurry()
+        self._panel.divergence.prove_harmless()
         session.watch.forget()
         session.journal.dealt_with(incident)
         session.journal.closed(incident, "reported")

@@ -90,17 +90,6 @@ def test_no_healthy_public_run_rises_slowly() -> None:
         assert not [step for step, loss in enumerate(losses) if detector.observe(step, loss)], path
 
 
-# In these the loss does rise and stay up again and again, or two alarms are what it takes to learn what is usual.
-BEYOND_THE_BOUND = {
-    "healthy_sft_llama3_8b_mob_per_step": 1 / 3.5,
-    "3 % of the batches with 2 times the loss": 0.15,
-    "1 % of the batches with 30 times the loss": 0.15,
-    "sorted in each epoch, ± 15 %": 0.2,
-    "shards of 100 to 400 steps, ± 10 %": 1.5,
-    "shards of 10 to 50 steps, ± 10 %": 1.5,
-}
-
-
 class TestActingAlarms:
     def test_there_is_none_on_a_public_run_on_unshuffled_data(self) -> None:
         run = benchmark_module.read_curve(benchmark_module.UNSHUFFLED)
@@ -108,15 +97,12 @@ class TestActingAlarms:
         assert benchmark_module.acting_alarms([run])["alarms"] == 0
 
     @pytest.mark.parametrize("kind", COMMITTED["acting"])
-    def test_the_committed_figures_are_one_in_ten_thousand_steps(self, kind: str) -> None:
-        assert COMMITTED["acting"][kind]["per_1000_steps"] <= BEYOND_THE_BOUND.get(kind, 0.1)
+    def test_the_false_ones_are_one_in_ten_thousand_steps(self, kind: str) -> None:
+        assert COMMITTED["acting"][kind]["false_per_1000_steps"] <= 0.1
 
-    @pytest.mark.parametrize("kind", COMMITTED["acting"])
-    def test_so_is_what_changes_a_run_without_being_tried_out(self, kind: str) -> None:
-        found = COMMITTED["acting"][kind]
-        # One gradient of 5 to 10 times the usual norm is clipped there.
-        allowed = 1 if kind == "healthy_sft_llama3_8b_mob_per_step" else found["steps"] / 10_000
-        assert found["alarms"] - found["divergences"] <= allowed
+    def test_no_public_run_has_more_than_one_tenfold_gradient(self) -> None:
+        found = {kind: figures["tenfold_gradients"] for kind, figures in COMMITTED["acting"].items()}
+        assert {kind: count for kind, count in found.items() if count} == {"healthy_sft_llama3_8b_mob_per_step": 1}
 
     @pytest.mark.parametrize(
         "simulation",

@@ -202,6 +202,44 @@ class TestNoiseThatIsNotIndependent:
                 detector.observe(reading(z))
         assert detector.limit > 1.4 * 11.0
 
+    def risen(self, *rises: float, harmless: bool = True) -> list[float]:
+        """Which of the rises of a loss that stays up for 60 steps, and then comes back, are divergences."""
+        panel, found, step = DetectorPanel(), [], 0
+        for rise in rises:
+            for value in noise(200, seed=step) + noise(60, 2.0 * math.exp(rise), seed=step + 1) + noise(140):
+                symptoms = panel.observe(StepSignals(step, value))
+                if "divergence" in names(symptoms):
+                    found.append(rise)
+                    if harmless:
+                        panel.divergence.prove_harmless()
+                step += 1
+        return found
+
+    def test_a_rise_that_was_proved_harmless_has_to_double_to_be_tried_again(self) -> None:
+        assert self.risen(0.3, 0.3, 0.4, 0.65) == [0.3, 0.65]
+        assert self.risen(0.3, 0.3, harmless=False) == [0.3, 0.3]
+
+    def test_a_loss_that_has_doubled_is_always_tried(self) -> None:
+        assert self.risen(0.5, 0.6, 0.8) == [0.5, 0.8]
+
+    def test_what_was_proved_harmless_is_kept_with_the_state(self) -> None:
+        detector, other = DivergenceDetector(), DivergenceDetector()
+        for _ in range(4):
+            detector.observe(reading(8.0))
+        detector.prove_harmless()
+        other.load_state_dict(json.loads(json.dumps(detector.state_dict())))
+        other.reset()
+        assert [other.observe(reading(12.0)) for _ in range(10)] == [None] * 10
+        assert any(other.observe(reading(17.0)) for _ in range(10))
+
+    def test_late_in_a_long_run_chance_needs_more_and_a_doubled_loss_hardly_longer(self) -> None:
+        def delay(z: float, begins: int) -> int:
+            detector = DivergenceDetector()
+            return next(step for step in range(200) if detector.observe(reading(z, step=begins + step))) + 1
+
+        assert (delay(1.5, 0), delay(1.5, 100_000)) == (12, 40)
+        assert (delay(14.0, 0), delay(14.0, 100_000)) == (4, 7)
+
     def test_a_rise_that_was_healed_does_not_count_as_harmless(self) -> None:
         detector = DivergenceDetector()
         for _ in range(4):

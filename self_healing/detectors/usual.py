@@ -99,7 +99,9 @@ class UsualRises:
     within each epoch, make the loss rise again and again.
 
     The second-highest of them counts, and a rise that was reported and proved harmless counts as two; the next has to
-    rise half as far again, three times as far as usual at most.
+    rise half as far again, three times as far as usual at most. How far the loss itself was up when trusted weights
+    were no better on the same batch is remembered for good: the next rise has to be twice as high, or the loss has to
+    have doubled, to be worth another such experiment.
 
     Args:
         limit (`float`):
@@ -111,6 +113,16 @@ class UsualRises:
         self.limit = limit
         """What a CUSUM has to exceed now."""
         self._least = limit
+        self._harmless = 0.0
+
+    @property
+    def least_rise(self) -> float:
+        """How far the loss has to be up, in natural-log units."""
+        return min(2 * self._harmless, math.log(2))
+
+    def add_harmless(self, rise: float) -> None:
+        """Takes in how far, in natural-log units, the loss was up when the weights were found not to be to blame."""
+        self._harmless = max(self._harmless, rise)
 
     def add(self, step: int, height: float, reported: bool = False) -> None:
         """Takes in a rise that is over: the furthest the CUSUM went, and whether it was reported."""
@@ -128,8 +140,9 @@ class UsualRises:
         self.limit = min(max(wanted, self._least), 3 * self._least)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rises": [list(each) for each in self._rises]}
+        return {"rises": [list(each) for each in self._rises], "harmless": self._harmless}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rises = [(step, height) for step, height in state["rises"]]
+        self._harmless = state.get("harmless", 0.0)
         self._settle()
