@@ -423,7 +423,7 @@ class TestWarmRestarts:
     def test_raise_the_loss_because_they_are_meant_to(self, tmp_path: Path, tokenizer: Any) -> None:
         arguments = {
             "max_steps": 300,
-            "learning_rate": 1e-2,
+            "learning_rate": 3e-2,
             "lr_scheduler_type": "cosine_with_restarts",
             "lr_scheduler_kwargs": {"num_cycles": 4},
         }
