@@ -10,7 +10,11 @@ OLDEST := transformers==5.4.0 huggingface_hub==1.33.0 tokenizers==0.22.2
 OLDEST_TESTS := tests/test_nonfinite.py tests/test_healthy.py tests/test_exceptions.py tests/test_rollback.py \
 	tests/test_learning_rate.py tests/test_memory.py
 
-.PHONY: demo test test-slow test-oldest lint
+# On a machine with a GPU, whose own Python has torch for it; `make gpu-needs` says what else it lacks.
+GPU_PYTHON ?= python3
+GPU_TESTS := tests/test_healthy.py tests/test_nonfinite.py tests/test_rollback.py
+
+.PHONY: demo test test-slow test-oldest test-gpu bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
@@ -25,6 +29,22 @@ test-slow: .venv/.installed
 
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(OLDEST_TESTS)
+
+# Each part writes its result as it goes; what was cut off is gone on with when it is called again.
+bench-gpu: gpu-needs
+	$(GPU_PYTHON) benchmarks/gpu.py run
+
+test-gpu: gpu-needs
+	$(GPU_PYTHON) -m pytest -m gpu tests/test_gpu_bench.py tests/test_memory_gpu.py
+	TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest $(GPU_TESTS)
+	TEST_DEVICE=cuda TEST_PRECISION=bf16 $(GPU_PYTHON) -m pytest $(GPU_TESTS)
+
+gpu-needs:
+	$(GPU_PYTHON) benchmarks/gpu.py needs
+
+# Where there is a network: what such a machine lacks, for Python 3.12 on x86-64, into .whl.
+gpu-wheels:
+	$(GPU_PYTHON) benchmarks/gpu.py wheels
 
 lint: .venv/.installed
 	.venv/bin/ruff check .

@@ -18,8 +18,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
@@ -31,23 +29,46 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+
+
+try:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import (
+        DPOConfig,
+        DPOTrainer,
+        GRPOConfig,
+        GRPOTrainer,
+        KTOConfig,
+        KTOTrainer,
+        RewardConfig,
+        RewardTrainer,
+        RLOOConfig,
+        RLOOTrainer,
+        SFTConfig,
+        SFTTrainer,
+    )
+except ImportError as _missing:
+    # A machine with a GPU need not have all of it. What needs none of it is run there all the same.
+    SFTTrainer = None
+    _WHY = f"{_missing}; `python benchmarks/gpu.py needs` says how to get it"
+
+    class LeftOut(pytest.Module):
+        def collect(self) -> Any:
+            pytest.skip(_WHY, allow_module_level=True)
+
+    def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
+        return None if module_path.name == "test_gpu_bench.py" else LeftOut.from_parent(parent, path=module_path)
 
 
 torch.set_num_threads(1)
+# Where the models of all tests are trained, and in which precision: `make test-gpu` has them on a GPU.
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+PRECISION = os.environ.get("TEST_PRECISION", "fp32")
+if DEVICE != "cpu":
+    # Before the first matrix product: without it, cuBLAS does not repeat bitwise.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 SENTENCE = "the model reads a row of text and learns to say what comes next in every line it has seen before"
 WORDS = SENTENCE.split()
@@ -121,10 +142,10 @@ def common_arguments(output_dir: Path, **overrides: Any) -> dict[str, Any]:
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
-        "use_cpu": True,
+        "use_cpu": DEVICE == "cpu",
         "disable_tqdm": True,
         "seed": 7,
-        "bf16": False,
+        "bf16": PRECISION == "bf16",
         "gradient_checkpointing": False,
         **overrides,
     }

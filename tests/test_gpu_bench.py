@@ -1,0 +1,137 @@
+"""What is run on a GPU, gone through on the CPU with tiny sizes: it must not fail there of a typo."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+gpu = importlib.import_module("gpu")
+gpu_parts = importlib.import_module("gpu_parts")
+
+
+# Of each part one case that runs on a CPU; those that start processes of their own are slow.
+QUICK = {
+    "repeats": "heals in fp32",
+    "memory": "lm",
+    "vocabulary": "152k tokens",
+    "side_stream": "harder data, slow copies",
+    "replay": "learning rate 0.001",
+    "precision": "sdpa",
+    "compile": "default",
+    "syncs": "sft",
+    "overhead": "0.5B",
+}
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def run_case(part: str, case: str, device: str) -> dict[str, Any]:
+    found = gpu_parts.outcome(gpu_parts.PARTS[part][case], device, tiny=True)
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    return found
+
+
+def test_the_parts_are_those_there_are() -> None:
+    assert tuple(gpu_parts.PARTS) == gpu.PARTS
+
+
+@pytest.mark.parametrize(("part", "case"), QUICK.items())
+def test_a_part_can_be_rehearsed(part: str, case: str) -> None:
+    found = run_case(part, case, "cpu")
+    assert "error" not in found, found["traceback"]
+    assert found["shown"] is not False, found
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(("part", "case"), [(part, case) for part in gpu.PARTS for case in gpu_parts.PARTS[part]])
+def test_a_case_shows_what_it_has_to_on_the_device(part: str, case: str) -> None:
+    found = run_case(part, case, "cuda")
+    assert "error" not in found, found["traceback"]
+    assert found["shown"] is not False, found
+
+
+@pytest.mark.slow
+def test_all_parts_run_and_are_complete_where_the_libraries_are(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "run", "--device", "cpu", "--tiny"]
+    ended = subprocess.run([*command, "--results", str(tmp_path)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
+    assert {path.stem for path in tmp_path.iterdir()} == {f"gpu_{part}" for part in gpu.PARTS}
+    assert all(json.loads(path.read_text())["complete"] for path in tmp_path.iterdir())
+
+
+WITHOUT = "import sys; sys.modules.update(dict.fromkeys(('trl', 'datasets', 'peft', 'bitsandbytes')))"
+
+
+@pytest.mark.slow
+def test_without_trl_its_cases_are_left_out_with_a_reason(tmp_path: Path) -> None:
+    script = f"{WITHOUT}; sys.path.insert(0, {str(BENCHMARKS)!r}); import gpu_parts; gpu_parts.main()"
+    command = [sys.executable, "-c", script, "memory", str(tmp_path), "--device", "cpu", "--tiny"]
+    assert subprocess.run(command).returncode == 0
+    cases = json.loads((tmp_path / "gpu_memory.json").read_text())["cases"]
+    assert cases["lm"]["shown"] is True
+    assert cases["dpo"]["skipped"] == "not installed: trl, datasets"
+
+
+@pytest.mark.slow
+def test_without_trl_tests_are_skipped_with_a_reason() -> None:
+    tests = Path(__file__).parent
+    files = [str(tests / name) for name in ("test_memory_gpu.py", "test_healthy.py", "test_gpu_bench.py")]
+    script = f"{WITHOUT}; import pytest; sys.exit(pytest.main({[*files, '-q', '-rs', '-k', 'complete or healthy']!r}))"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=tests.parent, capture_output=True, text=True)
+    assert "benchmarks/gpu.py needs" in ended.stdout
+    assert "error" not in ended.stdout
+    assert ended.returncode in (0, 5), ended.stdout
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A part of three cases that only say that they ran."""
+    ran: list[str] = []
+
+    def case(name: str) -> Any:
+        return lambda setting: ran.append(name) or {"shown": True}
+
+    monkeypatch.setitem(gpu_parts.PARTS, "syncs", {name: case(name) for name in ("one", "two", "three")})
+    return ran
+
+
+def test_a_part_that_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = counted(monkeypatch)
+    before = {"cases": {"one": {"shown": True}, "two": {"begun": True}}}
+    (tmp_path / "gpu_syncs.json").write_text(json.dumps(before))
+    found = gpu_parts.run_part("syncs", tmp_path, "cpu", tiny=True)
+    # What ended its process would end it again.
+    assert ran == ["three"]
+    assert "its process was ended" in found["cases"]["two"]["error"]
+    assert found["complete"]
+    assert {"device", "date", "versions"} <= found.keys()
+
+
+def test_what_a_case_raises_is_its_result_and_the_next_one_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(setting: Any) -> dict[str, Any]:
+        raise ValueError("a typo")
+
+    monkeypatch.setitem(gpu_parts.PARTS, "syncs", {"one": fail, "two": lambda setting: {"shown": True}})
+    found = gpu_parts.run_part("syncs", tmp_path, "cpu", tiny=True)
+    assert found["cases"]["one"]["error"] == "ValueError: a typo"
+    assert found["cases"]["two"]["shown"] is True
+
+
+def test_one_command_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "missing", lambda wanted: ["tenacity"] if "tenacity" in wanted else ["trl"])
+    assert gpu.tell_needs() == 1
+    assert "python3 -m pip install -c constraints.txt tenacity trl" in capsys.readouterr().out
