@@ -79,7 +79,7 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
     # What a failing forward left in batch norm statistics is a consequence, not a cause.
     window.restore_buffers()
     # Whatever comes of the step, these are not applied; what is done next may need their memory.
-    window.discard_gradients()
+    window.discard()
     corrupted = instrument.nonfinite_tensors()
     if consensus.any_rank(bool(corrupted), device):
         return Diagnosis(

@@ -600,11 +600,15 @@ class Rollback:
         if self._running.device_lost:
             return
         running = self._running
-        # Gradients are those of the state that is left.
         with_room(
-            lambda: self.ring.restore(snapshot, running.live_state()), self._device, give_up=running.discard_gradients
+            lambda: self.ring.restore(snapshot, running.live_state()), self._device, give_up=self._give_up_memory
         )
         self._running.optimizer_in_training_mode()
+
+    def _give_up_memory(self) -> None:
+        """What is not needed to put a state in place: the gradients are those of the state that is left."""
+        self._running.discard_gradients()
+        self.free_batches(of_host=False)
 
     def _restored(self, snapshot: Snapshot) -> bool:
         """Puts a state in place, at the second attempt if need be; whether it is."""

@@ -279,6 +279,7 @@ PLACES = {
     "half an update: the copy before it": Place(
         half_updated, SnapshotRing, "restore", "stopped", True, {"optimizer_step_backup": True, "snapshots": False}
     ),
+    "splitting: what a step begins from": Place(too_large, Window, "compute_again_so_far", "stopped"),
     "splitting: trying two rows": Place(too_large, additivity, "without_caches", "stopped"),
     "where it begins": Place(wrong_from_the_start, Window, "_origin_in", "stopped"),
     "a snapshot: taking it": Place(healthy, SnapshotRing, "take", "ended"),

@@ -583,11 +583,6 @@ class Window:
         self._trainer.state.num_input_tokens_seen = tokens
         self._tokens_inside = 0
 
-    def discard_gradients(self) -> None:
-        """Drops the gradients there are: the step is computed again before it is applied, or it is left out."""
-        self._touched = True
-        discard_gradients(self._trainer.model)
-
     def restore_buffers(self) -> None:
         """Buffers that a forward pass changes (batch norm statistics) as they were when the step began."""
         if self._start is not None:

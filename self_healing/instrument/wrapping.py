@@ -564,11 +564,17 @@ class Instrument:
             try:
                 return window.compute_again_so_far(before_the_step)
             except TrainingFault as fault:
-                again = self._memory_ran_out(fault.error)
-                if again is None:
-                    self.detach()
-                    raise fault.error from None
-                ran_out = again
+                error = fault.error
+            except Exception as ours:
+                # In what is done around the training step: counters and buffers put back.
+                if not is_out_of_memory(ours):
+                    raise
+                error = ours
+            again = self._memory_ran_out(error)
+            if again is None:
+                self.detach()
+                raise error
+            ran_out = again
 
     def call_training_step(self, window: Window, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """
