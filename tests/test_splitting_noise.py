@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from conftest import dpo_trainer, grpo_trainer, journal, kto_trainer, reward_trainer, sft_trainer
 from noise import kernel_noise
+from peft import LoraConfig
+from test_faults_while_splitting import OwnLoss
 from test_memory import TooManyRows
 from test_splitting import Scorer, batch_of, only, split
 
@@ -134,6 +137,27 @@ def test_another_mode_in_the_backward_pass_is_refused(
     room_for_one_row(trainer)
     switching_for_the_backward_pass(trainer, switch)
     with kernel_noise(trainer.model, eps), pytest.raises(UnrecoverableTrainingError, match="another adapter or mode"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_another_adapter_in_the_backward_pass_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    adapter = LoraConfig(target_modules=["q_proj"], r=2)
+    config = HealingConfig(oom_activation_checkpointing=False)
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        dropout=0.0,
+        bf16=True,
+        callbacks=[SelfHealingCallback(config)],
+        trainer_class=OwnLoss,
+        trainer_kwargs={"peft_config": adapter},
+    )
+    trainer.model.add_adapter("other", adapter)
+    room_for_one_row(trainer)
+    names = itertools.cycle(["other", "default"])
+    switching_for_the_backward_pass(trainer, lambda model: model.set_adapter(next(names)))
+    with kernel_noise(trainer.model, 4e-3), pytest.raises(UnrecoverableTrainingError, match="another adapter or mode"):
         trainer.train()
     assert trainer.state.global_step == 0
 

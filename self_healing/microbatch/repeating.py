@@ -33,6 +33,8 @@ _SAMPLED = 4096
 _NOISE, _UNCLEAR = 8.0, 32.0
 # Last places that rounding may take from a single number.
 _LAST_PLACES = 2
+# What says of a layer with adapters how it computes.
+_OF_AN_ADAPTER = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 # Pieces whose outputs say how large outputs are.
 _PIECES = 64
 # What costs no second look: another order of the same sums, relative to what is summed up.
@@ -250,15 +252,19 @@ def _apart(first: Trace, again: Trace) -> list[tuple[float, float]]:
     for one, other in zip(first.sample, again.sample, strict=True):
         precise = torch.promote_types(one.dtype, torch.float32)
         left, right = one.to(precise), other.to(precise)
-        usable = (left.abs() < _HUGE) & (right.abs() < _HUGE)
+        usable = _is_usable(one) & _is_usable(other)
         found += [_size(torch.where(usable, values, 0)) for values in (left - right, left)]
     # Of a model on several devices outputs may be as well; they are read together.
     numbers = torch.stack([each.to(found[0].device, torch.float32) for each in found]).tolist() if found else []
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
+def _is_usable(values: torch.Tensor) -> torch.Tensor:
+    return values.abs() < min(_HUGE, torch.finfo(values.dtype).max / 2)
+
+
 def _usable(values: torch.Tensor) -> torch.Tensor:
-    return torch.where(values.abs() < _HUGE, values, 0)
+    return torch.where(_is_usable(values), values, 0)
 
 
 def _size(values: torch.Tensor) -> torch.Tensor:
@@ -280,13 +286,9 @@ def _adapters(modules: Sequence[torch.nn.Module]) -> list[Any]:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    # As text: what is kept must not change with the layer.
     return [
-        (
-            tuple(each.active_adapters),
-            each.disable_adapters,
-            tuple(each.merged_adapters),
-            dict(getattr(each, "scaling", {})),
-        )
+        [str(getattr(each, name, None)) for name in _OF_AN_ADAPTER]
         for each in modules
         if isinstance(each, BaseTunerLayer)
     ]
