@@ -168,11 +168,12 @@ class StepJudge:
         instrument = self._instrument
         opened = self.session.journal.incidents[known:]
         corrupted = any(incident.failure is FailureType.CORRUPTED_STATE for incident in opened)
-        unsound |= corrupted or self.session.rollback.displaced or (window is not None and not window.sound)
+        unsound |= corrupted or self.session.rollback.displaced
+        unsound |= self._acts and window is not None and not window.sound
         if not unsound:
             logger.warning(
-                "Step %d: no memory was left for what self_healing does beside training (%s). Nothing is wrong with "
-                "the step; it goes on as it is, and the next one is looked after again.",
+                "Step %d: no memory was left for what self_healing does beside training (%s). Nothing is to be done "
+                "about the step; it goes on as it is, and the next one is looked after again.",
                 instrument.step,
                 describe_exception(error),
             )

@@ -394,18 +394,32 @@ def test_without_memory_beside_a_step_that_is_sound_training_goes_on(
     assert_same_weights(found, undisturbed(healthy))
 
 
-def test_a_failure_of_ours_lets_no_step_through_that_is_not_finite(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+@pytest.mark.parametrize("on_nonfinite", ["heal", "skip", "warn"])
+def test_a_failure_of_ours_lets_no_step_through_that_would_be_left_out(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, on_nonfinite: str
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise KeyError("a mistake of ours")
 
-    case = transient(tmp_path, tokenizer)
+    case = transient(tmp_path, tokenizer, on_nonfinite=on_nonfinite)
     monkeypatch.setattr(StepJudge, "_heal_nonfinite", fail)
     train(case)
 
     assert "has switched itself off" in caplog.text
-    assert all(torch.isfinite(value).all() for value in weights(case.trainer).values())
+    finite = all(torch.isfinite(value).all() for value in weights(case.trainer).values())
+    assert finite == (on_nonfinite != "warn")
+
+
+def test_a_run_in_which_nothing_is_healed_is_not_stopped_for_memory(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    numbers = PLACES["computing again: the numbers that judge it"]
+    place = Place(numbers.case, numbers.holder, numbers.name, "ended", settings={"on_nonfinite": "warn"})
+    memory, _, _, postmortem = run_out(place, 4, tmp_path, tokenizer, monkeypatch)
+
+    assert memory.fired == 4
+    assert postmortem is None
+    assert "has switched itself off" not in caplog.text
 
 
 def test_the_state_a_step_begins_from_is_copied_at_the_second_attempt(

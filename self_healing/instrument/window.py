@@ -803,8 +803,8 @@ class Window:
         return all(math.isfinite(float(value)) for value in (*self.losses, *norms))
 
     def abandon(self) -> None:
-        """After a failure of our own: a step that is not sound is left out, one that is goes on as it is."""
-        if not self.sound:
+        """After a failure of our own: leaves a step out that is not sound, if any is left out at all."""
+        if self._touched or (self._instrument.leaves_out_nonfinite and not self.sound):
             self.skip(None)
 
     def _set_running_loss(self, losses: Sequence[torch.Tensor]) -> None:

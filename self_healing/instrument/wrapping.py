@@ -221,6 +221,11 @@ class Instrument:
         return self._told_of_lost_device is not None
 
     @property
+    def leaves_out_nonfinite(self) -> bool:
+        """Whether anything is done about steps that are not finite."""
+        return self._heals_exceptions and self.can_reexecute
+
+    @property
     def attached(self) -> bool:
         return bool(self._replaced)
 
