@@ -474,7 +474,9 @@ def save_offending_batch(window: Window, directory: Path, incident: Incident) ->
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(window.record(), path)
-    except Exception:
+    except Exception as error:
+        if classify_exception(error) is FailureType.DEVICE:
+            raise
         logger.warning("The batch of incident %s could not be kept.", incident.id, exc_info=True)
         return None
     return str(path)

@@ -562,7 +562,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 standing: Standing = "suspect" if finite is False else "unverified"
                 write_marker(checkpoint, session.run_id, state.global_step, exported, False, standing, finite)
                 session.rollback.checkpoint_saved(checkpoint, int(state.global_step))
-        except Exception:
+        except Exception as error:
+            if session.instrument.tells_of_lost_device(error):
+                raise
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
 
     def _hide_own_files(self, args: TrainingArguments) -> None:

@@ -733,7 +733,9 @@ class Rollback:
         self.displaced, failed = True, False
         try:
             self._reload(checkpoint)
-        except Exception:
+        except Exception as error:
+            if self._running.tells_of_lost_device(error):
+                raise
             failed = True
             logger.warning("%s could not be loaded.", checkpoint, exc_info=True)
         return not consensus.any_rank(failed or bool(self._running.nonfinite_tensors()), self._device)
@@ -747,6 +749,8 @@ class Rollback:
             self.displaced = False
 
     def _reload(self, checkpoint: str) -> None:
+        if self._running.device_lost:
+            return
         # It is written over what may still be being copied.
         self.ring.wait()
         self._running.reload(checkpoint)

@@ -83,6 +83,13 @@ def test_it_is_written_down_and_the_exception_goes_on_as_it_came(
     assert "training_step" not in vars(trainer)
 
 
+def test_our_own_callback_is_the_first_to_see_it(tmp_path: Path, tokenizer: Any, device: LostDevice) -> None:
+    trainer = build(tmp_path, tokenizer, LoseDevice(device, "on_save", 4), SelfHealingCallback())
+    assert ends_with(trainer, False, device) is device.first
+    assert len(device.tried) == 1
+    assert postmortem(tmp_path)["step"] == 4
+
+
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback alone"])
 def test_the_next_process_goes_on_bitwise_from_the_newest_checkpoint(
     tmp_path: Path, tokenizer: Any, device: LostDevice, undisturbed: dict[str, torch.Tensor], wrapped: bool
