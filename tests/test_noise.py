@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import (
+    POISON_WORD,
+    TEXTS,
     TRAINERS,
+    GradientFault,
     OutputFault,
+    PoisonToken,
     RaisingForward,
     assert_same_weights,
     journal,
     logged,
+    lost_connection,
+    quarantined,
     scaled_half_precision_trainer,
     sft_trainer,
     tiny_model,
@@ -23,7 +29,7 @@ from conftest import (
 from noise import kernel_noise
 from transformers import TrainerCallback
 
-from self_healing import SelfHealingCallback
+from self_healing import SelfHealingCallback, SelfHealingTrainer
 
 
 # Of one element: what atomic sums in single precision do, and what one step of the last place of a bfloat16 does.
@@ -260,31 +266,18 @@ def steps_lost(output_dir: Path) -> list[int]:
     return [event["steps_lost"] for event in journal(output_dir, "outcome")]
 
 
-REPLAYED = [(eps, rate) for eps in (1e-3, 3e-3) for rate in (1e-3, 1e-2)]
-
-
-@pytest.mark.parametrize(
-    ("name", "eps", "rate"),
-    [
-        pytest.param(name, eps, rate, marks=() if (name, rate) == ("SFTTrainer", 1e-2) else pytest.mark.slow)
-        for name in ("SFTTrainer", "Trainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
-        for eps, rate in REPLAYED
-    ],
-)
-def test_noisy_steps_are_applied_again(tmp_path: Path, tokenizer: Any, name: str, eps: float, rate: float) -> None:
+@pytest.mark.parametrize("eps", [1e-3, pytest.param(3e-3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rate", [pytest.param(1e-3, marks=pytest.mark.slow), 1e-2])
+def test_noisy_steps_are_applied_again(tmp_path: Path, tokenizer: Any, eps: float, rate: float) -> None:
     callbacks = [SelfHealingCallback(GOES_BACK), AtStep(FAULT, nan_weights)]
-    trainer = TRAINERS[name](tmp_path, tokenizer, callbacks=callbacks, learning_rate=rate, **LONG)
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, learning_rate=rate, **LONG)
     with kernel_noise(trainer.model, eps):
         trainer.train()
     [replay] = replays(tmp_path)
-    if name in ("KTOTrainer", "RewardTrainer") and rate == 1e-2 and not replay["happened"]:
-        # These have losses that jump at such a rate, where noise decides which way.
-        assert any(reason in replay["why"] for reason in (ANOTHER_STEP, LOOKS_BAD))
-        return
     assert replay["happened"]
     assert replay["replayed"] == FAULT - TRUSTED
     assert replay["repeats"] == "within noise"
-    assert steps_lost(tmp_path)[0] == 0
+    assert steps_lost(tmp_path) == [0]
 
 
 def test_steps_that_repeat_are_told_to_be_bitwise(tmp_path: Path, tokenizer: Any) -> None:
@@ -357,3 +350,135 @@ def test_a_replay_that_is_not_finite_is_refused(tmp_path: Path, tokenizer: Any) 
     refused = replays(tmp_path)[0]
     assert not refused["happened"]
     assert "is not finite" in refused["why"]
+
+
+# ---- every fault, under every trainer and at every level of noise ----
+
+QUICK = ("SFTTrainer", "bf16-4e-3")
+EVERYWHERE = [
+    pytest.param(
+        name,
+        *level.values,
+        id=f"{name}-{level.id}",
+        marks=() if (name, level.id) == QUICK else pytest.mark.slow,
+    )
+    for name in ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer")
+    for level in LEVELS
+]
+# A policy gradient has spikes, and rows that are generated do not come again.
+OFFLINE = [each for each in EVERYWHERE if each.values[0] != "GRPOTrainer"]
+# Long enough for the detectors to know what is usual.
+LONG_RUN = {"max_steps": 80, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+STEADY = {"max_steps": 46, "lr_scheduler_type": "constant", "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
+
+
+def healed(
+    output_dir: Path,
+    tokenizer: Any,
+    name: str,
+    bf16: bool,
+    eps: float,
+    arm: Callable[[Any], Any],
+    callbacks: Sequence[TrainerCallback] = (),
+    config: Mapping[str, Any] = GOES_BACK,
+    wrapped: bool = False,
+    **arguments: Any,
+) -> tuple[Any, Any]:
+    """A noisy run with a fault; the trainer and the fault."""
+    watching = [] if wrapped else [SelfHealingCallback(config)]
+    trainer = TRAINERS[name](output_dir, tokenizer, bf16=bf16, callbacks=[*watching, *callbacks], **arguments)
+    fault = arm(trainer)
+    with kernel_noise(trainer.model, eps):
+        (SelfHealingTrainer(trainer, config) if wrapped else trainer).train()
+    return trainer, fault
+
+
+def outcomes(output_dir: Path) -> list[tuple[str, str, int]]:
+    return [(each["failure"], each["outcome"], each["steps_lost"]) for each in journal(output_dir, "outcome")]
+
+
+@pytest.mark.parametrize(("name", "bf16", "eps"), EVERYWHERE)
+def test_a_passing_nan_costs_no_step(tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float) -> None:
+    def arm(trainer: Any) -> OutputFault:
+        return OutputFault(trainer.model, strike=lambda forward: forward == 4)
+
+    healed(tmp_path, tokenizer, name, bf16, eps, arm, max_steps=6)
+    assert outcomes(tmp_path) == [("nonfinite_transient", "resolved", 0)]
+    assert repeats(tmp_path) == ["within noise"]
+
+
+@pytest.mark.parametrize(("name", "bf16", "eps"), OFFLINE)
+def test_a_passing_gradient_spike_costs_no_step(
+    tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float
+) -> None:
+    def arm(trainer: Any) -> GradientFault:
+        return GradientFault(trainer.model, lambda backward: backward == 41, value=1e4)
+
+    # At a higher rate the gradients of a reward model are so uneven that none stands out.
+    _, fault = healed(tmp_path, tokenizer, name, bf16, eps, arm, **STEADY | {"learning_rate": 1e-4})
+    assert fault.fired == 1
+    assert ("spike_transient", "resolved", 0) in outcomes(tmp_path)
+    assert all(lost == 0 for *_, lost in outcomes(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "bf16", "eps"), OFFLINE)
+def test_poison_rows_are_named(tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float) -> None:
+    token = tokenizer.convert_tokens_to_ids(POISON_WORD)
+    texts = [f"{text} {POISON_WORD}" if index in (5, 17) else text for index, text in enumerate(TEXTS)]
+    rows: dict[str, Any] = {"texts": texts} if name == "SFTTrainer" else {"poisoned": (5, 17)}
+    trainer, _ = healed(
+        tmp_path, tokenizer, name, bf16, eps, lambda trainer: PoisonToken(trainer.model, token), max_steps=8, **rows
+    )
+    poisoned = {
+        index
+        for index, row in enumerate(trainer.train_dataset)
+        if any(token in ids for key, ids in row.items() if key.endswith("_ids") and not key.startswith("KL"))
+    }
+    assert poisoned
+    assert {row["dataset_index"] for row in quarantined(tmp_path)} == poisoned
+    assert {(failure, lost) for failure, _, lost in outcomes(tmp_path)} == {("nonfinite_poison_rows", 0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [1e-3, 1e-2])
+@pytest.mark.parametrize(("name", "bf16", "eps"), EVERYWHERE)
+def test_nan_weights_are_undone(
+    tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float, rate: float
+) -> None:
+    fault = AtStep(FAULT, nan_weights)
+    steady = STEADY | {"learning_rate": rate, "max_steps": 60}
+    healed(tmp_path, tokenizer, name, bf16, eps, lambda _: None, [fault], **steady)
+    [lost] = [lost for failure, _, lost in outcomes(tmp_path) if failure == "corrupted_state"]
+    [replay] = replays(tmp_path)
+    if replay["happened"]:
+        assert lost == 0
+        return
+    # Steps with generated rows are not kept; at such a rate noise decides which way some of the losses jump.
+    assert name == "GRPOTrainer" or (rate == 1e-2 and name in ("KTOTrainer", "RewardTrainer"))
+    assert lost <= FAULT + 1 - TRUSTED
+    assert any(reason in replay["why"] for reason in (ANOTHER_STEP, LOOKS_BAD, "their rows were generated"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "bf16", "eps"), OFFLINE)
+def test_scaled_weights_are_undone(tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float) -> None:
+    def scale(model: Any) -> None:
+        (model.score if name == "RewardTrainer" else model.lm_head).weight.mul_(-10)
+
+    fault, often = AtStep(60, scale), {"snapshot_interval": 10}
+    healed(tmp_path, tokenizer, name, bf16, eps, lambda _: None, [fault], often, **LONG_RUN)
+    assert ("divergence", "weights") in [(each["failure"], each["cause"]) for each in journal(tmp_path, "diagnosed")]
+    [replay] = replays(tmp_path)
+    assert (replay["happened"], replay["repeats"]) == (True, "within noise")
+    assert all(lost == 0 for *_, lost in outcomes(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "bf16", "eps"), EVERYWHERE)
+def test_an_exception_costs_no_step(tmp_path: Path, tokenizer: Any, name: str, bf16: bool, eps: float) -> None:
+    def arm(trainer: Any) -> RaisingForward:
+        return RaisingForward(trainer.model, lambda forward: forward == 6, lost_connection)
+
+    trainer, fault = healed(tmp_path, tokenizer, name, bf16, eps, arm, wrapped=True, max_steps=8)
+    assert fault.fired == 1
+    assert trainer.state.global_step == 8
+    assert outcomes(tmp_path) == [("network", "resolved", 0)]
