@@ -395,11 +395,14 @@ class Session:
             # On several processes, one on which it failed would leave the others waiting.
             self.repeatability_looked_for = True
             self.repeatability = window.repeatability()
+        self._tell_what_is_known(window.step)
+
+    def _tell_what_is_known(self, step: int) -> None:
         found = self.repeatability
         measured = {} if found is None else {"loss": found.loss, "gradient": found.gradient}
         for incident in self.computed_again:
             repeats = "not measured" if found is None else str(found)
-            self.journal.event("repeats", window.step, incident=incident.id, repeats=repeats, **measured)
+            self.journal.event("repeats", step, incident=incident.id, repeats=repeats, **measured)
         self.computed_again.clear()
 
     # ---- outcomes ----
@@ -448,6 +451,8 @@ class Session:
                 The outcome of what ended an earlier process, where the run has not come beyond it. Left open by
                 default, for the next process to judge.
         """
+        # No healthy step has come after them.
+        self._tell_what_is_known(0 if self.instrument is None else self.instrument.step)
         for incident, trend, after in self._judging:
             if after or not may_be_repeated(incident):
                 self._close(incident, trend, after)

@@ -196,6 +196,13 @@ def test_it_is_measured_once_and_told_each_time(tmp_path: Path, tokenizer: Any) 
     assert fault.forwards == 6 * 2 + 3 * 2
 
 
+def test_after_the_last_step_nothing_is_left_to_measure_with(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    OutputFault(trainer.model, strike=lambda forward: forward == 12)
+    trainer.train()
+    assert repeats(tmp_path) == ["not measured"]
+
+
 def test_nothing_is_computed_twice_in_a_healthy_run(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
     never = OutputFault(trainer.model, strike=lambda forward: False)
