@@ -14,7 +14,7 @@ OLDEST_TESTS := tests/test_nonfinite.py tests/test_healthy.py tests/test_excepti
 GPU_PYTHON ?= python3
 GPU_TESTS := tests/test_healthy.py tests/test_nonfinite.py tests/test_rollback.py
 
-.PHONY: demo test test-slow test-oldest test-gpu bench-gpu gpu-needs gpu-wheels lint
+.PHONY: demo test test-slow test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
@@ -34,9 +34,17 @@ test-oldest: .venv-oldest/.installed
 bench-gpu: gpu-needs
 	$(GPU_PYTHON) benchmarks/gpu.py run
 
+# All of them, whatever the first ones say: the machine is lent for a short time.
 test-gpu: gpu-needs
+	$(MAKE) -k test-gpu-cases test-gpu-fp32 test-gpu-bf16
+
+test-gpu-cases:
 	$(GPU_PYTHON) -m pytest -m gpu tests/test_gpu_bench.py tests/test_memory_gpu.py
+
+test-gpu-fp32:
 	TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest $(GPU_TESTS)
+
+test-gpu-bf16:
 	TEST_DEVICE=cuda TEST_PRECISION=bf16 $(GPU_PYTHON) -m pytest $(GPU_TESTS)
 
 gpu-needs:

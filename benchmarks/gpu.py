@@ -4,13 +4,14 @@ What a GPU has to show, in parts of less than nine minutes each; all of it can b
 ```bash
 python benchmarks/gpu.py needs                          # what is missing on this machine, and how to get it
 python benchmarks/gpu.py run                            # all parts that have no result yet, the most telling first
+python benchmarks/gpu.py run --in-all 9                 # where commands are cut off after ten minutes
 python benchmarks/gpu.py run memory replay --again
 python benchmarks/gpu.py run --device cpu --tiny --results /tmp/rehearsal
 ```
 
 Each part runs in a process of its own, which is ended when its time is up, and writes `gpu_PART.json` whenever one of
-its cases is done: what was cut off is gone on with by the same command, and a case that ended its process is not begun
-again. Each case says what it has to show, and whether it did. Nothing waits for input.
+its cases is done: what was cut off is gone on with by the same command, and a case that ended its process twice is not
+begun again. Each case says what it has to show, and whether it did. Nothing waits for input.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -96,7 +99,12 @@ def state_of(results: Path, part: str) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> int:
     """Every part that is asked for and not complete; 0 where each case has shown what it had to."""
     options.results.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + 60 * options.in_all
     for part in options.parts or PARTS:
+        left = min(60 * options.minutes, ends - time.monotonic())
+        if left <= 0:
+            print(f"{part}: left to the next call, {options.in_all:g} minutes are over", flush=True)
+            continue
         found = state_of(options.results, part)
         if found.get("complete") and not options.again:
             print(f"{part}: has a result already", flush=True)
@@ -106,12 +114,19 @@ def run(options: argparse.Namespace) -> int:
         command = [sys.executable, str(Path(__file__).with_name("gpu_parts.py")), part, str(options.results.resolve())]
         command += ["--device", options.device, *(["--tiny"] if options.tiny else [])]
         began = time.monotonic()
-        try:
-            ended = f"exit code {subprocess.run(command, timeout=60 * options.minutes).returncode}"
-        except subprocess.TimeoutExpired:
-            ended = f"cut off after {options.minutes:g} minutes; the same command goes on with it"
-        print(f"{part}: {ended}, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{part}: {until(left, command)}, {time.monotonic() - began:.0f} s", flush=True)
     return summary(options)
+
+
+def until(seconds: float, command: list[str]) -> str:
+    """How a process ended; one that takes longer is ended with all that it has started, which hold the device."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return f"exit code {process.wait(timeout=seconds)}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "cut off; the same command goes on with it"
 
 
 def summary(options: argparse.Namespace) -> int:
@@ -137,6 +152,7 @@ def main() -> int:
     running.add_argument("--tiny", action="store_true", help="sizes for a rehearsal on a CPU")
     running.add_argument("--again", action="store_true", help="also those that have a result")
     running.add_argument("--minutes", type=float, default=MINUTES, help="after which a part is cut off")
+    running.add_argument("--in-all", type=float, default=600.0, help="minutes after which the rest is left for later")
     running.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     options = parser.parse_args()
     if options.command == "wheels":
