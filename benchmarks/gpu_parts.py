@@ -963,6 +963,71 @@ def distributed(setting: Setting) -> dict[str, Any]:
     return {"shown": code == 0, "exit_code": code, "seconds": seconds, "end_of_output": output[-600:]}
 
 
+class Block(TrainerCallback):
+    """One of two ranks does not come to the collective that the other one waits in."""
+
+    def __init__(self, step: int, note: Path) -> None:
+        self._step, self._note = step, note
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step and args.process_index == 1:
+            self._note.write_text(str(time.time()))
+            time.sleep(600)
+
+
+def blocked_job(setting: Setting) -> None:
+    """One of two ranks of a run; on a GPU both have the same one, which NCCL refuses and gloo does not."""
+    config = HealingConfig(
+        hang_floor_seconds=2.0, hang_grace_seconds=1.0, hang_learning_steps=2, launcher_restarts="yes"
+    )
+    trainer = trainer_of(
+        setting,
+        "run",
+        [Block(8, setting.directory / "blocked")],
+        model=llama(setting, hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=128),
+        max_steps=12,
+        gradient_accumulation_steps=2,
+        ddp_backend="gloo",
+    )
+    SelfHealingTrainer(trainer, config).train()
+
+
+def blocked(setting: Setting) -> dict[str, Any]:
+    """A collective that nobody ends: the process that waits in it writes down where, and leaves."""
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "0",
+        str(HERE),
+    ]
+    command += ["job", str(setting.directory), "blocked", "--device", setting.device]
+    variables = {"GLOO_SOCKET_IFNAME": "lo"}
+    if setting.on_gpu:
+        # Both ranks take the one device there is.
+        variables |= {"ACCELERATE_TORCH_DEVICE": "cuda:0", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
+    code, seconds, output = started([*command, *(["--tiny"] if setting.tiny else [])], variables)
+    note = setting.directory / "blocked"
+    began = float(note.read_text()) if note.exists() else None
+    events = [
+        json.loads(line)
+        for path in (setting.directory / "run").glob("healing_events*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    left = [event["time"] for event in events if event.get("action") == "exit_for_restart"]
+    waited = None if began is None or not left else min(left) - began
+    return {
+        "shown": waited is not None and waited <= 10.0,
+        "seconds_until_it_left": waited,
+        "seconds_of_the_job": seconds,
+        "exit_code": code,
+        "end_of_output": output[-600:],
+    }
+
+
 def limits(setting: Setting, task: str) -> dict[str, Any]:
     """`memory.py cuda`: healed beside a batch set by hand and `auto_find_batch_size`."""
     needs("trl", "datasets")
@@ -1019,7 +1084,7 @@ PARTS: dict[str, dict[str, Case]] = {
     },
     "overhead_grpo": {"0.5B": partial(overhead, size="0.5B", accumulation=1, task="grpo")},
     "snapshots": {"100M": snapshots},
-    "distributed": {"one process, NCCL": distributed},
+    "distributed": {"one process, NCCL": distributed, "two ranks, one blocked": blocked},
     **{f"limits_{task}": {"every and some rows": partial(limits, task=task)} for task in ("sft", "dpo", "grpo")},
 }
 
@@ -1101,7 +1166,9 @@ def main() -> None:
     parser.add_argument("--callback-alone", action="store_true")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    if options.part == "job":
+    if options.part == "job" and options.how == "blocked":
+        blocked_job(Setting(options.device, options.tiny, options.directory))
+    elif options.part == "job":
         job(Setting(options.device, options.tiny, options.directory), options.how, not options.callback_alone)
     else:
         run_part(options.part, options.directory, options.device, options.tiny)
