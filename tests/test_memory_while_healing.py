@@ -267,7 +267,7 @@ PLACES = {
     "trusted weights: setting the state aside": Place(scrambled_layer, SnapshotRing, "take", "ended"),
     "trusted weights: putting them in place": Place(scrambled_layer, SnapshotRing, "restore", "stopped"),
     "trusted weights: the batch with them": Place(scrambled_layer, Window, "_call", "stopped"),
-    "learning rates: a step with one": Place(too_high_a_rate, Window, "_run_again", "stopped"),
+    "learning rates: a step with one": Place(too_high_a_rate, Window, "_run_again", "ended"),
     "learning rates: its update": Place(too_high_a_rate, Instrument, "step_again", "stopped"),
     "learning rates: the state they begin from": Place(too_high_a_rate, SnapshotRing, "restore", "stopped"),
     "older checkpoints: loading one": Place(resumed_from_damage, Instrument, "reload", "stopped"),
