@@ -268,7 +268,8 @@ class HealingActions:
         window, session = _window(context), self.session
         if context.went_back is None:
             return {"why": "the run has not gone back to any state", "happened": False}
-        replayed = session.rollback.replay(window, session.is_well)
+        of_the_state = context.incident.failure in (FailureType.CORRUPTED_STATE, FailureType.OUT_OF_MEMORY)
+        replayed = session.rollback.replay(window, session.is_well, loss_in_question=not of_the_state)
         if replayed.steps is None:
             session.journal.acted(context.incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
             context.incident.figures.append(f"the steps since then were not kept: {replayed.why}")

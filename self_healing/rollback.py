@@ -644,7 +644,13 @@ class Rollback:
         self.displaced = False
         self._cut_tape()
 
-    def replay(self, window: Window, still_well: Callable[[StepSignals], bool], finished: bool = False) -> Replayed:
+    def replay(
+        self,
+        window: Window,
+        still_well: Callable[[StepSignals], bool],
+        finished: bool = False,
+        loss_in_question: bool = False,
+    ) -> Replayed:
         """
         After going back: applies the steps since then again, bit for bit. If what was wrong does not come back,
         nothing is lost; if it does, it is not that the weights were hit, but where training leads, and the run is in
@@ -657,6 +663,8 @@ class Rollback:
                 Whether a step that was applied again looks as it should.
             finished (`bool`, *optional*, defaults to `False`):
                 Whether the step that is judged has been applied already, and is applied again like the others.
+            loss_in_question (`bool`, *optional*, defaults to `False`):
+                Whether it is for the loss that the run went back.
 
         Returns:
             [`Replayed`]: how many steps were applied again, or why they were not.
@@ -674,7 +682,7 @@ class Rollback:
             self._restore(snapshot)
             self._recall(snapshot.extras)
 
-        replayed = Replay(window, recordings, still_well, go_back, finished).run()
+        replayed = Replay(window, recordings, still_well, go_back, finished, loss_in_question).run()
         if replayed.steps is not None:
             self._gone_back_to = None
             self.displaced = False

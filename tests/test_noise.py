@@ -294,6 +294,21 @@ def test_steps_that_repeat_are_told_to_be_bitwise(tmp_path: Path, tokenizer: Any
     assert (replay["repeats"], replay["apart"]) == ("bitwise", 0.0)
 
 
+def test_a_spike_the_run_had_got_over_is_no_reason_to_lose_steps(tmp_path: Path, tokenizer: Any) -> None:
+    callbacks = [SelfHealingCallback(GOES_BACK), AtStep(FAULT, nan_weights)]
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, **LONG)
+    loss = trainer.compute_loss
+
+    def spiking(*arguments: Any, **named: Any) -> Any:
+        return loss(*arguments, **named) + (20.0 if trainer.state.global_step == 33 else 0.0)
+
+    trainer.compute_loss = spiking
+    trainer.train()
+    assert [replay["repeats"] for replay in replays(tmp_path)] == ["bitwise"]
+    assert ("loss_spike", "self_recovered", 0) in outcomes(tmp_path)
+    assert ("corrupted_state", "resolved", 0) in outcomes(tmp_path)
+
+
 def another_batch(healing: SelfHealingCallback) -> Callable[[Any], None]:
     """The first of the steps that are kept gets other rows."""
 
