@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,18 +27,28 @@ class Repeatability:
             Their losses.
         gradient (`float`):
             Their gradients: the norm of the difference.
+        noise (`float`):
+            What kernels may do to the gradients, at most ([`tolerance`]).
     """
 
     loss: float
     gradient: float
+    noise: float
 
     @property
     def bitwise(self) -> bool:
         """Whether they are the same, bit for bit."""
         return self.loss == 0 and self.gradient == 0
 
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether more than kernels make up the difference. A loss may be near zero by itself: gradients say it."""
+        return self.gradient > self.noise
+
     def __str__(self) -> str:
-        return "bitwise" if self.bitwise else "within noise"
+        if self.bitwise:
+            return "bitwise"
+        return "beyond noise" if self.beyond_noise else "within noise"
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -51,6 +61,13 @@ def tolerance(dtype: torch.dtype) -> float:
             What they are computed in; under autocast the lower one.
     """
     return max(_LEAST, _LAST_PLACES * torch.finfo(dtype).eps)
+
+
+def lowest_precision(parameters: Iterable[torch.Tensor], *casts: torch.dtype | None) -> torch.dtype:
+    """What a computation is as coarse as: the type of its weights, or what they are cast to if that is coarser."""
+    found = {each.dtype for each in parameters if each.is_floating_point() and each.itemsize > 1}
+    found |= {dtype for dtype in casts if dtype is not None}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +108,16 @@ class StepPrint:
         sample = torch.cat([each[:: max(len(each) // _SAMPLE, 1)].double().to(device) for each in flat])
         return cls(loss, sums.cpu(), sample.cpu())
 
-    def apart_from(self, other: StepPrint) -> Repeatability | None:
-        """How far the two lie apart; `None` if they are not of the same gradients, or not finite."""
+    def apart_from(self, other: StepPrint, dtype: torch.dtype) -> Repeatability | None:
+        """
+        How far the two lie apart; `None` if they are not of the same gradients, or not finite.
+
+        Args:
+            other ([`StepPrint`]):
+                Of the other computation.
+            dtype (`torch.dtype`):
+                What they were computed in.
+        """
         if self.sums.shape != other.sums.shape or self.sample.shape != other.sample.shape:
             return None
         scale = float(self.sample.norm())
@@ -101,7 +126,7 @@ class StepPrint:
             # Less than the sample shows.
             apart = torch.finfo(torch.float32).eps
         loss = 0.0 if self.loss == other.loss else abs(self.loss - other.loss) / max(abs(self.loss), abs(other.loss))
-        found = Repeatability(loss, apart)
+        found = Repeatability(loss, apart, tolerance(dtype))
         return found if found.loss + found.gradient < float("inf") else None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from .failures import describe_exception
 from .instrument import Recording, TrainingFault, Window
+from .repeatability import tolerance
 from .signals import StepSignals
 
 
@@ -153,6 +154,11 @@ class Replay:
             return True
         if len(replays) == 1:
             return False
+        firsts = [losses[0] for losses in replays]
+        if max(firsts) - min(firsts) > tolerance(self._window.precision) * max(map(abs, firsts)):
+            # They begin with the same weights: it is not the kernels that make the replays differ.
+            played.why = self._does_not_repeat(firsts)
+            return False
         at = first_beyond_noise(self._recorded, replays)
         if at is not None:
             played.why = self._other(at, [losses[at] for losses in replays])
@@ -204,6 +210,13 @@ class Replay:
             loss = f"loss {signals.loss:.4g}"
             return played.end(_Ended.UNWELL, f"applied again, step {signals.step} does not look as it should ({loss})")
         return played.end(_Ended.WELL)
+
+    def _does_not_repeat(self, losses: Sequence[float]) -> str:
+        now = " and ".join(f"{loss:.6g}" for loss in losses)
+        return (
+            f"applied again from the same weights, the loss of step {self._recordings[0].step} is {now}: something "
+            "keeps a state of its own that is not put back (a counter or a running mean that is a plain attribute)"
+        )
 
     def _other(self, at: int, losses: Sequence[float]) -> str:
         now = " and ".join(f"{loss:.6g}" for loss in losses)

@@ -48,6 +48,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("self_healing")
 
+_KEEPS_A_STATE = (
+    "Step %d, computed twice from the same weights, has gradients that differ by %.2g of themselves, more than by "
+    "noise of the kernels: something keeps a state of its own that is not put back before a step is computed again (a "
+    "counter or a running mean that is a plain attribute, a random generator of its own). What was computed again is "
+    "in the weights, but not as it would have been. A buffer of the model (`register_buffer`) is put back."
+)
+
 
 class Session:
     """
@@ -395,6 +402,8 @@ class Session:
             # On several processes, one on which it failed would leave the others waiting.
             self.repeatability_looked_for = True
             self.repeatability = window.repeatability()
+            if self.repeatability is not None and self.repeatability.beyond_noise:
+                logger.warning(_KEEPS_A_STATE, window.step, self.repeatability.gradient)
         self._tell_what_is_known(window.step)
 
     def _tell_what_is_known(self, step: int) -> None:

@@ -569,25 +569,36 @@ class SelfHealingTrainer:
         Returns:
             How it is healed; `None` if it cannot be, and `cause` ends the run.
         """
-        failure, recovery = classify_exception(error), None
+        recovery = None
         try:
-            if failure is FailureType.PROCESS_DIED:
-                end_workers_that_failed(error)
-            if failure is FailureType.DEVICE:
-                self._lose_device(session, error, cause)
-            else:
-                recovery = self._plan_recovery(session, error, resume, cause)
+            recovery = self._recovery_from(session, error, resume, cause)
         except UnrecoverableTrainingError:
             raise
-        except Exception as failed:
-            if classify_exception(failed) is FailureType.DEVICE:
-                # The exception did not say so, and what was to be saved could not be read.
-                self._lose_device(session, failed, cause)
-            else:
-                logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
+        except Exception:
+            logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
         if recovery is None and cause is not error:
             add_note(cause, f"self_healing: {_failed_at_entry(error)}.")
         return recovery
+
+    def _recovery_from(
+        self, session: Session, error: BaseException, resume: Any, cause: BaseException
+    ) -> _Recovery | None:
+        failure = classify_exception(error)
+        if failure is FailureType.PROCESS_DIED:
+            end_workers_that_failed(error)
+        if failure is FailureType.DEVICE:
+            self._lose_device(session, error, cause)
+            return None
+        try:
+            return self._plan_recovery(session, error, resume, cause)
+        except UnrecoverableTrainingError:
+            raise
+        except Exception as failed:
+            if classify_exception(failed) is not FailureType.DEVICE:
+                raise
+            # The exception did not say so, and what was to be saved could not be read.
+            self._lose_device(session, failed, cause)
+            return None
 
     def _lose_device(self, session: Session, error: BaseException, cause: BaseException) -> None:
         """Nothing can be saved and nothing entered again: the process ends, or what ended the run is raised."""

@@ -56,6 +56,7 @@ def test_every_line_has_the_schema(tmp_path: Path, tokenizer: Any) -> None:
         "detected",
         "diagnosed",
         "action",
+        "repeats",
         "outcome",
         "run_ended",
     ]

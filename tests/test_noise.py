@@ -176,6 +176,39 @@ def test_a_noisy_step_is_told_to_be_within_noise(tmp_path: Path, tokenizer: Any,
     assert outcome["steps_lost"] == 0
 
 
+def with_a_counter(trainer: Any) -> None:
+    """A loss that is weighted by how often it was computed, which nobody can put back."""
+    loss, calls = trainer.compute_loss, 0
+
+    def weighted(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return loss(*arguments, **named) * (1 + 0.05 * (0.618034 * calls % 1))
+
+    trainer.compute_loss = weighted
+
+
+def test_a_state_that_nobody_can_put_back_is_no_noise(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, bf16=False, callbacks=[SelfHealingCallback()])
+    with_a_counter(trainer)
+    OutputFault(trainer.model, strike=lambda forward: forward == 3)
+    trainer.train()
+    assert repeats(tmp_path) == ["beyond noise"]
+    assert "something keeps a state of its own that is not put back" in caplog.text
+
+
+def test_nor_are_steps_that_it_makes_differ_when_they_are_applied_again(tmp_path: Path, tokenizer: Any) -> None:
+    callbacks = [SelfHealingCallback(GOES_BACK), AtStep(FAULT, nan_weights)]
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=callbacks, **{**LONG, "bf16": False})
+    with_a_counter(trainer)
+    trainer.train()
+    [replay] = replays(tmp_path)
+    assert not replay["happened"]
+    assert "keeps a state of its own" in replay["why"]
+
+
 def test_an_out_of_memory_retry_tells_whether_it_repeats(tmp_path: Path, tokenizer: Any) -> None:
     plain = sft_trainer(tmp_path / "plain", tokenizer)
     plain.train()

@@ -18,7 +18,7 @@ from .. import consensus
 from ..clipping import scale_gradients
 from ..failures import text_of
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
-from ..repeatability import Repeatability, StepPrint
+from ..repeatability import Repeatability, StepPrint, lowest_precision
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
 from .extents import Search
@@ -384,7 +384,12 @@ class Window:
         if before is None or not self._computed_once_more():
             return None
         after = self._print()
-        return None if after is None else before.apart_from(after)
+        return None if after is None else before.apart_from(after, self.precision)
+
+    @property
+    def precision(self) -> torch.dtype:
+        """What the step is computed in."""
+        return lowest_precision(self._trainer.model.parameters(), self._instrument.autocast_dtype)
 
     def _print(self) -> StepPrint | None:
         try:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..instrument.random_state import RandomState
-from ..repeatability import tolerance
+from ..repeatability import lowest_precision, tolerance
 
 
 # How often something is computed again to see how far it lies apart from itself; more often where that does not settle
@@ -216,9 +216,7 @@ class Repeats:
 
     def _lowest_precision(self, trace: Trace) -> torch.dtype:
         """Of what a call computed in."""
-        found = {each.dtype for each in self._module.parameters() if each.is_floating_point() and each.itemsize > 1}
-        found |= {dtype for dtype in (self._autocast, trace.autocast) if dtype is not None}
-        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+        return lowest_precision(self._module.parameters(), self._autocast, trace.autocast)
 
     def _of(self, trace: Trace) -> list[_Level]:
         kind = tuple((len(values) == 1, values.dtype) for values in trace.sample)
