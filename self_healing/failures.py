@@ -569,6 +569,8 @@ _RETRYABLE_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 # not be made, which is for lack of memory as well.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory"
+    # Where the driver is asked how much is left, for the message, and has none for the answer (pytorch#112377).
+    r"|NVML_SUCCESS == r INTERNAL ASSERT FAILED at .*CUDACachingAllocator"
     r"|[A-Z]_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)"
     r"|(?:HOST|DEVICE)_ALLOCATION_FAILED"
     r"|CUFFT_ALLOC_FAILED"

@@ -37,6 +37,10 @@ def caused_by(outer: Exception, inner: Exception) -> Exception:
     [
         (torch.OutOfMemoryError("CUDA out of memory."), FailureType.OUT_OF_MEMORY),
         (MemoryError(), FailureType.OUT_OF_MEMORY),
+        (
+            RuntimeError('NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":830'),
+            FailureType.OUT_OF_MEMORY,
+        ),
         (RuntimeError("CUDA error: out of memory"), FailureType.OUT_OF_MEMORY),
         (RuntimeError("CUDA driver error: out of memory"), FailureType.OUT_OF_MEMORY),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), FailureType.OUT_OF_MEMORY),

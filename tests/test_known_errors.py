@@ -544,6 +544,11 @@ QUOTED: list[tuple[str, str, str]] = [
         "https://github.com/index-tts/index-tts/issues/336",
     ),
     (
+        "illegal_access",
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "https://github.com/pytorch/pytorch/issues/21819",
+    ),
+    (
         "no_kernel_image",
         "RuntimeError: CUDA error: no kernel image is available for execution on the device",
         "https://github.com/pytorch/pytorch/issues/81883",
