@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -620,6 +621,22 @@ class Counting(torch.nn.Module):
         if self.training:
             self.mean.mul_(0.9).add_(inputs.mean(0), alpha=0.1)
         return self.layer(inputs) - self.mean
+
+
+class Hardest(torch.nn.Module):
+    """The mean over the three quarters of the rows that are hardest: of two rows, the mean over both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        losses = self.layer(inputs).squeeze(-1).square()
+        return {"loss": losses.topk(math.ceil(0.75 * len(losses))).values.mean()}
+
+
+def test_a_loss_that_treats_many_rows_otherwise_than_two_is_refused() -> None:
+    assert_refused(Hardest(), "depend on each other", inputs=torch.randn(6, 8))
 
 
 def test_models_whose_rows_depend_on_each_other_are_refused() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ..failures import FailureType, classify_exception, describe_exception
-from ..instrument.out_of_memory import free_memory
+from ..instrument.out_of_memory import free_memory, is_out_of_memory
 from .outputs import alike, flattened, furthest, merged, without_caches
 from .recomputing import random_states_kept
 from .sizes import CallShape
@@ -252,12 +252,40 @@ class Additivity:
             shape = dataclasses.replace(chunks[0].shape, rows=total)
             picks = ([low], [high], [low, high], [low, low], [high, high])
             tried = [picked_rows(args, whole, shape, pick) for pick in picks]
-            rules = self._rules[signature] = self._find_out(original, tried, _ALL if rules is None else rules)
+            rules = self._find_out(original, tried, _ALL if rules is None else rules)
+            rules = self._rules[signature] = self._borne_out_by_many(original, args, whole, shape, rules)
         if not rules:
             raise CannotSplit(_DEPEND)
         if not _agree(rules, chunks, whole):
             raise CannotSplit("two of its rows are too much alike to tell how its loss adds up")
         return rules[0]
+
+    def _borne_out_by_many(
+        self,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        whole: dict[str, Any],
+        shape: CallShape,
+        rules: tuple[Rule, ...],
+    ) -> tuple[Rule, ...]:
+        """
+        Of these rules those that also hold for as many rows as there is memory for without gradients, all as a rule:
+        the mean over the three hardest of four is, of two rows, the mean over both.
+        """
+        rows = shape.rows
+        while rules and rows > 2:
+            # One and all others: of two halves each may leave out what all of them do.
+            picks = (range(1), range(1, rows), range(rows))
+            tried = [picked_rows(args, whole, shape, list(pick)) for pick in picks]
+            try:
+                return self._find_out(original, tried, rules)
+            except CannotSplit as refusal:
+                if refusal.__cause__ is None or not is_out_of_memory(refusal.__cause__):
+                    raise
+            # Outside of the handler: what the failed one held is gone.
+            free_memory(self._device)
+            rows //= 2
+        return rules
 
     def _rule_of_segments(
         self, original: Callable[..., Any], shape: CallShape, whole: dict[str, Any], known: Rule | None
