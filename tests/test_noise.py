@@ -176,6 +176,20 @@ def test_a_noisy_step_is_told_to_be_within_noise(tmp_path: Path, tokenizer: Any,
     assert outcome["steps_lost"] == 0
 
 
+def test_a_fault_that_strikes_the_comparison_is_not_trained_on(tmp_path: Path, tokenizer: Any) -> None:
+    plain = sft_trainer(tmp_path / "plain", tokenizer, gradient_accumulation_steps=1)
+    plain.train()
+    callbacks = [SelfHealingCallback()]
+    trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=callbacks, gradient_accumulation_steps=1)
+    OutputFault(trainer.model, strike=lambda forward: forward == 3)
+    # The third step is computed again, then comes the fourth, and that once more to compare.
+    compared = OutputFault(trainer.model, lambda forward: forward == 6, lambda hidden: 1.5 * hidden)
+    trainer.train()
+    assert compared.fired == 1
+    assert repeats(tmp_path / "healed") == ["bitwise"]
+    assert_same_weights(weights(trainer), weights(plain))
+
+
 def with_a_counter(trainer: Any) -> None:
     """A loss that is weighted by how often it was computed, which nobody can put back."""
     loss, calls = trainer.compute_loss, 0

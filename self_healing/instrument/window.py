@@ -375,16 +375,24 @@ class Window:
         """
         Computes the step once more, of the rows it has, and tells how far the two lie apart; `None` if that could not
         be told. What was computed last takes the place of what was there: without a second set of gradients, it takes
-        the time of one forward and backward, and no memory.
+        the time of one forward and backward, two where they differ, and no memory.
 
         Raises:
             TrainingFault: An exception of the training code, twice.
         """
-        before = self._print()
-        if before is None or not self._computed_once_more():
+        first = self._print()
+        if first is None or not self._computed_once_more():
             return None
-        after = self._print()
-        return None if after is None else before.apart_from(after, self.precision)
+        found = self._apart_from(first)
+        if found is None or found.bitwise or not self._computed_once_more():
+            return found
+        # Its gradients are those that are applied, and a fault may have struck it: then the third is the first again.
+        again = self._apart_from(first)
+        return again if again is not None and again.bitwise else found
+
+    def _apart_from(self, first: StepPrint) -> Repeatability | None:
+        again = self._print()
+        return None if again is None else first.apart_from(again, self.precision)
 
     @property
     def precision(self) -> torch.dtype:
