@@ -635,6 +635,24 @@ class Hardest(torch.nn.Module):
         return {"loss": losses.topk(math.ceil(0.75 * len(losses))).values.mean()}
 
 
+class Undecided(torch.nn.Module):
+    """A classifier that has learned nothing: each row has the same loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 3)
+        torch.nn.init.zeros_(self.layer.weight)
+        torch.nn.init.zeros_(self.layer.bias)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(inputs)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_one_label_for_each_row_makes_no_mean_over_next_tokens() -> None:
+    assert_same_call(Undecided(), rows=1, inputs=torch.randn(4, 8), labels=torch.tensor([0, 1, 2, 0]))
+
+
 def test_a_loss_that_treats_many_rows_otherwise_than_two_is_refused() -> None:
     assert_refused(Hardest(), "depend on each other", inputs=torch.randn(6, 8))
 

@@ -43,9 +43,10 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")
 _OTHER_LOSSES = frozenset({"z_loss", "shift_labels", "shifted_logits"})
 # Of a sum in another order, in float32.
 _ROUNDING = 2e-6
-# How often two rows are computed again where nothing fits, to see whether that is the noise of the kernels; how many
-# times as far as these repetitions from each other something may then lie apart, and how far at most.
-_REPETITIONS, _NOISE, _AT_MOST = 4, 8.0, 0.1
+# How often rows are computed again where nothing fits, to see whether that is the noise of the kernels, and how often
+# where that does not settle it: a single number repeats by chance. How many times as far as these repetitions lie
+# apart from each other something else may, and how far at most.
+_REPETITIONS, _NOISE, _AT_MOST = (4, 16), 8.0, 0.1
 _DEPEND = "its rows depend on each other: computed one after the other, two of them give something else than together"
 
 
@@ -123,6 +124,8 @@ def _count(kwargs: Mapping[str, Any], whole: Mapping[str, Any], rule: Rule) -> t
     if not isinstance(labels, torch.Tensor):
         raise _NoLabels("its loss is a mean over labels, and there are none in the call")
     if rule == "tokens":
+        if labels.dim() < 2:
+            raise _NoLabels("its loss would be a mean over next tokens, and there is one label for each row")
         labels = labels[..., 1:]
     return _count_of(labels)
 
@@ -308,20 +311,23 @@ class Additivity:
         self, original: Callable[..., Any], tried: Sequence[Chunk], possible: Sequence[Rule]
     ) -> tuple[Rule, ...]:
         """
-        Of the possible rules those that an experiment bears out. That there are none is only believed twice, and of
-        kernels that do not repeat bitwise only beyond their noise.
+        Of the possible rules those that an experiment bears out. That there are none is believed the third time only,
+        and of kernels that do not repeat bitwise only beyond their noise.
         """
-        found: tuple[Rule, ...] = ()
-        try:
-            found = tuple(rule for rule in self._experiment(original, tried) if rule in possible)
-        except CannotSplit as refusal:
-            logger.debug("The experiment is repeated: %s", refusal)
-        if not found:
+        for repetitions in (0, *_REPETITIONS):
+            try:
+                fitting = self._experiment(original, tried, repetitions)
+            except CannotSplit as refusal:
+                if repetitions:
+                    raise
+                logger.debug("The experiment is repeated: %s", refusal)
+            else:
+                found = tuple(rule for rule in fitting if rule in possible)
+                if found:
+                    return found
             # Outside of the handler: what a failed one held is gone.
             free_memory(self._device)
-            fitting = self._experiment(original, tried, repetitions=_REPETITIONS)
-            found = tuple(rule for rule in fitting if rule in possible)
-        return found
+        return ()
 
     def _experiment(self, original: Callable[..., Any], tried: Sequence[Chunk], repetitions: int = 0) -> list[Rule]:
         """
