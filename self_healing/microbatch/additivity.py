@@ -15,6 +15,7 @@ from ..failures import FailureType, classify_exception, describe_exception
 from ..instrument.out_of_memory import free_memory, is_out_of_memory
 from .outputs import alike, flattened, furthest, merged, without_caches
 from .recomputing import random_states_kept
+from .repeating import FEW, MANY
 from .sizes import CallShape
 from .slicing import (
     IGNORED_LABEL,
@@ -43,10 +44,9 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")
 _OTHER_LOSSES = frozenset({"z_loss", "shift_labels", "shifted_logits"})
 # Of a sum in another order, in float32.
 _ROUNDING = 2e-6
-# How often rows are computed again where nothing fits, to see whether that is the noise of the kernels, and how often
-# where that does not settle it: a single number repeats by chance. How many times as far as these repetitions lie
-# apart from each other something else may, and how far at most.
-_REPETITIONS, _NOISE, _AT_MOST = (4, 16), 8.0, 0.1
+# Where nothing fits, rows are computed again to see whether that is the noise of the kernels: how many times as far as
+# these repetitions lie apart from each other something else may, and how far at most.
+_NOISE, _AT_MOST = 8.0, 0.1
 _DEPEND = "its rows depend on each other: computed one after the other, two of them give something else than together"
 
 
@@ -314,7 +314,7 @@ class Additivity:
         Of the possible rules those that an experiment bears out. That there are none is believed the third time only,
         and of kernels that do not repeat bitwise only beyond their noise.
         """
-        for repetitions in (0, *_REPETITIONS):
+        for repetitions in (0, FEW, MANY):
             try:
                 fitting = self._experiment(original, tried, repetitions)
             except CannotSplit as refusal:
