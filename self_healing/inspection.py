@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from .instrument import RandomState
+from .random_state import RandomState
 
 
 Severity = Literal["error", "warning"]

@@ -20,7 +20,6 @@ from .failures import FailureType, classify_exception
 from .instrument import (
     Control,
     Instrument,
-    RandomState,
     Recording,
     Window,
     free_memory,
@@ -29,6 +28,7 @@ from .instrument import (
     with_room,
 )
 from .journal import Journal
+from .random_state import RandomState
 from .replay import Replay, Replayed
 from .signals import StepSignals
 from .snapshots import Snapshot, SnapshotRing, free_host_memory, size_of

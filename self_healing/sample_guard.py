@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 
 from .data import BadSample, Findings, SampleName, describe_name, preview_of, what_was_raised
 from .failures import FailureType, classify_exception, is_error
-from .instrument.random_state import RandomState
+from .random_state import RandomState
 
 
 logger = logging.getLogger("self_healing")

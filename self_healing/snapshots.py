@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 import torch
 
+from .extents import Extent, Search, extent_of
 from .host_copies import DEVICE_COPIES, HostBlock, SideStream, Transfer, aligned
-from .instrument.extents import Extent, Search, extent_of
 from .instrument.live_state import LiveState, local
 
 

@@ -12,7 +12,7 @@ import torch
 
 from .data import BadSample, describe_name, what_was_raised
 from .failures import FailureType, classify_exception, is_error
-from .instrument.random_state import RandomState
+from .random_state import RandomState
 from .sample_guard import SUBSTITUTES, DataSourceError, Guard, LetPass, shallow_copy
 
 

@@ -42,13 +42,14 @@ from .failures import (
     describe_exception,
     text_of,
 )
-from .instrument import CannotReduce, RandomState, ReportingGuard, let_go, names_in_checkpoints, smaller_batch
+from .instrument import CannotReduce, ReportingGuard, let_go, names_in_checkpoints, smaller_batch
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loader_workers import end_workers_that_failed
 from .instrument.loading import loading_twice_at_most, skipping_any_loader
 from .journal import POSTMORTEM_FILE, Incident, where_to_go_on
 from .launcher import launch_of
 from .lost_device import leave_lost_device, write_down_lost_device
+from .random_state import RandomState
 from .report import HealingReport
 from .reporting import Reporting
 from .restart import (

@@ -18,9 +18,9 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.host_copies import DEVICE_COPIES, DeviceCopies, SideStream, Transfer
-from self_healing.instrument import RandomState
 from self_healing.instrument.live_state import live_state_of
 from self_healing.memory import SIZES_FILE
+from self_healing.random_state import RandomState
 from self_healing.rollback import Target
 from self_healing.snapshots import SnapshotRing, size_of
 

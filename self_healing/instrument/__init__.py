@@ -26,7 +26,6 @@ from .out_of_memory import (
     write_memory_snapshot,
 )
 from .preservation import preserved
-from .random_state import RandomState
 from .reentry import BESIDE_DIR, EMERGENCY_DIR, Leave, Pending, ResumePoint
 from .row_sources import RowSource
 from .saving import CheckpointSaving
@@ -50,7 +49,6 @@ __all__ = [
     "NonFiniteReward",
     "OutOfMemory",
     "Pending",
-    "RandomState",
     "Recording",
     "ReportingGuard",
     "ResumePoint",

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..random_state import RandomState
 from .out_of_memory import with_room
-from .random_state import RandomState
 
 
 _SCALARS = (int, float, bool, str, type(None))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .extents import Search
+from ..extents import Search
 
 
 @dataclass(frozen=True, slots=True)

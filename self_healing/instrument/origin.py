@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from .extents import extent_of
+from ..extents import extent_of
 
 
 @dataclass(frozen=True, slots=True)

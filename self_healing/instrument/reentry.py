@@ -15,11 +15,11 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..marker import MARKER_FILE
+from ..random_state import RandomState
 from .bookkeeping import METRIC_STORES, Bookkeeping, Ledger
 from .gradients import discard_gradients
 from .out_of_memory import free_memory
 from .phase import Phase
-from .random_state import RandomState
 from .row_sources import DataPosition
 from .window import TrainingFault, Window
 

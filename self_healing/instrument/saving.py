@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from .. import consensus
 from ..failures import could_not_be_written
+from ..random_state import RandomState
 from ..vetting import STATE_FILE
-from .random_state import RandomState
 
 
 class SaveRelief(Protocol):

@@ -18,8 +18,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..failures import is_error
+from ..random_state import RandomState
 from .interception import Interception
-from .random_state import RandomState
 from .replacing import Replacements
 from .wrapping import Instrument
 

@@ -16,17 +16,17 @@ import torch
 
 from .. import consensus
 from ..clipping import scale_gradients
+from ..extents import Search
 from ..failures import text_of
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
+from ..random_state import RandomState
 from ..repeatability import Repeatability, StepPrint, lowest_precision
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
-from .extents import Search
 from .gradients import discard_gradients, gradients_of
 from .origin import Origin, nonfinite_in
 from .out_of_memory import free_memory, is_out_of_memory, with_room
 from .phase import Phase
-from .random_state import RandomState
 from .row_sources import RowSource
 
 

@@ -19,6 +19,7 @@ from .. import consensus
 from ..clipping import scale_gradients
 from ..failures import FailureType, UnrecoverableTrainingError, classify_exception, is_nonfinite_exception
 from ..objectives import has_own_loss, objective_of
+from ..random_state import RandomState
 from .best_model import BestModel
 from .bookkeeping import Bookkeeping, Ledger
 from .colocated_engine import is_free_of_requests
@@ -41,7 +42,6 @@ from .models import autocast_dtype, fingerprint, models_of
 from .origin import Origin, watching_outputs
 from .out_of_memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, let_go, with_room
 from .phase import Phase
-from .random_state import RandomState
 from .reentry import Reentry
 from .replacing import Replacements
 from .row_sources import DataPosition

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import consensus
-from ..instrument.random_state import RandomState
+from ..random_state import RandomState
 from .additivity import Additivity, is_language_model, merge, put_back, rope_by_length, why_rows_depend
 from .outputs import loss_alone, without_caches
 from .passes import NotInPasses, Passes, SplitCall

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..instrument.random_state import RandomState
+from ..random_state import RandomState
 from .outputs import filled, flattened
 from .repeating import FEW, MANY, Repeats, Trace, Verdict
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..instrument.random_state import RandomState
+from ..random_state import RandomState
 from ..repeatability import lowest_precision, tolerance
 
 

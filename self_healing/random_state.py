@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import consensus
+from . import consensus
 
 
 @dataclass(slots=True)
