@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import consensus
+from .budget import RecoveryBudget
 from .checkpoints import bookkeeping_now, newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .data import Quarantine, QuarantinedRow
@@ -23,12 +24,13 @@ from .failures import Action, FailureType, describe_exception
 from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training, on_host, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Incident, Journal
+from .ladder import RollbackLadder
 from .launcher import launch_of
 from .learning_rate import LearningRateControl, ScheduleWatch
 from .microbatch import SizeMemory
 from .missing_steps import MissingSteps
 from .objectives import content_hash, row_text
-from .policy import RecoveryBudget, RollbackLadder, StepPolicy
+from .policy import StepPolicy
 from .preemption import Preemption
 from .repeatability import Repeatability
 from .rollback import Rollback

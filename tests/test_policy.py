@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, SelfHealingCallback
+from self_healing.budget import RecoveryBudget
 from self_healing.failures import IN_PLACE
-from self_healing.policy import Decision, RecoveryBudget, RollbackLadder
+from self_healing.ladder import RollbackLadder
+from self_healing.policy import Decision
 from self_healing.rollback import Target
 
 
