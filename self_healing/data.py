@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .failures import describe_exception, text_of
-from .json_lines import append_line, parse_lines
+from .files import append_line, parse_lines
 
 
 logger = logging.getLogger(__name__)

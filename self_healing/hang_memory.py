@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 from .config import HealingConfig
+from .files import replace_file
 from .launcher import launch_of
 
 
@@ -72,10 +72,7 @@ class HangMemory:
     def note_exit(self, step: int, section: str, seconds: float) -> None:
         """Writes down where the process is about to be ended, and after how many seconds without a sign of life."""
         exits = [*self._exits, {"step": step, "section": section, "seconds": seconds}][-_KEPT:]
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"exits": exits}), encoding="utf-8")
-            os.replace(temporary, self.path)
+            replace_file(self.path, json.dumps({"exits": exits}))
         except OSError as error:
             logger.warning("%s cannot be written (%s): the next process knows nothing of this hang.", self.path, error)

@@ -30,9 +30,8 @@ from .config import HealingConfig
 from .detectors import Symptom
 from .detectors.symptom import Severity
 from .failures import FAILURE_RECIPES, FailureType, text_of
-from .json_lines import append_line
+from .files import append_line, jsonable, replace_file
 from .known_errors import match_known_error
-from .strict_json import jsonable
 
 
 logger = logging.getLogger("self_healing")
@@ -453,10 +452,7 @@ class Journal:
         }
 
         def write() -> None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(jsonable(content), indent=2) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            replace_file(path, json.dumps(jsonable(content), indent=2) + "\n")
 
         self._contained(str(path), write)
         self.event("postmortem", step, verdict=verdict, failure=failure.value, path=str(path))

@@ -8,9 +8,10 @@ import re
 import threading
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from .files import replace_file
 
 
 MARKER_FILE = "healing.json"
@@ -49,16 +50,10 @@ def damage_of_marker(checkpoint: Path) -> str | None:
 def replace_marker(checkpoint: Path, content: dict[str, Any]) -> None:
     """Writes the marker of a checkpoint, whole or not at all."""
     text = json.dumps({key: value for key, value in content.items() if key != _SEAL})[:-1]
-    # Never written in place: a hard link to it would change as well.
-    temporary = checkpoint / f"{MARKER_FILE}.tmp"
+    sealed = f'{text}, "{_SEAL}": {zlib.crc32(text.encode())}}}'
     with _CHANGING:
-        try:
-            temporary.write_text(f'{text}, "{_SEAL}": {zlib.crc32(text.encode())}}}', encoding="utf-8")
-            os.replace(temporary, checkpoint / MARKER_FILE)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        # A checkpoint that has been removed meanwhile does not come back for its marker.
+        replace_file(checkpoint / MARKER_FILE, sealed, make_directory=False)
 
 
 def change_marker(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from . import consensus
 from .actions import HealingActions, HealingContext
 from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, FailureType, classify_exception
+from .files import replace_file
 from .instrument import (
     CannotReduce,
     Instrument,
@@ -479,10 +479,7 @@ class MemoryHealer:
             "sizes": self.session.sizes.state_dict(),
         }
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(self._path)
+            replace_file(self._path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             logger.warning("%s could not be written (%s): the next start has to learn it again.", self._path, error)
 

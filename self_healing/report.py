@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
+from .files import parse_lines
 from .journal import EVENTS_FILE, POSTMORTEM_FILE, Incident
-from .json_lines import parse_lines
 from .run_status import RunState, RunStatus, read_status
 
 

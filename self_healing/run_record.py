@@ -16,9 +16,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
+from .files import jsonable, replace_file
 from .journal import Incident
 from .saved_state import completed
-from .strict_json import jsonable
 
 
 logger = logging.getLogger("self_healing")
@@ -334,13 +334,7 @@ class RunRecord:
     def _replace(self, path: Path, text: str) -> None:
         # The training thread, and one that is about to end the process, may want to at the same time.
         with self._lock:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            replace_file(path, text, sync=True)
 
     def close(self) -> None:
         """Lets go of the mark."""

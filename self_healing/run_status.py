@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from .files import replace_file
 from .run_record import PROGRESS_FILE, Ending
 
 
@@ -227,11 +228,8 @@ class StatusKeeper:
         if self.status is None:
             return
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = self.directory / f"{STATUS_FILE}.tmp"
             content: dict[str, Any] = {"schema": SCHEMA_VERSION, **asdict(self.status)}
-            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(self.directory / STATUS_FILE)
+            replace_file(self.directory / STATUS_FILE, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             self._tell(STATUS_FILE, error)
 

@@ -21,6 +21,7 @@ from .data import Quarantine, QuarantinedRow
 from .detectors import DetectorPanel, NonFiniteDetector
 from .detectors.rules import MetricRule, MetricRules, rules_for
 from .failures import Action, FailureType, describe_exception
+from .files import jsonable
 from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training, on_host, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Incident, Journal
@@ -39,7 +40,6 @@ from .run_status import RunState, StatusKeeper
 from .saved_state import Stateful, take_over, take_over_whole
 from .signals import StepSignals
 from .step_clipping import StepClipping
-from .strict_json import jsonable
 from .watch import LossWatch
 from .watchdog import Watchdog
 

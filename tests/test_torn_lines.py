@@ -16,8 +16,8 @@ from self_healing import HealingConfig, HealingReport, SelfHealingCallback
 from self_healing.chaos.ledger import Ledger
 from self_healing.checkpoints import read_marker, set_standing, write_marker
 from self_healing.data import BadSample, Quarantine
+from self_healing.files import append_line, parse_lines, replace_file
 from self_healing.journal import Journal
-from self_healing.json_lines import append_line, parse_lines
 from self_healing.own_files import remove_leftovers
 
 
@@ -106,6 +106,30 @@ def test_a_marker_that_could_not_be_replaced_leaves_nothing_behind(
     with pytest.raises(OSError, match="Input/output"):
         set_standing(checkpoint, "verified")
     assert sorted(file.name for file in checkpoint.iterdir()) == ["healing.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool) -> None:
+    path, synced = tmp_path / "below" / "file.json", []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path))
+    replace_file(path, "first", sync=sync)
+    replace_file(path, "second", sync=sync)
+    assert len(synced) == (2 if sync else 0)
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(path, "third", sync=sync)
+    assert path.read_text() == "second"
+    assert [each.name for each in path.parent.iterdir()] == ["file.json"]
+
+
+def test_a_file_in_a_directory_that_is_gone_does_not_bring_it_back(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        replace_file(tmp_path / "gone" / "file.json", "text", make_directory=False)
+    assert not (tmp_path / "gone").exists()
 
 
 def test_half_a_marker_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:

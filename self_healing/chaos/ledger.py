@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..json_lines import append_line, parse_lines
+from ..files import append_line, parse_lines
 
 
 @dataclass(slots=True)

@@ -1,0 +1,119 @@
+"""
+Files that a killed process leaves whole: replaced at once, or appended to line by line, where a line that was torn
+costs no other. What is written is JSON that every reader takes: no NaN, no infinity, nothing that only Python knows.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def jsonable(value: Any) -> Any:
+    """The value as strict JSON holds it: a number that is not finite becomes its name, anything unknown its repr."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [jsonable(inner) for inner in value]
+    return repr(value)
+
+
+def replace_file(path: Path, text: str, *, sync: bool = False, make_directory: bool = True) -> None:
+    """
+    Writes a file, whole or not at all: beside it first, so that neither a kill nor a hard link to the old one sees a
+    part. Only one writer at a time, as the file beside it is the same for all.
+
+    Args:
+        path (`Path`):
+            The file; one that is there is replaced.
+        text (`str`):
+            What it is to hold.
+        sync (`bool`, *optional*, defaults to `False`):
+            Whether it is on the disk before it takes the place of the old one, for what must outlive the machine.
+        make_directory (`bool`, *optional*, defaults to `True`):
+            Whether its directory is made if there is none.
+
+    Raises:
+        OSError: If it could not be written; the old file is as it was.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    if make_directory:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def append_line(path: str | os.PathLike[str], line: Mapping[str, Any], sync: bool = False) -> None:
+    """
+    Appends a line in one write: several processes may do so at once. After a line that was torn it begins a new one.
+
+    Args:
+        path (`str` or `PathLike`):
+            The file; it is made with its directory if there is none.
+        line (`Mapping`):
+            What to write.
+        sync (`bool`, *optional*, defaults to `False`):
+            Whether it is on the disk before this returns, for those who may be killed next.
+    """
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    text = (json.dumps(jsonable(line)) + "\n").encode()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if _ends_torn(descriptor):
+            text = b"\n" + text
+        if os.write(descriptor, text) < len(text):
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {os.fspath(path)}")
+        if sync:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _ends_torn(descriptor: int) -> bool:
+    size = os.fstat(descriptor).st_size
+    if size == 0:
+        return False
+    os.lseek(descriptor, size - 1, os.SEEK_SET)
+    return os.read(descriptor, 1) != b"\n"
+
+
+def parse_lines(text: str) -> tuple[list[dict[str, Any]], int]:
+    """
+    Reads lines as far as they are whole.
+
+    Returns:
+        The objects in them, and how many other lines there are.
+    """
+    found, torn = [], 0
+    for line in text.split("\n"):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            torn += 1
+            continue
+        if isinstance(entry, dict):
+            found.append(entry)
+        else:
+            torn += 1
+    return found, torn
