@@ -281,7 +281,7 @@ class HealingActions:
             context.went_back = session.rollback.reinstate(context.went_back)
         context.incident.steps_lost = 0
         context.incident.figures.append(f"{replayed.steps} steps since then applied again")
-        session.nothing_lost_since(context.went_back.step)
+        session.outcomes.nothing_lost_since(context.went_back.step)
         return replayed.to_dict()
 
     def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:

@@ -251,9 +251,9 @@ class StepJudge:
         incident.seconds_lost = time.perf_counter() - began
         if not window.skipped and decision.actions:
             healed = window.signals()
-            session.judge_outcomes(healed.loss)
+            session.outcomes.take_in(healed.loss, self._instrument.step)
             self._observe(window, healed)
-        session.await_outcome(incident)
+        session.outcomes.wait_for(incident)
         stop = session.policy.note(
             window.skipped,
             explained=diagnosis.failure is FailureType.NONFINITE_POISON_ROWS,
@@ -530,7 +530,7 @@ class StepJudge:
         else:
             session.missing.applied_again(replayed.steps)
             session.journal.acted(incident, Action.REPLAY_STEPS.value, **replayed.to_dict())
-            session.nothing_lost_since(went.step)
+            session.outcomes.nothing_lost_since(went.step)
             went = session.rollback.reinstate(went)
         self._owe_checkpoint(went)
         return went
@@ -597,7 +597,7 @@ class StepJudge:
             instrument.disown_best()
             session.rollback.settled(step - 1)
             session.went_back(incident)
-            session.await_outcome(incident)
+            session.outcomes.wait_for(incident)
         else:
             session.journal.closed(incident, "resolved")
         incident.seconds_lost += time.perf_counter() - began
@@ -637,7 +637,7 @@ class StepJudge:
         if not window.skipped:
             self._clip(window, window.signals())
         incident.seconds_lost += time.perf_counter() - began
-        self.session.await_outcome(incident)
+        self.session.outcomes.wait_for(incident)
         self.session.journal.dealt_with(incident)
 
     def heal_interrupted_step(self, context: HealingContext) -> None:
@@ -775,7 +775,7 @@ class StepJudge:
         context = HealingContext(incident, self._instrument, window, clip_to=usual)
         self.actions.apply(decision.actions, context, self._args)
         incident.seconds_lost = time.perf_counter() - began
-        session.await_outcome(incident)
+        session.outcomes.wait_for(incident)
         if window.skipped:
             context.verdict = session.policy.note(skipped=True, explained=True) or ""
             if context.verdict:

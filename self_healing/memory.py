@@ -331,7 +331,7 @@ class MemoryHealer:
         if self._context is not None:
             incident = self._end()
             self.session.journal.dealt_with(incident)
-            self.session.await_outcome(incident)
+            self.session.outcomes.wait_for(incident)
 
     def relieve_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """

@@ -21,7 +21,6 @@ from .data import Quarantine, QuarantinedRow
 from .detectors import DetectorPanel, NonFiniteDetector
 from .detectors.rules import MetricRule, MetricRules, rules_for
 from .failures import Action, FailureType, describe_exception
-from .files import jsonable
 from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training, on_host, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Incident, Journal
@@ -35,6 +34,7 @@ from .policy import StepPolicy
 from .preemption import Preemption
 from .repeatability import Repeatability
 from .rollback import Rollback
+from .run.outcomes import Outcomes
 from .run_record import Ending, RunRecord, warn_about_parts
 from .run_status import RunState, StatusKeeper
 from .saved_state import Stateful, take_over, take_over_whole
@@ -95,7 +95,8 @@ class Session:
         self.panel: DetectorPanel | None = None
         self.rules: MetricRules | None = None
         self.clipping: StepClipping | None = None
-        self.watch = LossWatch(config, self.journal)
+        self.outcomes = Outcomes(self.journal, config.outcome_steps, lambda: self.detector.trend(), self._early_limit)
+        self.watch = LossWatch(config, self.journal, self.outcomes)
         self.stop_for: Incident | None = None
         self.roll_back_for: Incident | None = None
         self.policy = StepPolicy(config)
@@ -152,7 +153,6 @@ class Session:
         self.rate_after_reduction: float | None = None
         self.postmortem_path: str | None = None
         self.first_resume: str | None = None
-        self._judging: list[tuple[Incident, tuple[float, float] | None, list[float]]] = []
 
     def begin_watching(self, instrument: Instrument, rules: Sequence[MetricRule]) -> None:
         """
@@ -228,7 +228,7 @@ class Session:
     def metrics(self, training: bool, summary: bool = False) -> dict[str, float]:
         """What is added to the trainer's logs; the statistic of clipping only to those of training steps."""
         # The log that sums up the run is written before what is open is closed.
-        found = self.journal.metrics(self._resolved_at_the_end() if summary else 0)
+        found = self.journal.metrics(self.outcomes.resolved_at_the_end if summary else 0)
         if self.config.healing_metrics:
             found |= self.memory_metrics()
         wanted = self.config.healing_metrics and self.learning_rate.touched
@@ -300,6 +300,9 @@ class Session:
 
     # ---- states that can be gone back to ----
 
+    def _early_limit(self) -> float:
+        return math.inf if self.panel is None else self.panel.divergence.early_limit
+
     @property
     def calm(self) -> bool:
         """Whether nothing is wrong with the loss: no open incident about it, and nothing that builds up to one."""
@@ -357,12 +360,6 @@ class Session:
             take_over_whole(self.missing, state["missing_steps"])
         self.missing.goes_on_at(step)
 
-    def nothing_lost_since(self, step: int) -> None:
-        """Steps from here on that were left out have been applied after all."""
-        for incident, _, _ in self._judging:
-            if incident.step >= step:
-                incident.steps_lost = 0
-
     def note_rate(self, learning_rate: float) -> None:
         """Takes in the rate that is in force after a reduction, for the report."""
         self.rate_after_reduction = learning_rate
@@ -380,12 +377,7 @@ class Session:
 
     def went_back(self, incident: Incident) -> None:
         """The run is in an earlier state because of an incident: what was going on in the later one is over."""
-        for entry in list(self._judging):
-            if "roll_back" in entry[0].actions and entry[0] is not incident:
-                # It has come back before it could be told whether it was gone.
-                self._judging.remove(entry)
-                self.watch.pending.discard(entry[0].id)
-                self.journal.closed(entry[0], "unresolved", relapse=incident.id)
+        self.outcomes.went_back(incident)
         self.watch.forget()
         self.policy.start_anew()
 
@@ -418,20 +410,12 @@ class Session:
 
     # ---- outcomes ----
 
-    def await_outcome(self, incident: Incident) -> None:
-        """Judges an incident by the healthy steps that follow it; steps that are done again do not follow it yet."""
-        # One that was waited for already has cost more meanwhile.
-        self._judging = [entry for entry in self._judging if entry[0] is not incident]
-        self._judging.append((incident, self.detector.trend(), []))
-        if "roll_back" in incident.actions:
-            self.watch.pending.add(incident.id)
-
     def healthy_step(self, window: Window, signals: StepSignals) -> None:
         """Takes in a step with nothing wrong."""
         if not window.objective.online:
             inputs = window.inputs(0)
             self.healthy_inputs = on_host(inputs) if self.rollback.batches_on_host else inputs
-        self.judge_outcomes(signals.loss)
+        self.outcomes.take_in(signals.loss, 0 if self.instrument is None else self.instrument.step)
         self.policy.note(skipped=False, explained=True)
 
     def free_batches(self, of_host: bool) -> int:
@@ -440,18 +424,6 @@ class Session:
         # The same tensors, mostly, as those of the newest step that is kept.
         self.healthy_inputs = None if of_host else on_host(self.healthy_inputs)
         return freed
-
-    def judge_outcomes(self, loss: float) -> None:
-        """Closes incidents after `outcome_steps` healthy steps: resolved if the loss is back on its trend."""
-        step = 0 if self.instrument is None else self.instrument.step
-        for entry in list(self._judging):
-            incident, trend, after = entry
-            if step < incident.step and may_be_repeated(incident):
-                continue
-            after.append(loss)
-            if len(after) >= self.config.outcome_steps:
-                self._judging.remove(entry)
-                self._close(incident, trend, after)
 
     def close_outcomes(self, unfollowed: str | None = None) -> None:
         """
@@ -464,59 +436,16 @@ class Session:
         """
         # No healthy step has come after them.
         self._tell_what_is_known(0 if self.instrument is None else self.instrument.step)
-        for incident, trend, after in self._judging:
-            if after or not may_be_repeated(incident):
-                self._close(incident, trend, after)
-            elif unfollowed is not None:
-                self.journal.closed(incident, unfollowed, loss_after=None, trend=None)
-        self._judging.clear()
+        self.outcomes.close(unfollowed)
         self.watch.end()
 
     def close_as_fatal(self, incident: Incident) -> None:
         """The run ends with this incident: it is closed, and with it what was still waiting to be judged."""
-        self._judging = [entry for entry in self._judging if entry[0] is not incident]
-        self.watch.pending.discard(incident.id)
+        self.outcomes.drop(incident)
         if self.watch.incident is incident:
             self.watch.forget()
         self.close_outcomes(unfollowed="unresolved")
         self.journal.closed(incident, "fatal")
-
-    def _close(self, incident: Incident, trend: tuple[float, float] | None, after: list[float]) -> None:
-        self.watch.pending.discard(incident.id)
-        self.journal.closed(
-            incident,
-            self._outcome(incident, trend, after),
-            loss_after=_typical(after),
-            trend=None if trend is None else {"median": trend[0], "scale": trend[1]},
-        )
-
-    def _outcome(self, incident: Incident, trend: tuple[float, float] | None, after: list[float]) -> str:
-        """What the steps after an incident say of it."""
-        typical = _typical(after)
-        if not incident.actions:
-            return "unresolved"
-        if typical is None:
-            # Nothing followed: the run ended with this step, or on a step that was skipped.
-            return "resolved" if incident.steps_lost + incident.steps_repeated == 0 else "unresolved"
-        if incident.actions == [Action.USE_REEXECUTED_STEP.value]:
-            # What was applied is what an undisturbed run applies: where the loss goes from there says nothing of it.
-            return "resolved"
-        if trend is None:
-            # Without a trend, the losses the run began with.
-            limit = math.inf if self.panel is None else self.panel.divergence.early_limit
-            return "resolved" if typical <= limit else "unresolved"
-        centre, scale = trend
-        # A floor of 5 % of the loss: after few or very even steps the scale says little.
-        return "resolved" if typical <= centre + 2 * max(scale, 0.05 * abs(centre), 1e-3) else "unresolved"
-
-    def _resolved_at_the_end(self) -> int:
-        """Incidents that are open, and resolved if the run ends now ([`close_outcomes`])."""
-        counted = [entry for entry in self._judging if not entry[0].of_a_process]
-        return sum(
-            self._outcome(incident, trend, after) == "resolved"
-            for incident, trend, after in counted
-            if after or not may_be_repeated(incident)
-        ) + sum(not after and may_be_repeated(incident) for incident, _, after in counted)
 
     # ---- state that outlives the process ----
 
@@ -537,7 +466,7 @@ class Session:
             self.recall_memory()
             for incident in self.journal.incidents:
                 if incident.outcome == "open":
-                    self.await_outcome(incident)
+                    self.outcomes.wait_for(incident)
         self.journal.changed = self.write_record
         self.journal.attempts = record.describe_attempts
 
@@ -606,12 +535,13 @@ class Session:
         older one when `train()` is entered the next time, as a new process would.
         """
         config = self.config
-        self.nothing_lost_since(step)
+        self.outcomes.nothing_lost_since(step)
         self.rollback.release()
         self.rollback = Rollback(config, self.journal, self._remember, self._recall)
         self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
         self.policy = StepPolicy(config)
-        self.watch = LossWatch(config, self.journal)
+        self.watch = LossWatch(config, self.journal, self.outcomes)
+        self.outcomes.trust_again()
         self.schedule = ScheduleWatch()
         self.missing = MissingSteps()
         self.stop_for = self.roll_back_for = self.resume_point = None
@@ -675,8 +605,7 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "totals": self.journal.totals({incident.id for incident, _, _ in self._judging}),
-            "awaited": [[jsonable(incident.to_dict()), trend, after] for incident, trend, after in self._judging],
+            **self.outcomes.state_dict(),
             "rate_after_reduction": self.rate_after_reduction,
             **{name: part.state_dict() for name, part in self._parts().items()},
         }
@@ -685,7 +614,7 @@ class Session:
         reduced = state.get("rate_after_reduction")
         self.rate_after_reduction = reduced if isinstance(reduced, float) else None
         if not self.taken_up:
-            self._go_on_awaiting(state)
+            self.outcomes.load_state_dict(state)
         for name, part in self._parts().items():
             # Written by an earlier version of the library, or with other settings.
             if name in state and not take_over_whole(part, state[name]):
@@ -698,25 +627,6 @@ class Session:
             # The incident is not taken along: what still holds is seen again, and opens one in this run's journal.
             self.panel.divergence.alarmed = False
 
-    def _go_on_awaiting(self, state: Mapping[str, Any]) -> None:
-        """
-        Takes in what a run that is resumed without its record knew: what its incidents come to, and those that are
-        still to be judged, as far as they can be read.
-        """
-        totals, awaited = state.get("totals"), state.get("awaited")
-        if isinstance(totals, Mapping):
-            self.journal.earlier = {name: value for name, value in totals.items() if isinstance(value, int | float)}
-        for each in awaited if isinstance(awaited, list) else ():
-            with contextlib.suppress(LookupError, TypeError, ValueError):
-                self._await_again(*each)
-
-    def _await_again(self, entry: Mapping[str, Any], trend: Sequence[float] | None, after: Sequence[float]) -> None:
-        incident = Incident.from_dict(entry)
-        self._judging.append((incident, None if trend is None else (trend[0], trend[1]), list(after)))
-        self.journal.incidents.append(incident)
-        if "roll_back" in incident.actions:
-            self.watch.pending.add(incident.id)
-
     def _parts(self) -> dict[str, Any]:
         return self._detectors() | {
             "policy": self.policy,
@@ -726,21 +636,6 @@ class Session:
             "ladder": self.ladder,
             "missing_steps": self.missing,
         }
-
-
-def _typical(losses: list[float]) -> float | None:
-    return sorted(losses)[len(losses) // 2] if losses else None
-
-
-def may_be_repeated(incident: Incident) -> bool:
-    """Whether the steps an incident has cost are those that went with a process, and that the next one does again."""
-    ends_a_process = incident.failure in (
-        FailureType.PROCESS_DIED,
-        FailureType.USER_CODE,
-        FailureType.DAMAGED_CHECKPOINT,
-    )
-    taken_up = Action.STOP in incident.actions and Action.RESUME in incident.actions
-    return ends_a_process or taken_up or Action.EXIT_FOR_RESTART in incident.actions
 
 
 def new_run_id() -> str:

@@ -63,8 +63,9 @@ from .restart import (
     start_of,
     trains_beside,
 )
+from .run.outcomes import may_be_repeated
 from .run_record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
-from .session import Session, may_be_repeated
+from .session import Session
 from .vetting import Verdict
 
 
@@ -378,7 +379,7 @@ class SelfHealingTrainer:
         incident.steps_repeated = start.steps_to_repeat
         session.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
         session.journal.dealt_with(incident)
-        session.await_outcome(incident)
+        session.outcomes.wait_for(incident)
         earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
 
     def _count_repeated_steps(self, session: Session, start: Start, refused: bool) -> None:
@@ -395,7 +396,7 @@ class SelfHealingTrainer:
             # Only that process ended with it. Whether the run does is still to be seen.
             incident.outcome = "open"
             session.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
-            session.await_outcome(incident)
+            session.outcomes.wait_for(incident)
         session.journal.event(
             "taken_up",
             start.step,
@@ -520,7 +521,7 @@ class SelfHealingTrainer:
                     session.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
             recovery.incident.seconds_lost += time.perf_counter() - began
             session.journal.dealt_with(recovery.incident)
-            session.await_outcome(recovery.incident)
+            session.outcomes.wait_for(recovery.incident)
             resume = recovery.resume
             # Samplers and their seeds are made anew on entry, some from the global generators.
             entry_rng.restore()

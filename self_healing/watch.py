@@ -13,6 +13,7 @@ from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
 from .failures import FailureType
 from .journal import Incident, Journal
+from .run.outcomes import Outcomes
 
 
 logger = logging.getLogger("self_healing")
@@ -38,15 +39,16 @@ class LossWatch:
             `outcome_steps`: steps in a row the loss has to be back.
         journal ([`Journal`]):
             Where the outcome is written.
+        outcomes ([`Outcomes`]):
+            Know whether the run went back lately.
     """
 
-    def __init__(self, config: HealingConfig, journal: Journal) -> None:
+    def __init__(self, config: HealingConfig, journal: Journal, outcomes: Outcomes) -> None:
         self.config = config
         self.journal = journal
+        self._outcomes = outcomes
         self.incident: Incident | None = None
         self.owed = False
-        # Incidents after which the run went back: until it is known whether that helped, nothing new is trusted.
-        self.pending: set[str] = set()
         self._back = 0
         self._steps = 0
         self._last: deque[float] = deque(maxlen=_BEFORE)
@@ -55,7 +57,7 @@ class LossWatch:
     @property
     def open(self) -> bool:
         """Whether the loss is away from its baseline, or it is not known yet whether it is back."""
-        return self.incident is not None or bool(self.pending)
+        return self.incident is not None or self._outcomes.rollback_in_doubt
 
     def begin(self, symptom: Symptom, tell: Callable[[Incident, FailureType], None]) -> None:
         """

@@ -163,10 +163,10 @@ def test_a_step_that_was_healed_bitwise_is_not_judged_by_the_losses_after_it(tmp
     session.detector.losses.extend((0.01, 0.011, 0.009, 0.01))
     incident = session.journal.open(4, "nonfinite_loss", {})
     session.journal.acted(incident, "use_reexecuted_step")
-    session.await_outcome(incident)
+    session.outcomes.wait_for(incident)
     # As in RLOO, whose loss is that of the policy: it may go anywhere.
     for _ in range(2):
-        session.judge_outcomes(5.0)
+        session.outcomes.take_in(5.0, step=0)
     assert incident.outcome == "resolved"
 
 
@@ -422,9 +422,9 @@ def test_an_incident_that_is_waited_for_twice_has_one_outcome(tmp_path: Path) ->
     session.journal.acted(incident, "skip_step")
     for _ in range(2):
         # When the step is left out, and when the run goes back because of it.
-        session.await_outcome(incident)
+        session.outcomes.wait_for(incident)
     for _ in range(4):
-        session.judge_outcomes(5.0)
+        session.outcomes.take_in(5.0, step=0)
     assert len(incidents(tmp_path)) == 1
 
 

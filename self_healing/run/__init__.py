@@ -1,0 +1,1 @@
+"""What the families of failures share about a run: its context, its incidents and what becomes of them."""

@@ -1,0 +1,216 @@
+"""What became of incidents, judged by the healthy steps that follow them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..failures import Action, FailureType
+from ..files import jsonable
+from ..journal import Incident, Journal
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """
+    An incident whose outcome is not known yet.
+
+    Args:
+        incident ([`Incident`]):
+            The incident.
+        trend (`tuple[float, float]`, *optional*):
+            Median and scale of the loss before it.
+        after (`list[float]`):
+            Losses of the healthy steps since.
+    """
+
+    incident: Incident
+    trend: tuple[float, float] | None
+    after: list[float] = field(default_factory=list)
+
+    @property
+    def typical(self) -> float | None:
+        """The median of the losses since."""
+        return sorted(self.after)[len(self.after) // 2] if self.after else None
+
+
+class Outcomes:
+    """
+    Waits for what becomes of incidents that were dealt with, and closes them in the journal.
+
+    Args:
+        journal ([`Journal`]):
+            Where outcomes are written.
+        steps (`int`):
+            Healthy steps after which an incident is judged.
+        trend (`Callable[[], tuple[float, float] | None]`):
+            Median and scale of the recent losses; `None` before there are enough.
+        early_limit (`Callable[[], float]`):
+            The loss that is no worse than those the run began with, for incidents before there is a trend.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        steps: int,
+        trend: Callable[[], tuple[float, float] | None],
+        early_limit: Callable[[], float],
+    ) -> None:
+        self._journal = journal
+        self._steps = steps
+        self._trend = trend
+        self._early_limit = early_limit
+        self._awaited: list[_Awaited] = []
+        # After these the run went back, and it is not known yet whether that helped.
+        self._went_back_for: set[str] = set()
+
+    @property
+    def rollback_in_doubt(self) -> bool:
+        """Whether the run went back lately and it is not known yet whether that helped: nothing new is trusted."""
+        return bool(self._went_back_for)
+
+    def wait_for(self, incident: Incident) -> None:
+        """Judges an incident by the healthy steps that follow it; steps that are done again do not follow it yet."""
+        # One that was waited for already has cost more meanwhile.
+        self._stop_waiting_for(incident)
+        self._awaited.append(_Awaited(incident, self._trend()))
+        self._note_rollback(incident)
+
+    def take_in(self, loss: float, step: int) -> None:
+        """
+        Takes in a healthy step, and closes the incidents that enough of them have followed.
+
+        Args:
+            loss (`float`), step (`int`):
+                Of the step.
+        """
+        for awaited in list(self._awaited):
+            if step < awaited.incident.step and may_be_repeated(awaited.incident):
+                continue
+            awaited.after.append(loss)
+            if len(awaited.after) >= self._steps:
+                self._awaited.remove(awaited)
+                self._close(awaited)
+
+    def went_back(self, incident: Incident) -> None:
+        """The run went back because of an incident: earlier incidents that it went back for were not cured."""
+        for awaited in list(self._awaited):
+            if Action.ROLL_BACK in awaited.incident.actions and awaited.incident is not incident:
+                # It has come back before it could be told whether it was gone.
+                self._awaited.remove(awaited)
+                self._went_back_for.discard(awaited.incident.id)
+                self._journal.closed(awaited.incident, "unresolved", relapse=incident.id)
+
+    def nothing_lost_since(self, step: int) -> None:
+        """Steps from here on that were left out have been applied after all."""
+        for awaited in self._awaited:
+            if awaited.incident.step >= step:
+                awaited.incident.steps_lost = 0
+
+    def trust_again(self) -> None:
+        """Whether earlier rollbacks helped does not matter any more: the run begins from another state."""
+        self._went_back_for.clear()
+
+    def close(self, unfollowed: str | None = None) -> None:
+        """
+        At the end of the run, or of this process's part in it: judges what is still open by the steps there were.
+
+        Args:
+            unfollowed (`str`, *optional*):
+                The outcome of what ended an earlier process, where the run has not come beyond it. Left open by
+                default, for the next process to judge.
+        """
+        for awaited in self._awaited:
+            if awaited.after or not may_be_repeated(awaited.incident):
+                self._close(awaited)
+            elif unfollowed is not None:
+                self._journal.closed(awaited.incident, unfollowed, loss_after=None, trend=None)
+        self._awaited.clear()
+
+    def drop(self, incident: Incident) -> None:
+        """Waits no longer for an incident that is closed elsewhere."""
+        self._stop_waiting_for(incident)
+        self._went_back_for.discard(incident.id)
+
+    @property
+    def resolved_at_the_end(self) -> int:
+        """Incidents that are open, and resolved if the run ends now ([`close`])."""
+        counted = [awaited for awaited in self._awaited if not awaited.incident.of_a_process]
+        followed = [awaited for awaited in counted if awaited.after or not may_be_repeated(awaited.incident)]
+        return sum(self._judge(awaited) == "resolved" for awaited in followed) + len(counted) - len(followed)
+
+    def _stop_waiting_for(self, incident: Incident) -> None:
+        self._awaited = [awaited for awaited in self._awaited if awaited.incident is not incident]
+
+    def _note_rollback(self, incident: Incident) -> None:
+        if Action.ROLL_BACK in incident.actions:
+            self._went_back_for.add(incident.id)
+
+    def _close(self, awaited: _Awaited) -> None:
+        self._went_back_for.discard(awaited.incident.id)
+        trend = awaited.trend
+        self._journal.closed(
+            awaited.incident,
+            self._judge(awaited),
+            loss_after=awaited.typical,
+            trend=None if trend is None else {"median": trend[0], "scale": trend[1]},
+        )
+
+    def _judge(self, awaited: _Awaited) -> str:
+        """What the steps after an incident say of it."""
+        incident, typical = awaited.incident, awaited.typical
+        if not incident.actions:
+            return "unresolved"
+        if typical is None:
+            # Nothing followed: the run ended with this step, or on a step that was skipped.
+            return "resolved" if incident.steps_lost + incident.steps_repeated == 0 else "unresolved"
+        if incident.actions == [Action.USE_REEXECUTED_STEP]:
+            # What was applied is what an undisturbed run applies: where the loss goes from there says nothing of it.
+            return "resolved"
+        if awaited.trend is None:
+            # Without a trend, the losses the run began with.
+            return "resolved" if typical <= self._early_limit() else "unresolved"
+        centre, scale = awaited.trend
+        # A floor of 5 % of the loss: after few or very even steps the scale says little.
+        return "resolved" if typical <= centre + 2 * max(scale, 0.05 * abs(centre), 1e-3) else "unresolved"
+
+    # ---- state in checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "totals": self._journal.totals({awaited.incident.id for awaited in self._awaited}),
+            "awaited": [
+                [jsonable(awaited.incident.to_dict()), awaited.trend, awaited.after] for awaited in self._awaited
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """
+        Takes in what a run that is resumed without its record knew: what its incidents come to, and those that are
+        still to be judged, as far as they can be read.
+        """
+        totals, entries = state.get("totals"), state.get("awaited")
+        if isinstance(totals, Mapping):
+            self._journal.earlier = {name: value for name, value in totals.items() if isinstance(value, int | float)}
+        for entry in entries if isinstance(entries, list) else ():
+            with contextlib.suppress(LookupError, TypeError, ValueError):
+                self._wait_again(*entry)
+
+    def _wait_again(self, entry: Mapping[str, Any], trend: Sequence[float] | None, after: Sequence[float]) -> None:
+        incident = Incident.from_dict(entry)
+        self._awaited.append(_Awaited(incident, None if trend is None else (trend[0], trend[1]), list(after)))
+        self._journal.incidents.append(incident)
+        self._note_rollback(incident)
+
+
+def may_be_repeated(incident: Incident) -> bool:
+    """Whether the steps an incident has cost are those that went with a process, and that the next one does again."""
+    ends_a_process = incident.failure in (
+        FailureType.PROCESS_DIED,
+        FailureType.USER_CODE,
+        FailureType.DAMAGED_CHECKPOINT,
+    )
+    taken_up = Action.STOP in incident.actions and Action.RESUME in incident.actions
+    return ends_a_process or taken_up or Action.EXIT_FOR_RESTART in incident.actions
