@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tenacity
 import torch
 from transformers import TrainingArguments
 
@@ -31,6 +29,7 @@ from .inspection import check_data_quality, check_model_init
 from .instrument import BatchPlan, Instrument, Window, change_batch, free_memory
 from .journal import Incident, where_to_go_on
 from .microbatch import CallShape
+from .retry import RetryPolicy
 from .rollback import Target, WentBack
 from .session import Session, quarantined_rows
 
@@ -113,9 +112,6 @@ class HealingActions:
     def __init__(self, config: HealingConfig, callback: SelfHealingCallback) -> None:
         self.config = config
         self._callback = callback
-        self._backoff = tenacity.wait_random_exponential(
-            multiplier=config.retry_initial_seconds, max=config.retry_max_seconds
-        )
         self._carry_out: dict[Action, Callable[[HealingContext, TrainingArguments], dict[str, Any]]] = {
             Action.USE_REEXECUTED_STEP: self._use_reexecuted_step,
             Action.QUARANTINE_ROWS: self._quarantine_rows,
@@ -418,13 +414,7 @@ class HealingActions:
         return {"checkpoint": point.path}
 
     def _wait(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
-        state = tenacity.RetryCallState(retry_object=tenacity.Retrying(), fn=None, args=(), kwargs={})
-        state.attempt_number = max(self.session.budget.used, 1)
-        # tenacity draws from `random`, which the run has seeded: every job with that seed would come back at once.
-        training_state = random.getstate()
-        random.seed()
-        seconds = float(self._backoff(state))
-        random.setstate(training_state)
+        seconds = RetryPolicy.of(self.config).draw_wait(max(self.session.budget.used, 1))
         self.session.sleep(seconds)
         return {"waited_seconds": round(seconds, 3)}
 

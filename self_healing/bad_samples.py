@@ -17,8 +17,9 @@ from .config import HealingConfig
 from .data import QUARANTINE_FILE, BadSample, Findings, dataset_fingerprint, describe_name, why_not_appendable
 from .failures import Action, FailureType
 from .instrument.loading import TrainingLoader
+from .retry import RetryPolicy
 from .sample_guard import DataSourceError, Guard, GuardedCollator, GuardedDataset
-from .services import RetryPolicy, ServiceCalls
+from .services import ServiceCalls
 from .session import Session
 from .stream_guard import GuardedStream
 

@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -492,6 +493,32 @@ class DamagedCheckpointError(UnrecoverableTrainingError):
         super().__init__(f"go on from {older}", failure=FailureType.DAMAGED_CHECKPOINT)
         self.incident = incident
         self.older = older
+
+
+class NonFiniteReward(Exception):
+    """
+    A reward is NaN or infinite; `None` is how a reward function says that it does not apply.
+
+    Args:
+        answer (`Any`):
+            What was answered; of a function with `None` in place of what is not finite.
+        places (`Sequence[int]`):
+            The completions whose rewards are not finite.
+        of (`int`):
+            How many rewards there are.
+    """
+
+    def __init__(self, answer: Any, places: Sequence[int], of: int) -> None:
+        named = ", ".join(map(str, places[:10])) + (", ..." if len(places) > 10 else "")
+        super().__init__(f"{len(places)} of {of} rewards are NaN or infinite (completions {named})")
+        self.answer = answer
+        self.places = list(places)
+        self.of = of
+
+    @property
+    def all_of_them(self) -> bool:
+        """Whether there is no reward at all in the answer, not even one that does not apply."""
+        return len(self.places) == self.of
 
 
 # Named, not imported: none of these libraries is a dependency, and an exception of theirs can only arrive

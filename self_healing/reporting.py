@@ -10,7 +10,7 @@ from typing import Any
 
 from .failures import Action, FailureType, is_error, text_of
 from .journal import Incident
-from .services import RetryPolicy
+from .retry import RetryPolicy
 from .session import Session
 
 

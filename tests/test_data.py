@@ -41,8 +41,8 @@ from self_healing.data import POISON, BadSample, Findings, Quarantine, Quarantin
 from self_healing.failures import FailureType, classify_exception
 from self_healing.instrument.loader_workers import end_workers_that_failed
 from self_healing.instrument.loading import TrainingLoader
+from self_healing.retry import RetryPolicy
 from self_healing.sample_guard import DataSourceError, Guard, GuardedCollator, GuardedDataset, candidates
-from self_healing.services import RetryPolicy
 from self_healing.stream_guard import GuardedStream
 
 

@@ -44,9 +44,18 @@ from transformers import LlamaForSequenceClassification, TrainerCallback, set_se
 from transformers.integrations import TensorBoardCallback
 from trl.generation.vllm_client import VLLMClient
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing import (
+    Action,
+    HealingActions,
+    HealingConfig,
+    HealingContext,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
+from self_healing.journal import Journal
 from self_healing.reporting import Reporting
-from self_healing.services import Retry, RetryPolicy, may_pass, retry_after
+from self_healing.retry import Retry, RetryPolicy, may_pass, retry_after
 from self_healing.session import Session
 
 
@@ -229,6 +238,31 @@ def test_the_run_s_random_states_are_not_drawn_from() -> None:
     assert random.getstate() == before[0]
     assert (np.random.get_state()[1] == before[1]).all()
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_waiting_to_resume_leaves_the_run_s_generators_alone(tmp_path: Path) -> None:
+    waits: list[float] = []
+    config = HealingConfig(retry_initial_seconds=2.0, retry_max_seconds=10.0)
+    log = Journal(tmp_path, config, "run")
+    session = SimpleNamespace(journal=log, budget=SimpleNamespace(used=3), sleep=waits.append, instrument=None)
+    actions: Any = HealingActions(config, SimpleNamespace(session=session))  # type: ignore[arg-type]
+    context = HealingContext(log.open(1, "ConnectionError", {}))
+    for _ in range(20):
+        random.seed(0)
+        before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+        actions.apply(Action.WAIT_AND_RESUME, context, None)
+        assert random.getstate() == before[0]
+        assert (np.random.get_state()[1] == before[1]).all()
+        assert torch.equal(torch.get_rng_state(), before[2])
+    assert len(set(waits)) == 20
+    assert max(waits) <= 8.0
+
+
+def test_waits_to_resume_are_bounded_like_those_of_calls() -> None:
+    retry, _ = policy(initial_seconds=2.0, max_seconds=10.0)
+    for attempt, bound in ((1, 2.0), (2, 4.0), (3, 8.0), (4, 10.0), (5000, 10.0)):
+        drawn = [retry.draw_wait(attempt) for _ in range(200)]
+        assert 0.8 * bound < max(drawn) <= bound
 
 
 def test_jobs_with_the_same_seed_do_not_come_back_at_the_same_moment() -> None:

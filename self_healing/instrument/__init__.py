@@ -29,7 +29,7 @@ from .preservation import preserved
 from .reentry import BESIDE_DIR, EMERGENCY_DIR, Leave, Pending, ResumePoint
 from .row_sources import RowSource
 from .saving import CheckpointSaving
-from .services import NonFiniteReward, ReportingGuard, ServiceGuard
+from .services import ReportingGuard, ServiceGuard
 from .uploads import leave_out_of_uploads
 from .window import Control, Recording, TrainingFault, Window, on_host
 from .wrapping import Instrument
@@ -46,7 +46,6 @@ __all__ = [
     "Control",
     "Instrument",
     "Leave",
-    "NonFiniteReward",
     "OutOfMemory",
     "Pending",
     "Recording",

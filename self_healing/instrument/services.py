@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..failures import is_error
+from ..failures import NonFiniteReward, is_error
 from ..random_state import RandomState
 from .interception import Interception
 from .replacing import Replacements
@@ -38,32 +38,6 @@ _VLLM_REQUESTS = (
 )
 # Trackers to which TRL's online trainers log completions by themselves, beside the callbacks.
 _TABLE_LOGGERS = frozenset({"trackio", "wandb", "pandas", "pyarrow"})
-
-
-class NonFiniteReward(Exception):
-    """
-    A reward is NaN or infinite; `None` is how a reward function says that it does not apply.
-
-    Args:
-        answer (`Any`):
-            What was answered; of a function with `None` in place of what is not finite.
-        places (`Sequence[int]`):
-            The completions whose rewards are not finite.
-        of (`int`):
-            How many rewards there are.
-    """
-
-    def __init__(self, answer: Any, places: Sequence[int], of: int) -> None:
-        named = ", ".join(map(str, places[:10])) + (", ..." if len(places) > 10 else "")
-        super().__init__(f"{len(places)} of {of} rewards are NaN or infinite (completions {named})")
-        self.answer = answer
-        self.places = list(places)
-        self.of = of
-
-    @property
-    def all_of_them(self) -> bool:
-        """Whether there is no reward at all in the answer, not even one that does not apply."""
-        return len(self.places) == self.of
 
 
 class Retrying(Protocol):
