@@ -18,8 +18,8 @@ from transformers.trainer_callback import ExportableState
 from . import consensus
 from .actions import HealingActions
 from .bad_samples import SampleHealer
+from .checkpoint_files import PINNED_DIR
 from .checkpoints import (
-    PINNED_DIR,
     CheckpointError,
     Standing,
     bookkeeping_now,
@@ -62,6 +62,7 @@ from .restart import bookkeeping_of
 from .run_status import RunState
 from .services import ServiceCalls
 from .session import Session
+from .vetting import may_be_loaded, vet_weights
 
 
 logger = logging.getLogger("self_healing")
@@ -228,7 +229,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.saves = session.saves or SaveHealer(self.config, session)
             instrument.saving = CheckpointSaving(trainer, session.saves, instrument.contained)
         places = [Path(args.output_dir), Path(args.output_dir, PINNED_DIR)]
-        instrument.best_model = BestModel(trainer, places, partial(self._tell_of_best_model, session))
+        instrument.best_model = BestModel(
+            trainer, places, vet_weights, may_be_loaded, partial(self._tell_of_best_model, session)
+        )
         ServiceGuard(instrument, ServiceCalls(self.config, session)).attach()
         if session.reporting is None:
             self._guard_reporting(trainer, session, instrument)

@@ -18,11 +18,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import consensus
+from .checkpoint_files import (
+    BESIDE_DIR,
+    EMERGENCY_DIR,
+    MARKER_FILE,
+    PINNED_DIR,
+    STATE_FILE,
+    ModelNames,
+    files_of,
+    number_of,
+    numbered,
+    remove_checkpoint,
+    share_files,
+    size_of,
+    unshared_size_of,
+)
 from .checksums import add_checksums_later, checksums_at_once
 from .failures import FailureType, classify_exception, could_not_be_written
 from .instrument import (
-    BESIDE_DIR,
-    EMERGENCY_DIR,
     Instrument,
     Leave,
     Pending,
@@ -33,19 +46,17 @@ from .instrument import (
 )
 from .marker import (
     CHECKSUMS,
-    MARKER_FILE,
     MARKER_SCHEMA,
     change_marker,
     damage_of_marker,
     load_marker,
     replace_marker,
 )
-from .vetting import STATE_FILE, ModelNames, Verdict, breach_of_marker, number_of, vet
+from .vetting import Verdict, breach_of_marker, vet
 
 
 logger = logging.getLogger(__name__)
 
-PINNED_DIR = "last-known-good"
 # A checkpoint may grow by as much from one to the next: the log in it does.
 _GROWTH = 1.05
 # In the bookkeeping of a marker: the evaluation of the step has not been done.
@@ -99,7 +110,7 @@ def write_marker(
             Whether every weight, buffer and optimizer state was finite when it was written; `None` if that was not
             looked at, and then it never becomes verified.
     """
-    sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files(checkpoint)}
+    sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in files_of(checkpoint)}
     content: dict[str, Any] = {
         "schema": MARKER_SCHEMA,
         "time": time.time(),
@@ -156,10 +167,6 @@ def set_standing(checkpoint: Path, standing: Standing, incident: str | None = No
     change_marker(checkpoint, change)
 
 
-def _files(checkpoint: Path) -> list[Path]:
-    return sorted(file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(MARKER_FILE))
-
-
 def owe_evaluation(checkpoint: Path) -> None:
     """Notes that the evaluation of its step is still to be done; a checkpoint without a marker is left as it is."""
 
@@ -204,21 +211,15 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
     Last come those beside the regular ones that an earlier run in this directory left behind: regular ones of fewer
     steps were written after them.
     """
-    regular = _numbered(Path(output_dir))
+    regular = numbered(Path(output_dir))
     found = [(False, -number, 0, entry) for number, entry in regular]
     written = [(number, _written_at(entry)) for number, entry in regular]
     for place, name in enumerate((EMERGENCY_DIR, BESIDE_DIR, PINNED_DIR), start=1):
-        for number, entry in _numbered(Path(output_dir, name)):
+        for number, entry in numbered(Path(output_dir, name)):
             at = _written_at(entry)
             left_behind = any(other < number and later > at for other, later in written)
             found.append((left_behind, -number, place, entry))
     return [entry for *_, entry in sorted(found)]
-
-
-def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    if not folder.is_dir():
-        return []
-    return [(number, entry) for entry in folder.iterdir() if (number := number_of(entry)) is not None]
 
 
 def _written_at(checkpoint: Path) -> float:
@@ -588,14 +589,14 @@ def older_checkpoints(than: str, output_dir: str) -> Iterator[str]:
     for checkpoint in checkpoints_in(output_dir):
         number = number_of(checkpoint)
         of_the_run = number is not None and number <= step and (load_marker(checkpoint) or {}).get("run") == run
-        if of_the_run and not _share_files(checkpoint, newest) and vet(checkpoint).usable:
+        if of_the_run and not share_files(checkpoint, newest) and vet(checkpoint).usable:
             yield str(checkpoint)
 
 
 def mark_suspect(checkpoint: str, output_dir: str, incident: str) -> None:
     """Marks a damaged checkpoint, and with it every one that has its files."""
     damaged = Path(checkpoint)
-    for each in [damaged, *(other for other in checkpoints_in(output_dir) if _share_files(other, damaged))]:
+    for each in [damaged, *(other for other in checkpoints_in(output_dir) if share_files(other, damaged))]:
         try:
             set_standing(each, "suspect", incident)
         except OSError:
@@ -656,7 +657,7 @@ def remove_torn(checkpoint: Path) -> str | None:
             failed = error
     try:
         if checkpoint.exists():
-            _remove(checkpoint)
+            remove_checkpoint(checkpoint)
     except OSError as error:
         failed = error
         shutil.rmtree(checkpoint, ignore_errors=True)
@@ -678,19 +679,14 @@ def expendable_checkpoint(run: str, output_dir: Path, best: str | None) -> Path 
     Returns:
         Never a verified one, the newest, or one that is hard-linked to `last-known-good/` and would free nothing.
     """
-    marked = [(number, entry, read_marker(entry)) for number, entry in sorted(_numbered(output_dir))]
+    marked = [(number, entry, read_marker(entry)) for number, entry in sorted(numbered(output_dir))]
     own = [(entry, marker) for _, entry, marker in marked if marker is not None and marker.get("run") == run]
     for entry, marker in own[:-1]:
         is_best = best is not None and os.path.abspath(best) == os.path.abspath(entry)
-        linked = any(file.stat().st_nlink > 1 for file in _files(entry))
+        linked = any(file.stat().st_nlink > 1 for file in files_of(entry))
         if marker.get("standing") != "verified" and not is_best and not linked:
             return entry
     return None
-
-
-def size_of(checkpoint: Path) -> int:
-    """Bytes that the files of a checkpoint take."""
-    return sum(file.stat().st_size for file in _files(checkpoint))
 
 
 # ---- the last good ones ----
@@ -759,7 +755,7 @@ class CheckpointKeeper:
             # Without its trainer_state.json, which is written last, nobody takes it for complete.
             for file in (stale / MARKER_FILE, stale / STATE_FILE):
                 file.unlink(missing_ok=True)
-            for file in _files(stale):
+            for file in files_of(stale):
                 if file.stat().st_nlink > 1:
                     file.unlink()
 
@@ -800,7 +796,7 @@ class CheckpointKeeper:
     def leave_room(self) -> None:
         """Kept checkpoints give way, the oldest first, until one more checkpoint fits beside them."""
         # Of a run that has not written any yet: what an earlier one has kept is about as large.
-        size = self._size or max((size_of(pin) for _, pin in _numbered(self.directory)), default=0)
+        size = self._size or max((size_of(pin) for _, pin in numbered(self.directory)), default=0)
         needed = int(_GROWTH * size)
         given_up = []
         while self._free() < needed and (oldest := next(self._may_give_way(), None)) is not None:
@@ -828,18 +824,18 @@ class CheckpointKeeper:
 
     def _may_give_way(self) -> Iterator[Path]:
         """Kept ones whose removal frees something, the oldest first; never the last one that can be trusted."""
-        kept = sorted((pin for _, pin in _numbered(self.directory)), key=_written_at)
+        kept = sorted((pin for _, pin in numbered(self.directory)), key=_written_at)
         for pin in kept:
-            if _bytes_of_its_own(pin) > 0 and any(
+            if unshared_size_of(pin) > 0 and any(
                 _may_be_trusted(other) for other in [*self._regular(), *kept] if other != pin
             ):
                 yield pin
 
     def _regular(self) -> list[Path]:
-        return [entry for _, entry in _numbered(self.directory.parent)]
+        return [entry for _, entry in numbered(self.directory.parent)]
 
     def _let_go(self, pin: Path) -> None:
-        _remove(pin)
+        remove_checkpoint(pin)
         number = number_of(pin)
         if number is not None and number in self._followed:
             self._followed[number].pinned = False
@@ -923,7 +919,7 @@ class CheckpointKeeper:
             followed = self._followed[number]
             if followed.pinned and followed.path != self._pin(number):
                 with self._contained("Removing a suspect checkpoint"):
-                    _remove(self._pin(number))
+                    remove_checkpoint(self._pin(number))
                     followed.pinned = False
         if self._pending in suspects:
             self._pending = None
@@ -959,8 +955,8 @@ class CheckpointKeeper:
         mine, theirs = load_marker(checkpoint), load_marker(pin)
         if mine and theirs and (mine.get("run"), mine.get("time")) == (theirs.get("run"), theirs.get("time")):
             return True
-        if _share_files(checkpoint, pin):
-            _remove(pin)
+        if share_files(checkpoint, pin):
+            remove_checkpoint(pin)
         return False
 
     def _mark(self, number: int, standing: Standing, incident: str | None = None) -> None:
@@ -995,8 +991,8 @@ class CheckpointKeeper:
 
     def _replaces_older_ones(self, number: int) -> bool:
         """Whether there is room for one more; where there is little, the older ones are let go for it."""
-        older = sorted((pin for _, pin in _numbered(self.directory)), key=_written_at)
-        if not self._has_room_for(number, beside=sum(map(_bytes_of_its_own, older))):
+        older = sorted((pin for _, pin in numbered(self.directory)), key=_written_at)
+        if not self._has_room_for(number, beside=sum(map(unshared_size_of, older))):
             return False
         while older and not self._has_room_for(number):
             self._let_go(older.pop(0))
@@ -1032,12 +1028,12 @@ class CheckpointKeeper:
         # Renamed when it is whole: a process killed in between leaves nothing that looks like a checkpoint.
         temporary = self.directory / f".checkpoint-{number}.new"
         try:
-            for file in _files(followed.path):
+            for file in files_of(followed.path):
                 target = temporary / file.relative_to(followed.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 put(file, target)
             shutil.copy2(followed.path / MARKER_FILE, temporary / MARKER_FILE)
-            _remove(self._pin(number))
+            remove_checkpoint(self._pin(number))
             temporary.rename(self._pin(number))
         except OSError:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -1064,7 +1060,7 @@ class CheckpointKeeper:
 
     def _prune(self) -> None:
         # By the time of writing, not by number: an earlier run in the same directory may have come further.
-        newest_first = sorted((pin for _, pin in _numbered(self.directory)), key=_written_at, reverse=True)
+        newest_first = sorted((pin for _, pin in numbered(self.directory)), key=_written_at, reverse=True)
         verified = [pin for pin in newest_first if (load_marker(pin) or {}).get("standing") == "verified"]
         kept = verified[: self.generations]
         if not kept:
@@ -1073,7 +1069,7 @@ class CheckpointKeeper:
             kept.append(self._pin(self._pending))
         for pin in newest_first:
             if pin not in kept:
-                _remove(pin)
+                remove_checkpoint(pin)
                 if (followed := self._followed.get(number_of(pin) or 0)) is not None:
                     followed.pinned = False
 
@@ -1095,21 +1091,6 @@ class CheckpointKeeper:
                 logger.warning("%s failed; training goes on. %s", doing, error)
 
 
-def _remove(pin: Path) -> None:
-    if not pin.exists():
-        return
-    # Renamed first: a process killed in between leaves nothing that looks like a checkpoint.
-    gone = pin.with_name(f".{pin.name}.gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    pin.rename(gone)
-    shutil.rmtree(gone)
-
-
-def _bytes_of_its_own(checkpoint: Path) -> int:
-    """Bytes that no other hard link holds."""
-    return sum(status.st_size for file in _files(checkpoint) if (status := file.stat()).st_nlink == 1)
-
-
 def _may_be_trusted(checkpoint: Path) -> bool:
     marker = read_marker(checkpoint)
     return marker is not None and marker.get("standing") != "suspect" and marker.get("finite") is not False
@@ -1117,8 +1098,3 @@ def _may_be_trusted(checkpoint: Path) -> bool:
 
 def _gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.3g} GB"
-
-
-def _share_files(one: Path, other: Path) -> bool:
-    theirs = {(status.st_dev, status.st_ino) for status in (file.stat() for file in _files(other))}
-    return any((status.st_dev, status.st_ino) in theirs for status in (file.stat() for file in _files(one)))

@@ -133,8 +133,9 @@ def check(
     from rich.table import Table
     from rich.text import Text
 
+    from .checkpoint_files import STATE_FILE, number_of
     from .checkpoints import checkpoints_in, vet_all
-    from .vetting import STATE_FILE, number_of, vet
+    from .vetting import vet
 
     named = number_of(run_dir.resolve()) is not None
     # `trainer.save_state()` leaves one in the output_dir, too.

@@ -11,7 +11,8 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from .checkpoints import expendable_checkpoint, remove_torn, size_of
+from .checkpoint_files import size_of
+from .checkpoints import expendable_checkpoint, remove_torn
 from .config import ConfigurationError, HealingConfig
 from .failures import Action, FailureType, describe_exception, text_of
 from .journal import Incident

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .checkpoint_files import MARKER_FILE
 from .files import replace_file
 
 
-MARKER_FILE = "healing.json"
 MARKER_SCHEMA = 1
 # By name of the file, for those whose checksum is known.
 CHECKSUMS = "crc32"

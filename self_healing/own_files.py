@@ -10,6 +10,8 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
+from .checkpoint_files import BESIDE_DIR, EMERGENCY_DIR, GENERATED_FILE, MARKER_FILE, PINNED_DIR
+
 
 logger = logging.getLogger("self_healing")
 
@@ -23,19 +25,19 @@ RUN_FILES = (
     "memory_snapshot.pickle",
     "incidents/*",
     "hangs/*",
-    "last-known-good/*",
-    "emergency/*",
+    f"{PINNED_DIR}/*",
+    f"{EMERGENCY_DIR}/*",
 )
 # In each checkpoint.
-CHECKPOINT_FILES = ("healing.json", "healing.json.tmp", "generated.pt")
+CHECKPOINT_FILES = (MARKER_FILE, f"{MARKER_FILE}.tmp", GENERATED_FILE)
 # What a process leaves that is killed while it writes, or takes away, one of them; and in each checkpoint.
 LEFTOVERS = ("healing_*.tmp", ".healing_*.tmp", "postmortem*.tmp", ".checkpoint-*.gone")
-CHECKPOINT_LEFTOVERS = ("healing.json.tmp",)
+CHECKPOINT_LEFTOVERS = (f"{MARKER_FILE}.tmp",)
 GITIGNORE = ".gitignore"
 
 _HEADER = "# Written by self_healing: what it keeps here holds text of samples, and is not for the Hub or for git."
 # As the Trainer names them, here and on the Hub.
-_OWN_FOLDERS = ("last-known-good", "emergency", "emergency/beside")
+_OWN_FOLDERS = (PINNED_DIR, EMERGENCY_DIR, BESIDE_DIR)
 _CHECKPOINTS = ("checkpoint-*", "last-checkpoint")
 
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import psutil
 
+from .checkpoint_files import STATE_FILE, number_of
 from .checkpoints import newest_verdict_of, read_marker
 from .failures import FAILURE_RECIPES, FailureType
 from .launcher import Launch
 from .run_record import Attempt, Ending, RunRecord, first_call
-from .vetting import STATE_FILE, Verdict, number_of
+from .vetting import Verdict
 
 
 logger = logging.getLogger("self_healing")

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from . import consensus
+from .checkpoint_files import number_of
 from .checkpoints import CheckpointKeeper, missing_steps_in, newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .failures import FailureType, classify_exception
@@ -32,7 +33,6 @@ from .random_state import RandomState
 from .replay import Replay, Replayed
 from .signals import StepSignals
 from .snapshots import Snapshot, SnapshotRing, free_host_memory, size_of
-from .vetting import number_of
 
 
 logger = logging.getLogger("self_healing")

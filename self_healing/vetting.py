@@ -14,7 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, TrainerState
 
-from .marker import CHECKSUMS, MARKER_FILE, damage_of_marker, load_marker
+from .checkpoint_files import MARKER_FILE, STATE_FILE, ModelNames, number_of
+from .marker import CHECKSUMS, damage_of_marker, load_marker
 from .stored_tensors import (
     Unusable,
     check_archive,
@@ -28,8 +29,6 @@ from .stored_tensors import (
 )
 
 
-STATE_FILE = "trainer_state.json"
-
 _SENTINEL = "checkpoint-is-incomplete.txt"
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -37,7 +36,6 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # What `save_pretrained` calls weights, whole or in shards.
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _WRITTEN_WITH_WEIGHTS = frozenset({"config.json", "generation_config.json", "README.md"})
-_NUMBERED = re.compile(r"checkpoint-(\d+)")
 # Characters of a name that may have changed while its file can still be read.
 _CHANGED_CHARACTERS = 3
 
@@ -69,25 +67,6 @@ class Verdict:
     reason: str
     standing: str
     doubts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ModelNames:
-    """
-    What a model calls its tensors in a checkpoint, each with its shape.
-
-    Args:
-        ways (`tuple[Mapping[str, tuple[int, ...]], ...]`):
-            As the model knows them, and as they are written where that differs.
-        tied (`Mapping[str, frozenset[str]]`):
-            The other names of a tensor that has several, of which one is written.
-        adapters (`Mapping[str, Mapping[str, tuple[int, ...]]]`):
-            Those of each adapter, by its folder.
-    """
-
-    ways: tuple[Mapping[str, tuple[int, ...]], ...] = ()
-    tied: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    adapters: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -150,10 +129,10 @@ def vet_weights(checkpoint: Path) -> str | None:
     return None
 
 
-def number_of(checkpoint: Path) -> int | None:
-    """The step a directory is named after, `None` if its name is not that of a checkpoint."""
-    match = _NUMBERED.fullmatch(checkpoint.name)
-    return None if match is None else int(match[1])
+def may_be_loaded(checkpoint: Path) -> bool:
+    """Whether it is a whole checkpoint of ours, not suspect, with weights that are finite."""
+    marker = load_marker(checkpoint)
+    return marker is not None and marker.get("standing") != "suspect" and vet_weights(checkpoint) is None
 
 
 def breach_of_marker(checkpoint: Path) -> str | None:

@@ -14,16 +14,15 @@ from huggingface_hub.hf_api import RepoUrl
 from transformers.utils.hub import hf_api
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoints import PINNED_DIR
+from self_healing.checkpoint_files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR
 from self_healing.data import QUARANTINE_FILE
 from self_healing.hang_memory import HANGS_FILE
-from self_healing.instrument import EMERGENCY_DIR, leave_out_of_uploads
+from self_healing.instrument import leave_out_of_uploads
 from self_healing.instrument.generated import GENERATED_FILE
 from self_healing.journal import EVENTS_FILE, POSTMORTEM_FILE
 from self_healing.memory import SIZES_FILE
 from self_healing.own_files import GITIGNORE, hide_from_uploads, is_own, own_patterns
 from self_healing.run_record import PROGRESS_FILE, RECORD_FILE
-from self_healing.vetting import MARKER_FILE
 
 
 class Hub:

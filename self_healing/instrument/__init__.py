@@ -26,7 +26,7 @@ from .out_of_memory import (
     write_memory_snapshot,
 )
 from .preservation import preserved
-from .reentry import BESIDE_DIR, EMERGENCY_DIR, Leave, Pending, ResumePoint
+from .reentry import Leave, Pending, ResumePoint
 from .row_sources import RowSource
 from .saving import CheckpointSaving
 from .services import ReportingGuard, ServiceGuard
@@ -36,8 +36,6 @@ from .wrapping import Instrument
 
 
 __all__ = [
-    "BESIDE_DIR",
-    "EMERGENCY_DIR",
     "BatchPlan",
     "BestChoice",
     "BestModel",

@@ -13,8 +13,6 @@ from typing import Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .. import consensus
-from ..marker import load_marker
-from ..vetting import vet_weights
 
 
 logger = logging.getLogger("self_healing")
@@ -49,13 +47,26 @@ class BestModel:
             The trainer.
         places (`list[Path]`):
             Directories that hold its checkpoints.
+        refusal (`Callable[[Path], str | None]`):
+            Why the weights of a checkpoint cannot be loaded; `None` if they can.
+        may_be_loaded (`Callable[[Path], bool]`):
+            Whether a checkpoint may take the place of one that cannot.
         told (`Callable[[str, BestChoice], None]`):
             Told of a best checkpoint that is not loaded, and of what is in its place.
     """
 
-    def __init__(self, trainer: Any, places: list[Path], told: Callable[[str, BestChoice], None]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        places: list[Path],
+        refusal: Callable[[Path], str | None],
+        may_be_loaded: Callable[[Path], bool],
+        told: Callable[[str, BestChoice], None],
+    ) -> None:
         self._trainer = trainer
         self._places = places
+        self._refusal = refusal
+        self._may_be_loaded = may_be_loaded
         self._told = told
         # By step; callbacks may have changed what was logged.
         self._noted: dict[int, float] = {}
@@ -97,13 +108,13 @@ class BestModel:
     def _choose(self) -> BestChoice:
         state = self._trainer.state
         theirs = str(state.best_model_checkpoint)
-        refused = vet_weights(Path(theirs))
+        refused = self._refusal(Path(theirs))
         if refused is None:
             return BestChoice(theirs, state.best_global_step, state.best_metric)
         for metric, step in self._evaluations():
             for place in self._places:
                 candidate = place / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-                if os.path.abspath(candidate) != os.path.abspath(theirs) and _may_be_loaded(candidate):
+                if os.path.abspath(candidate) != os.path.abspath(theirs) and self._may_be_loaded(candidate):
                     return BestChoice(str(candidate), step, metric, refused)
         return BestChoice(None, None, None, refused)
 
@@ -131,9 +142,3 @@ class BestModel:
         """Changes with every write into a parameter or buffer."""
         model = self._trainer.model
         return [tensor._version for tensor in (*model.parameters(), *model.buffers())]
-
-
-def _may_be_loaded(checkpoint: Path) -> bool:
-    """Whether it is a whole checkpoint of ours, not suspect, with weights that are finite."""
-    marker = load_marker(checkpoint)
-    return marker is not None and marker.get("standing") != "suspect" and vet_weights(checkpoint) is None

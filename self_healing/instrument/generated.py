@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from .. import consensus
+from ..checkpoint_files import GENERATED_FILE
 
 
 logger = logging.getLogger(__name__)
-
-GENERATED_FILE = "generated.pt"
 
 
 def save_generated(trainer: Any, checkpoint: Path) -> None:

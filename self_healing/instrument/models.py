@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
-from ..vetting import ModelNames
+from ..checkpoint_files import ModelNames
 
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from ..marker import MARKER_FILE
+from ..checkpoint_files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE
 from ..random_state import RandomState
 from .bookkeeping import METRIC_STORES, Bookkeeping, Ledger
 from .gradients import discard_gradients
@@ -24,9 +24,6 @@ from .row_sources import DataPosition
 from .window import TrainingFault, Window
 
 
-EMERGENCY_DIR = "emergency"
-# Where a checkpoint is written again while the one before it is still needed.
-BESIDE_DIR = os.path.join(EMERGENCY_DIR, "beside")
 # What is written again once what a step owed is done; all other files are those of the checkpoint before.
 _WRITTEN_AGAIN = ("optimizer", "scheduler", "rng_state", TRAINER_STATE_NAME, "global_step", "latest")
 

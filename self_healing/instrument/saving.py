@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .. import consensus
+from ..checkpoint_files import STATE_FILE
 from ..failures import could_not_be_written
 from ..random_state import RandomState
-from ..vetting import STATE_FILE
 
 
 class SaveRelief(Protocol):
