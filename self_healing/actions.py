@@ -184,7 +184,7 @@ class HealingActions:
 
     def _use_reexecuted_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         _window(context).accept()
-        self.session.computed_again.append(context.incident)
+        self.session.numerics.repeatability.owe(context.incident)
         return {}
 
     def _quarantine_rows(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
@@ -220,8 +220,8 @@ class HealingActions:
 
     def _skip_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         gone_back, before = context.went_back is not None, _window(context).skipped
-        self.session.missing.left_out(_window(context).step)
-        _window(context).skip(self.session.detector.last_loss, keep_buffers=gone_back)
+        self.session.numerics.missing.left_out(_window(context).step)
+        _window(context).skip(self.session.numerics.detector.last_loss, keep_buffers=gone_back)
         if gone_back:
             # It is one of the steps that going back has lost.
             self.session.rollback.settled(_window(context).step)
@@ -241,7 +241,7 @@ class HealingActions:
 
     def _hold_checkpoints(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         # The open watch is what the instrument asks before it lets a checkpoint be written.
-        self.session.watch.hold(context.incident)
+        self.session.numerics.watch.hold(context.incident)
         return {}
 
     # ---- another state, another rate ----
@@ -252,9 +252,9 @@ class HealingActions:
         went = context.went_back = self.session.rollback.go_back(context.target, step, incident.id)
         if went is None:
             return {"why": "there is no trusted state, neither in memory nor on disk", "happened": False}
-        self.session.went_back(incident)
+        self.session.numerics.went_back(incident)
         # Asked for between two steps, no step is left out for it.
-        self.session.missing.went_back(step + (context.window is not None), went.trained)
+        self.session.numerics.missing.went_back(step + (context.window is not None), went.trained)
         # One that was left out before is among them.
         incident.steps_lost = max(incident.steps_lost, went.steps_lost)
         incident.figures.append(f"back to the state of step {went.step}")
@@ -265,14 +265,14 @@ class HealingActions:
         if context.went_back is None:
             return {"why": "the run has not gone back to any state", "happened": False}
         of_the_state = context.incident.failure in (FailureType.CORRUPTED_STATE, FailureType.OUT_OF_MEMORY)
-        replayed = session.rollback.replay(window, session.is_well, loss_in_question=not of_the_state)
+        replayed = session.rollback.replay(window, session.numerics.is_well, loss_in_question=not of_the_state)
         if replayed.steps is None:
             session.journal.acted(context.incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
             context.incident.figures.append(f"the steps since then were not kept: {replayed.why}")
             return self._skip_step(context, args)
         window.accept()
-        session.missing.applied_again(replayed.steps + 1)
-        session.ladder.healed(context.incident.failure)
+        session.numerics.missing.applied_again(replayed.steps + 1)
+        session.numerics.ladder.healed(context.incident.failure)
         if context.incident.failure is FailureType.CORRUPTED_STATE:
             context.went_back = session.rollback.reinstate(context.went_back)
         context.incident.steps_lost = 0
@@ -283,23 +283,23 @@ class HealingActions:
     def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = _instrument(context)
         before = instrument.learning_rate
-        self.session.learning_rate.reduce(instrument.step, context.rate_scale, context.blamed_step)
-        self.session.note_rate(instrument.learning_rate)
+        self.session.numerics.learning_rate.reduce(instrument.step, context.rate_scale, context.blamed_step)
+        self.session.numerics.note_rate(instrument.learning_rate)
         context.incident.figures.append(f"learning rate from {before:.3g} to {instrument.learning_rate:.3g}")
-        control = self.session.learning_rate
+        control = self.session.numerics.learning_rate
         return self._rate(instrument) | {"from": before, "hold_steps": control.hold, "ramp_steps": control.ramp}
 
     def _increase_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = _instrument(context)
         step = instrument.step
-        before = self.session.learning_rate.scale(step)
+        before = self.session.numerics.learning_rate.scale(step)
         if self.config.lr_increase_factor <= 1:
             return {"why": "lr_increase_factor=1: it was not asked for", "happened": False}
-        after = self.session.learning_rate.increase(step)
+        after = self.session.numerics.learning_rate.increase(step)
         return self._rate(instrument) | {"happened": after != before}
 
     def _rate(self, instrument: Instrument) -> dict[str, Any]:
-        control = self.session.learning_rate
+        control = self.session.numerics.learning_rate
         scale = control.scale(instrument.step)
         return {"scale": scale, "learning_rate": instrument.learning_rate, "reductions": control.reductions}
 
@@ -308,7 +308,7 @@ class HealingActions:
         if not instrument.reset_moments():
             why = "this optimizer is not known to make its state anew, and was left as it is"
             return {"why": why, "happened": False}
-        steps = self.session.learning_rate.warm_up_again(instrument.step)
+        steps = self.session.numerics.learning_rate.warm_up_again(instrument.step)
         return {"warmup_steps": steps}
 
     # ---- looking for a cause ----
@@ -375,7 +375,7 @@ class HealingActions:
         if context.went_back is None:
             return "there is no trusted state to save"
         trainer = _instrument(context).trainer
-        trained = self.session.trained_steps(int(trainer.state.global_step) + 1)
+        trained = self.session.numerics.missing.trained(int(trainer.state.global_step) + 1)
         if trained <= 0 or context.went_back.target is Target.INITIAL:
             return "it would hold the state the run began with"
         newest = newest_checkpoint_of(self.session.run_id, str(trainer.args.output_dir))

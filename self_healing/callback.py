@@ -182,8 +182,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             trainer,
             judge=judge.judge,
             extra_logs=session.metrics,
-            hold=session.watch,
-            rate_scale=session.learning_rate.scale,
+            hold=session.numerics.watch,
+            rate_scale=session.numerics.learning_rate.scale,
             before_step=session.rollback.join,
             vouch=judge.vouch_for_state,
             before_save=session.about_to_save,
@@ -206,15 +206,15 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 remove_leftovers(args.output_dir, self.config.healing_dir)
             if not session.taken_up:
                 session.journal.set_aside_postmortem()
-            session.begin_watching(instrument, self._rules)
+            session.numerics.begin_watching(instrument, self._rules)
             self._restore_state(session, state)
             session.recall_memory()
             session.first_resume = resumed_from
-            session.learning_rate.begin(int(state.max_steps), instrument.beta2)
-            session.begin_counting(int(state.global_step))
-            session.on_trial = resumed_from is not None
+            session.numerics.learning_rate.begin(int(state.max_steps), instrument.beta2)
+            session.numerics.missing.begin(int(state.global_step))
+            session.numerics.on_trial = resumed_from is not None
         else:
-            session.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
+            session.numerics.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
         session.entries += 1
         session.journal.attempt = session.entries_before + session.entries
         finite = session.entries > 1 or self._refuse_nonfinite_weights(instrument, resumed_from)
@@ -263,17 +263,17 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             int(state.global_step),
             objective=instrument.objective.name,
             detectors=["nonfinite", *sorted(instrument.objective.detectors)],
-            rules=[] if session.rules is None else sorted(rule.name for rule in session.rules.rules),
+            rules=[] if session.numerics.rules is None else sorted(rule.name for rule in session.numerics.rules.rules),
             resumed_from=resumed_from,
             max_steps=int(state.max_steps),
             output_dir=os.path.abspath(args.output_dir),
             pid=os.getpid(),
             host=socket.gethostname(),
-            **session.rate_in_force(),
+            **session.numerics.rate_in_force(),
         )
         session.tell_status(Path(args.output_dir), int(state.max_steps))
         self._warn_about_the_rate(instrument, resumed_from)
-        session.rollback.begin(instrument, not session.warm, resumed_from, finite)
+        session.rollback.begin(instrument, not session.numerics.warm, resumed_from, finite)
         if not instrument.can_reexecute:
             logger.warning(
                 "self_healing: %s runs the backward pass itself; steps are watched, but not healed.",
@@ -431,7 +431,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.journal.closed(session.stop_for, "reported")
             session.stop_for = None
         session.journal.event(
-            "run_ended", int(state.global_step), incidents=len(session.journal.incidents), **session.rate_in_force()
+            "run_ended",
+            int(state.global_step),
+            incidents=len(session.journal.incidents),
+            **session.numerics.rate_in_force(),
         )
         if session.status is not None and not session.leaving:
             session.status.end(RunState.ENDED, int(state.global_step))
@@ -466,14 +469,14 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def _sum_up(self, session: Session, steps: int) -> None:
         """What one should know before one trusts, or resumes, a run that has come to its end."""
-        scale = session.learning_rate.scale(steps)
+        scale = session.numerics.learning_rate.scale(steps)
         if scale != 1.0:
             logger.warning(
                 "The learning rate in force at the end is %.3g times the schedule's. A resume without "
                 "SelfHealingCallback would go on with the schedule's.",
                 scale,
             )
-        lost = steps - session.trained_steps(steps)
+        lost = steps - session.numerics.missing.trained(steps)
         if lost > _MANY * steps:
             logger.warning(
                 "%d of %d steps are not in the weights: please look at the incidents (self-healing report) before "
@@ -506,7 +509,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if session is not None and instrument is not None and instrument.attached:
             instrument.step_begins()
             with instrument.contained():
-                session.rollback.step_begins(int(state.global_step), session.calm)
+                session.rollback.step_begins(int(state.global_step), session.numerics.calm)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

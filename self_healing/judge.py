@@ -100,13 +100,13 @@ class StepJudge:
         signals = self._signals(window)
         if window.stop_wanted:
             self._stop_for_red_flag(window)
-        if session.computed_again and signals.finite:
-            session.tell_whether_it_repeats(window)
+        if session.numerics.repeatability.owed and signals.finite:
+            session.numerics.repeatability.measure(window)
             signals = self._signals(window)
-        session.schedule.observe(signals.step, self._instrument.scheduled_rate)
+        session.numerics.schedule.observe(signals.step, self._instrument.scheduled_rate)
         self._look_what_is_trained(signals.step)
         incidents = len(session.journal.incidents)
-        symptom = session.detector.judge(signals, window.scaler_active)
+        symptom = session.numerics.detector.judge(signals, window.scaler_active)
         if symptom is not None:
             self._heal_nonfinite(window, symptom)
         elif window.rollback_wanted:
@@ -114,16 +114,18 @@ class StepJudge:
         elif signals.finite:
             self._judge_finite(window, signals)
         undisturbed = signals.finite and not window.skipped and len(session.journal.incidents) == incidents
-        tensors = session.rollback.step_taken(window, signals.loss, healthy=undisturbed and session.calm)
-        if session.on_trial and self._stands_the_test():
-            session.on_trial = False
+        tensors = session.rollback.step_taken(window, signals.loss, healthy=undisturbed and session.numerics.calm)
+        if session.numerics.on_trial and self._stands_the_test():
+            session.numerics.on_trial = False
         if tensors:
             self._heal_silent_corruption(window, tensors)
 
     def _signals(self, window: Window) -> StepSignals:
         session = self.session
         return window.signals(
-            stop=session.stop_for is not None, roll_back=session.roll_back_for is not None, leave=session.preempted
+            stop=session.stop_for is not None,
+            roll_back=session.numerics.roll_back_for is not None,
+            leave=session.preempted,
         )
 
     def _look_what_is_trained(self, step: int) -> None:
@@ -134,8 +136,8 @@ class StepJudge:
         if self._trained and trained != self._trained:
             logger.info("Step %d: other parameters are trained; what gradient is usual is learned anew.", step)
             self._panel.learn_gradients_anew()
-            if self.session.clipping is not None:
-                self.session.clipping.begin_anew()
+            if self.session.numerics.clipping is not None:
+                self.session.numerics.clipping.begin_anew()
         self._trained = trained
 
     # ---- where healing itself runs out of memory ----
@@ -216,7 +218,7 @@ class StepJudge:
         for each in opened:
             if each.outcome == "open":
                 session.journal.closed(each, "unresolved")
-        session.policy.start_anew()
+        session.numerics.policy.start_anew()
         if own:
             self.actions.apply(Action.EMERGENCY_CHECKPOINT, context, self._args)
         context.error = error
@@ -228,11 +230,11 @@ class StepJudge:
     def _heal_nonfinite(self, window: Window, symptom: Symptom) -> None:
         session = self.session
         began = time.perf_counter()
-        if not self._acts and session.reported_step == symptom.step - 1:
+        if not self._acts and session.numerics.reported_step == symptom.step - 1:
             # Nothing is done about it, so it stays that way: one incident for all of it.
-            session.reported_step = symptom.step
+            session.numerics.reported_step = symptom.step
             return
-        session.reported_step = symptom.step
+        session.numerics.reported_step = symptom.step
         incident = session.journal.open(symptom.step, symptom.name, symptom.evidence)
         diagnosis = self._diagnose(window)
         session.journal.diagnosed(incident, diagnosis.failure, diagnosis.cause, diagnosis.evidence)
@@ -243,7 +245,7 @@ class StepJudge:
             return
         if diagnosis.everywhere and not self._instrument.weights_moved:
             self._stop_at_the_start(context, began)
-        decision = session.policy.decide(diagnosis, acts=self._acts)
+        decision = session.numerics.policy.decide(diagnosis, acts=self._acts)
         if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT:
             self._keep_batch(window, incident)
         context.verdict = decision.verdict
@@ -254,21 +256,21 @@ class StepJudge:
             session.outcomes.take_in(healed.loss, self._instrument.step)
             self._observe(window, healed)
         session.outcomes.wait_for(incident)
-        stop = session.policy.note(
+        stop = session.numerics.policy.note(
             window.skipped,
             explained=diagnosis.failure is FailureType.NONFINITE_POISON_ROWS,
             rows=diagnosis.rows,
             dropped=diagnosis.poison_rows,
         )
         if stop is not None:
-            if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and session.policy.out_of_patience:
+            if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and session.numerics.policy.out_of_patience:
                 if not self._instrument.weights_moved:
                     self._stop_at_the_start(context, began)
                 self._climb(context, diagnosis.failure, verdict=stop)
                 self._after_rollback(incident, began, window)
                 return
             context.verdict = stop
-            session.policy.start_anew()
+            session.numerics.policy.start_anew()
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
         session.journal.dealt_with(incident)
 
@@ -291,7 +293,7 @@ class StepJudge:
         )
         incident.steps_lost = max(incident.steps_lost, 1)
         incident.seconds_lost = time.perf_counter() - began
-        session.policy.start_anew()
+        session.numerics.policy.start_anew()
         self.actions.apply(FAILURE_RECIPES[found.failure].ladder, context, self._args)
         raise AssertionError("the last of these actions raises")
 
@@ -320,7 +322,7 @@ class StepJudge:
         """
         session, instrument, window = self.session, self._instrument, context.window
         resumed, incident = session.first_resume, context.incident
-        if not session.on_trial or resumed is None or window is None or not instrument.can_reexecute:
+        if not session.numerics.on_trial or resumed is None or window is None or not instrument.can_reexecute:
             return
         moved = instrument.weights_moved
         trial = try_older_checkpoints(
@@ -328,9 +330,9 @@ class StepJudge:
             session.rollback,
             resumed,
             self._older_than(resumed),
-            scale=session.learning_rate.scale(window.step),
+            scale=session.numerics.learning_rate.scale(window.step),
             rise=self._half_of_the_rise(window.signals().loss),
-            unmoved=session.trained_steps(window.step) <= session.trained_at_entry,
+            unmoved=session.numerics.missing.trained(window.step) <= session.numerics.missing.trained_at_entry,
         )
         # The updates of the experiment are none of the run's.
         instrument.weights_moved = moved
@@ -339,7 +341,7 @@ class StepJudge:
             self._compute_anew(window)
         if trial.sound is None:
             return
-        session.on_trial = False
+        session.numerics.on_trial = False
         cause = "the checkpoint it was resumed from"
         session.journal.diagnosed(incident, FailureType.DAMAGED_CHECKPOINT, cause, {"damaged": trial.damaged})
         if consensus.is_first_rank() and self._args.should_save:
@@ -373,7 +375,7 @@ class StepJudge:
     def _compute_anew(self, window: Window) -> None:
         """After an experiment: the step is what it was before it."""
         if window.skipped:
-            window.skip(self.session.detector.last_loss)
+            window.skip(self.session.numerics.detector.last_loss)
             return
         window.reexecute()
         window.accept()
@@ -390,15 +392,15 @@ class StepJudge:
         if not session.rollback.can_go_back():
             why = verdict or FAILURE_RECIPES[failure].diagnosis.rstrip(".")
             context.verdict = f"{why}; there is no trusted state to go back to, neither in memory nor on disk"
-            session.policy.start_anew()
+            session.numerics.policy.start_anew()
             saving = failure is FailureType.NONFINITE_NUMERICAL
             self.actions.apply(
                 (Action.EMERGENCY_CHECKPOINT, Action.STOP) if saving else (Action.STOP,), context, self._args
             )
             return
         step = instrument.step
-        control = session.learning_rate
-        decision = session.ladder.next(
+        control = session.numerics.learning_rate
+        decision = session.numerics.ladder.next(
             failure,
             step,
             early=session.rollback.early(step),
@@ -406,15 +408,15 @@ class StepJudge:
             rate=f"{instrument.learning_rate:.3g}, after {_times(control.reductions)}",
         )
         # The last one that was applied; those since then were left out.
-        context.blamed_step = max(step - session.policy.unhealed_in_a_row, 0)
+        context.blamed_step = max(step - session.numerics.policy.unhealed_in_a_row, 0)
         incident.evidence["rung"] = decision.rung
         context.verdict = "; ".join(each for each in (verdict, decision.verdict) if each)
         context.target = decision.target or context.target
         if decision.failure is not None:
             session.journal.diagnosed(incident, decision.failure, incident.cause, {})
         if decision.stops:
-            session.policy.start_anew()
-            session.ladder.start_anew()
+            session.numerics.policy.start_anew()
+            session.numerics.ladder.start_anew()
             if incident.cause.startswith("the computation"):
                 context.verdict += (
                     "; trusted weights give the same loss, so it is neither they nor the rate, but what is computed. "
@@ -440,7 +442,7 @@ class StepJudge:
         if start is None or len(steps) < _LEAST_TRIAL_STEPS or context.window is None:
             return None
         step = instrument.step
-        control = session.learning_rate
+        control = session.numerics.learning_rate
         try:
             trial = try_rates(
                 context.window,
@@ -521,14 +523,14 @@ class StepJudge:
         if went is None:
             return None
         session.journal.acted(incident, Action.ROLL_BACK.value, **went.to_dict())
-        session.missing.went_back(step, went.trained)
-        replayed = session.rollback.replay(window, session.is_well, finished=True)
+        session.numerics.missing.went_back(step, went.trained)
+        replayed = session.rollback.replay(window, session.numerics.is_well, finished=True)
         incident.steps_lost = went.steps_lost if replayed.steps is None else 0
         if replayed.steps is None:
             session.journal.acted(incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
             incident.figures.append(f"the steps since then were not kept: {replayed.why}")
         else:
-            session.missing.applied_again(replayed.steps)
+            session.numerics.missing.applied_again(replayed.steps)
             session.journal.acted(incident, Action.REPLAY_STEPS.value, **replayed.to_dict())
             session.outcomes.nothing_lost_since(went.step)
             went = session.rollback.reinstate(went)
@@ -538,7 +540,7 @@ class StepJudge:
     def _owe_checkpoint(self, went: WentBack | None) -> None:
         """Checkpoints that are suspect now have to be replaced as soon as the loss is back."""
         if consensus.from_first_rank(went is not None and bool(went.suspects)):
-            self.session.watch.owed = True
+            self.session.numerics.watch.owed = True
 
     # ---- what goes into a checkpoint ----
 
@@ -596,7 +598,7 @@ class StepJudge:
             # It is not what was evaluated.
             instrument.disown_best()
             session.rollback.settled(step - 1)
-            session.went_back(incident)
+            session.numerics.went_back(incident)
             session.outcomes.wait_for(incident)
         else:
             session.journal.closed(incident, "resolved")
@@ -616,14 +618,15 @@ class StepJudge:
         has failed, however well it seems to have come to its end.
         """
         session, instrument, step = self.session, self._instrument, self._instrument.step
-        trained, since = session.trained_steps(step), step - session.entry_step
-        none_since = since > 0 and trained <= session.trained_at_entry
+        missing = session.numerics.missing
+        trained, since = missing.trained(step), step - missing.entry_step
+        none_since = since > 0 and trained <= missing.trained_at_entry
         if trained >= _LEAST_TRAINED * step and not none_since:
             return
         evidence = {"steps": step, "trained": trained, "since_entry": since}
         incident = session.journal.open(step, "steps_missing", evidence)
         session.journal.diagnosed(incident, FailureType.NOT_TRAINED, "most steps are not in the weights", {})
-        of_these = f", none of the {since} since step {session.entry_step} among them" if none_since else ""
+        of_these = f", none of the {since} since step {missing.entry_step} among them" if none_since else ""
         verdict = f"the run has come to its end, but only {trained} of its {step} steps are in the weights{of_these}"
         context = HealingContext(incident, instrument, instrument.window, verdict=verdict)
         if none_since:
@@ -674,7 +677,7 @@ class StepJudge:
         """
         if self.config.on_divergence != "heal" or not self._instrument.can_reexecute:
             return False
-        if self.session.schedule.raised_lately(step, self.config.divergence_patience):
+        if self.session.numerics.schedule.raised_lately(step, self.config.divergence_patience):
             return False
         return self.session.rollback.can_go_back()
 
@@ -715,7 +718,7 @@ class StepJudge:
             # What is not known is no reason to change a run: it is watched.
             return False
         self._panel.divergence.prove_harmless()
-        session.watch.forget()
+        session.numerics.watch.forget()
         session.journal.dealt_with(incident)
         session.journal.closed(incident, "reported")
         return True
@@ -748,7 +751,7 @@ class StepJudge:
         self._take_in(window, signals)
 
     def _remember_spike(self, signals: StepSignals) -> None:
-        if signals.step > self.session.observed_step:
+        if signals.step > self.session.numerics.observed_step:
             self._panel.remember_spike(signals)
 
     def _heal_spike(self, window: Window, symptom: Symptom) -> None:
@@ -771,15 +774,15 @@ class StepJudge:
             self._after_rollback(incident, began, window)
             return
         usual = self._panel.gradient_level
-        decision = session.policy.decide_spike(symptom, transient, again.finite, may_clip=usual is not None)
+        decision = session.numerics.policy.decide_spike(symptom, transient, again.finite, may_clip=usual is not None)
         context = HealingContext(incident, self._instrument, window, clip_to=usual)
         self.actions.apply(decision.actions, context, self._args)
         incident.seconds_lost = time.perf_counter() - began
         session.outcomes.wait_for(incident)
         if window.skipped:
-            context.verdict = session.policy.note(skipped=True, explained=True) or ""
+            context.verdict = session.numerics.policy.note(skipped=True, explained=True) or ""
             if context.verdict:
-                session.policy.start_anew()
+                session.numerics.policy.start_anew()
                 self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
         else:
             clipped = Action.CLIP_GRADIENT in decision.actions and usual is not None
@@ -791,7 +794,7 @@ class StepJudge:
         Whether it is the weights: a batch that is left out does not come back in the next step. One such step is left
         to pass; that of the step after is held against trusted weights.
         """
-        in_a_row = symptom.name == "co_spike" and window.step - 1 in self.session.policy.spike_skips
+        in_a_row = symptom.name == "co_spike" and window.step - 1 in self.session.numerics.policy.spike_skips
         if not in_a_row or not self._may_go_back(window.step):
             return False
         found = self._diagnose_rise(window, again.loss)
@@ -821,18 +824,18 @@ class StepJudge:
         """Shows the detectors a step that will be applied, and clips its gradient."""
         session, panel = self.session, self._panel
         self._clip(window, signals, clipped_to)
-        if signals.step <= session.observed_step:
+        if signals.step <= session.numerics.observed_step:
             # An exception came between this and the update: it is the same step again.
             return
-        session.observed_step = signals.step
+        session.numerics.observed_step = signals.step
         for symptom in panel.observe(signals):
             if self._went_back_in == window.step:
                 # What was seen belongs to the state that was left.
                 return
             if symptom.name in ("loss_spike", "divergence"):
-                session.watch.begin(symptom, lambda incident, failure: self._tell(incident, failure, window))
+                session.numerics.watch.begin(symptom, lambda incident, failure: self._tell(incident, failure, window))
             elif symptom.name == "second_rise":
-                session.watch.rises_further(symptom)
+                session.numerics.watch.rises_further(symptom)
             elif symptom.name in _FAILURES and (symptom.name != "plateau" or self.config.lr_increase_factor > 1):
                 failure = _FAILURES[symptom.name]
                 self._tell(self._open(symptom, failure, symptom.name.replace("_", " ")), failure, window)
@@ -841,13 +844,13 @@ class StepJudge:
         if self._went_back_in == window.step:
             return
         if panel.loss_is_usual:
-            session.detector.accept(signals.loss)
-        session.watch.follow(panel)
+            session.numerics.detector.accept(signals.loss)
+        session.numerics.watch.follow(panel)
 
     def _clip(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
-        if self.session.clipping is not None:
+        if self.session.numerics.clipping is not None:
             ceiling = min(self._instrument.max_grad_norm or math.inf, clipped_to)
-            self.session.clipping.apply(window, signals, ceiling, may_clip=self._instrument.can_reexecute)
+            self.session.numerics.clipping.apply(window, signals, ceiling, may_clip=self._instrument.can_reexecute)
 
     def _open(self, symptom: Symptom, failure: FailureType, cause: str) -> Incident:
         incident = self.session.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
@@ -857,11 +860,11 @@ class StepJudge:
     def _tell(self, incident: Incident, failure: FailureType, window: Window | None) -> None:
         if window is not None and self._heal_told(incident, failure, window):
             return
-        if self.session.schedule.raised_lately(incident.step, self.config.divergence_patience):
+        if self.session.numerics.schedule.raised_lately(incident.step, self.config.divergence_patience):
             incident.evidence["why"] = "The schedule has just raised the learning rate again: it may well pass"
-        decision = self.session.policy.decide_watched(failure)
+        decision = self.session.numerics.policy.decide_watched(failure)
         if Action.STOP in decision.actions:
-            self.session.watch.forget()
+            self.session.numerics.watch.forget()
         verdict = decision.verdict
         if verdict and failure is FailureType.DIVERGENCE and incident.cause != "weights":
             # The recipe blames the weights.
@@ -884,24 +887,28 @@ class StepJudge:
 
     def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
         """Holds a log against the metric rules. A rule that ends the run does so before the next step is applied."""
-        session = self.session
+        session, numerics = self.session, self.session.numerics
         evaluation = logs.get("eval_loss")
         if isinstance(evaluation, float):
             symptom = self._panel.observe_evaluation(step, evaluation)
             if symptom is not None:
                 session.journal.noticed(symptom)
-        if session.rules is None:
+        if numerics.rules is None:
             return
-        for symptom in session.rules.observe(step, logs):
+        for symptom in numerics.rules.observe(step, logs):
             if symptom.severity == "info":
                 session.journal.noticed(symptom)
                 continue
             incident = self._open(symptom, FailureType.RED_FLAG, symptom.name.removeprefix("rule:").replace("_", " "))
             action = str(symptom.evidence.get("action"))
-            if session.policy.acts_on(action) and action == "stop" and session.stop_for is None:
+            if session.numerics.policy.acts_on(action) and action == "stop" and session.stop_for is None:
                 session.stop_for = incident
-            elif session.policy.acts_on(action) and action == "rollback" and session.roll_back_for is None:
-                session.roll_back_for = incident
+            elif (
+                session.numerics.policy.acts_on(action)
+                and action == "rollback"
+                and session.numerics.roll_back_for is None
+            ):
+                session.numerics.roll_back_for = incident
             else:
                 session.journal.dealt_with(incident)
                 session.journal.closed(incident, "reported")
@@ -920,8 +927,8 @@ class StepJudge:
     def _roll_back_for_red_flag(self, window: Window) -> None:
         session = self.session
         began = time.perf_counter()
-        incident = session.roll_back_for or self._seen_elsewhere(window)
-        session.roll_back_for = None
+        incident = session.numerics.roll_back_for or self._seen_elsewhere(window)
+        session.numerics.roll_back_for = None
         if not self._instrument.can_reexecute or not session.rollback.can_go_back():
             incident.evidence["why"] = "Its action is to roll back, and there is no trusted state to go back to"
             session.journal.dealt_with(incident)
@@ -946,9 +953,9 @@ class StepJudge:
 
     @property
     def _panel(self) -> DetectorPanel:
-        if self.session.panel is None:
+        if self.session.numerics.panel is None:
             raise RuntimeError("the callback is not attached to a running trainer")
-        return self.session.panel
+        return self.session.numerics.panel
 
     @property
     def _args(self) -> Any:

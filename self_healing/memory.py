@@ -287,7 +287,7 @@ class MemoryHealer:
             if self._attempts == 1:
                 self._passed.append(self._context.incident.step)
                 if self._context.window is not None:
-                    self.session.computed_again.append(self._context.incident)
+                    self.session.numerics.repeatability.owe(self._context.incident)
             self._say_what_was_split(self._context)
             incident = self._end()
             self.session.journal.dealt_with(incident)

@@ -16,7 +16,18 @@ class MissingSteps:
 
     def __init__(self) -> None:
         self.count = 0
+        # Steps finished when `train()` was entered first, and how many of them were in the weights.
+        self.entry_step = self.trained_at_entry = 0
         self._newest = -1
+
+    def begin(self, step: int) -> None:
+        """Takes in where the run is when `train()` is entered for the first time."""
+        self.goes_on_at(step)
+        self.entry_step, self.trained_at_entry = step, self.trained(step)
+
+    def trained(self, step: int) -> int:
+        """How many of the first `step` steps are in the weights."""
+        return step - self.count
 
     def left_out(self, step: int) -> None:
         """

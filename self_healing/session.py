@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,29 +17,23 @@ from .budget import RecoveryBudget
 from .checkpoints import bookkeeping_now, newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .data import Quarantine, QuarantinedRow
-from .detectors import DetectorPanel, NonFiniteDetector
-from .detectors.rules import MetricRule, MetricRules, rules_for
 from .failures import Action, FailureType, describe_exception
 from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training, on_host, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Incident, Journal
 from .ladder import RollbackLadder
 from .launcher import launch_of
-from .learning_rate import LearningRateControl, ScheduleWatch
+from .learning_rate import LearningRateControl
 from .microbatch import SizeMemory
-from .missing_steps import MissingSteps
+from .numerics_state import NumericsState
 from .objectives import content_hash, row_text
-from .policy import StepPolicy
 from .preemption import Preemption
-from .repeatability import Repeatability
 from .rollback import Rollback
 from .run.outcomes import Outcomes
 from .run_record import Ending, RunRecord, warn_about_parts
 from .run_status import RunState, StatusKeeper
 from .saved_state import Stateful, take_over, take_over_whole
 from .signals import StepSignals
-from .step_clipping import StepClipping
-from .watch import LossWatch
 from .watchdog import Watchdog
 
 
@@ -49,13 +42,6 @@ if TYPE_CHECKING:
     from .reporting import Reporting
 
 logger = logging.getLogger("self_healing")
-
-_KEEPS_A_STATE = (
-    "Step %d, computed twice from the same weights, has gradients that differ by %.2g of themselves, more than by "
-    "noise of the kernels: something keeps a state of its own that is not put back before a step is computed again (a "
-    "counter or a running mean that is a plain attribute, a random generator of its own). What was computed again is "
-    "in the weights, but not as it would have been. A buffer of the model (`register_buffer`) is put back."
-)
 
 
 class Session:
@@ -91,31 +77,18 @@ class Session:
         self.run_id = run_id or new_run_id()
         self.journal = Journal(directory, config, self.run_id, rank)
         self.quarantine = Quarantine(directory, config.quarantine_text)
-        self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
-        self.panel: DetectorPanel | None = None
-        self.rules: MetricRules | None = None
-        self.clipping: StepClipping | None = None
-        self.outcomes = Outcomes(self.journal, config.outcome_steps, lambda: self.detector.trend(), self._early_limit)
-        self.watch = LossWatch(config, self.journal, self.outcomes)
-        self.stop_for: Incident | None = None
-        self.roll_back_for: Incident | None = None
-        self.policy = StepPolicy(config)
         self.budget = RecoveryBudget(config)
-        self.ladder = RollbackLadder(config, self.budget)
-        self.learning_rate = LearningRateControl(config)
-        self.schedule = ScheduleWatch()
-        self.missing = MissingSteps()
-        # Whether the checkpoint that was resumed from has still to show that it is good.
-        self.on_trial = False
-        # Steps finished when `train()` was entered first, and how many of them were in the weights.
-        self.entry_step = self.trained_at_entry = 0
-        self.rollback = Rollback(config, self.journal, self._remember, self._recall)
+        self.outcomes = Outcomes(
+            self.journal,
+            config.outcome_steps,
+            lambda: self.numerics.detector.trend(),
+            lambda: self.numerics.early_limit,
+        )
+        self.numerics = NumericsState(config, self.journal, self.budget, self.outcomes)
+        # A run that has to end, before its next step is applied.
+        self.stop_for: Incident | None = None
+        self.rollback = Rollback(config, self.journal, self.numerics.remember, self.numerics.recall)
         self.sizes = SizeMemory(config.oom_probe_steps)
-        # How far two computations of a step lie apart: measured once, after the first one that was computed again.
-        self.repeatability: Repeatability | None = None
-        self.repeatability_looked_for = False
-        # What was healed by computing a step again, and it is not yet journaled whether such a step repeats bitwise.
-        self.computed_again: list[Incident] = []
         self.checkpointing_activations = False
         self.memory_metrics: Callable[[], dict[str, float]] = dict
         self.may_enter_again = False
@@ -148,26 +121,8 @@ class Session:
             self._end_at_the_deadline,
         )
         self.watchdog: Watchdog | None = None
-        self.reported_step = -2
-        self.observed_step = -1
-        self.rate_after_reduction: float | None = None
         self.postmortem_path: str | None = None
         self.first_resume: str | None = None
-
-    def begin_watching(self, instrument: Instrument, rules: Sequence[MetricRule]) -> None:
-        """
-        Sets up what depends on what is trained: detectors, metric rules, clipping.
-
-        Args:
-            instrument ([`Instrument`]):
-                Of the trainer.
-            rules (`Sequence[MetricRule]`):
-                The table of rules; those for the objective are kept.
-        """
-        objective = instrument.objective
-        self.panel = DetectorPanel(self.config, objective.detectors, instrument.vocabulary)
-        self.rules = MetricRules(rules_for(rules, objective.name), instrument.argument_limits())
-        self.clipping = StepClipping(self.config, instrument.trainer.model)
 
     def watch_for_hangs(self, instrument: Instrument) -> None:
         """Watches the signs of life of one `train()` call, until the trainer is itself again."""
@@ -231,10 +186,7 @@ class Session:
         found = self.journal.metrics(self.outcomes.resolved_at_the_end if summary else 0)
         if self.config.healing_metrics:
             found |= self.memory_metrics()
-        wanted = self.config.healing_metrics and self.learning_rate.touched
-        if self.instrument is not None and wanted:
-            found["healing/lr_scale"] = self.learning_rate.scale(self.instrument.step)
-        return found | self.clipping.metrics() if training and self.clipping is not None else found
+        return found | self.numerics.metrics(None if self.instrument is None else self.instrument.step, training)
 
     def about_to_be_restarted(self, why: str) -> None:
         """The process is about to end, and a launcher starts it again."""
@@ -298,116 +250,6 @@ class Session:
         self.journal.event("preemption_deadline", 0 if self.instrument is None else self.instrument.step, why=why)
         self.end_attempt(Ending.PREEMPTED, why)
 
-    # ---- states that can be gone back to ----
-
-    def _early_limit(self) -> float:
-        return math.inf if self.panel is None else self.panel.divergence.early_limit
-
-    @property
-    def calm(self) -> bool:
-        """Whether nothing is wrong with the loss: no open incident about it, and nothing that builds up to one."""
-        return not self.watch.open and (self.panel is None or not self.panel.divergence.suspicious)
-
-    def _remember(self) -> dict[str, Any]:
-        """What detectors and statistics know, to be put back together with the weights they speak of."""
-        detectors = {name: part.state_dict() for name, part in self._detectors().items()}
-        return {"detectors": detectors, "missing": self.missing.count}
-
-    def _recall(self, extras: dict[str, Any]) -> None:
-        for name, part in self._detectors().items():
-            if name in extras.get("detectors", {}):
-                first = self.panel.divergence.first if self.panel is not None else []
-                part.load_state_dict(extras["detectors"][name])
-                if part is self.panel:
-                    # Back before them, the losses the run began with still are what they were.
-                    self.panel.divergence.keep_first(first)
-        if self.panel is not None:
-            self.panel.divergence.reset()
-
-    def _detectors(self) -> dict[str, Any]:
-        parts = {"detector": self.detector, "panel": self.panel, "rules": self.rules, "clipping": self.clipping}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    @property
-    def warm(self) -> bool:
-        """Whether the detectors have a baseline, from a checkpoint or from the steps there were."""
-        return self.panel is not None and self.panel.loss_trend.ready
-
-    def is_well(self, signals: StepSignals) -> bool:
-        """Shows the detectors a step that is applied again; whether they find nothing wrong."""
-        panel = self.panel
-        if panel is None or panel.alarming(signals) is not None:
-            return False
-        panel.observe(signals)
-        if self.clipping is not None:
-            self.clipping.take_in(signals)
-        if panel.loss_is_usual:
-            self.detector.accept(signals.loss)
-        return panel.loss_is_usual
-
-    def trained_steps(self, step: int) -> int:
-        """Of so many steps, those that are in the weights."""
-        return step - self.missing.count
-
-    def begin_counting(self, step: int) -> None:
-        """Takes in where the run is when `train()` is entered for the first time."""
-        self.missing.goes_on_at(step)
-        self.entry_step, self.trained_at_entry = step, self.trained_steps(step)
-
-    def go_on_counting(self, step: int, state: Mapping[str, Any]) -> None:
-        """Takes in the checkpoint that `train()` is entered again from: which of its steps are in the weights."""
-        if "missing_steps" in state:
-            take_over_whole(self.missing, state["missing_steps"])
-        self.missing.goes_on_at(step)
-
-    def note_rate(self, learning_rate: float) -> None:
-        """Takes in the rate that is in force after a reduction, for the report."""
-        self.rate_after_reduction = learning_rate
-
-    def rate_in_force(self) -> dict[str, Any]:
-        """What became of the learning rate; nothing if it was never reduced."""
-        if self.rate_after_reduction is None:
-            return {}
-        step = self.observed_step + 1
-        return {
-            "lr_reductions": self.learning_rate.reductions,
-            "learning_rate_scale": self.learning_rate.scale(step),
-            "learning_rate": self.rate_after_reduction,
-        }
-
-    def went_back(self, incident: Incident) -> None:
-        """The run is in an earlier state because of an incident: what was going on in the later one is over."""
-        self.outcomes.went_back(incident)
-        self.watch.forget()
-        self.policy.start_anew()
-
-    # ---- whether a step repeats ----
-
-    def tell_whether_it_repeats(self, window: Window) -> None:
-        """
-        Journals of each incident that was healed by computing a step again whether that repeats bitwise: it is
-        measured once, with a healthy step. Runs in which nothing is computed again are left alone.
-
-        Args:
-            window ([`Window`]):
-                A healthy step. It may be computed again.
-        """
-        if not self.repeatability_looked_for and consensus.world_size() == 1:
-            # On several processes, one on which it failed would leave the others waiting.
-            self.repeatability_looked_for = True
-            self.repeatability = window.repeatability()
-            if self.repeatability is not None and self.repeatability.beyond_noise:
-                logger.warning(_KEEPS_A_STATE, window.step, self.repeatability.gradient)
-        self._tell_what_is_known(window.step)
-
-    def _tell_what_is_known(self, step: int) -> None:
-        found = self.repeatability
-        measured = {} if found is None else {"loss": found.loss, "gradient": found.gradient}
-        for incident in self.computed_again:
-            repeats = "not measured" if found is None else str(found)
-            self.journal.event("repeats", step, incident=incident.id, repeats=repeats, **measured)
-        self.computed_again.clear()
-
     # ---- outcomes ----
 
     def healthy_step(self, window: Window, signals: StepSignals) -> None:
@@ -416,7 +258,7 @@ class Session:
             inputs = window.inputs(0)
             self.healthy_inputs = on_host(inputs) if self.rollback.batches_on_host else inputs
         self.outcomes.take_in(signals.loss, 0 if self.instrument is None else self.instrument.step)
-        self.policy.note(skipped=False, explained=True)
+        self.numerics.policy.note(skipped=False, explained=True)
 
     def free_batches(self, of_host: bool) -> int:
         """Memory ran out, of the device or of the host: as [`Rollback.free_batches`], for all that are kept."""
@@ -435,15 +277,15 @@ class Session:
                 default, for the next process to judge.
         """
         # No healthy step has come after them.
-        self._tell_what_is_known(0 if self.instrument is None else self.instrument.step)
+        self.numerics.repeatability.tell(0 if self.instrument is None else self.instrument.step)
         self.outcomes.close(unfollowed)
-        self.watch.end()
+        self.numerics.watch.end()
 
     def close_as_fatal(self, incident: Incident) -> None:
         """The run ends with this incident: it is closed, and with it what was still waiting to be judged."""
         self.outcomes.drop(incident)
-        if self.watch.incident is incident:
-            self.watch.forget()
+        if self.numerics.watch.incident is incident:
+            self.numerics.watch.forget()
         self.close_outcomes(unfollowed="unresolved")
         self.journal.closed(incident, "fatal")
 
@@ -504,14 +346,14 @@ class Session:
         if self.record is None or not self.taken_up:
             return
         memory = self.record.memory
-        for name, part in (("budget", self.budget), ("ladder", self.ladder)):
+        for name, part in (("budget", self.budget), ("ladder", self.numerics.ladder)):
             if name in memory:
                 part.load_state_dict(memory[name])
         rate = memory.get("learning_rate")
-        if rate is not None and rate["reductions"] > self.learning_rate.reductions:
+        if rate is not None and rate["reductions"] > self.numerics.learning_rate.reductions:
             # What failed with the higher rate after the checkpoint was written would fail again.
-            self.learning_rate.load_state_dict(rate)
-            self.rate_after_reduction = memory.get("rate_after_reduction")
+            self.numerics.learning_rate.load_state_dict(rate)
+            self.numerics.rate_after_reduction = memory.get("rate_after_reduction")
 
     def write_record(self) -> None:
         """Writes down what must not be forgotten; the first process does."""
@@ -523,9 +365,9 @@ class Session:
         record.incidents = [incident.to_dict() for incident in self.journal.incidents]
         record.memory = {
             "budget": self.budget.state_dict(),
-            "ladder": self.ladder.state_dict(),
-            "learning_rate": self.learning_rate.state_dict(),
-            "rate_after_reduction": self.rate_after_reduction,
+            "ladder": self.numerics.ladder.state_dict(),
+            "learning_rate": self.numerics.learning_rate.state_dict(),
+            "rate_after_reduction": self.numerics.rate_after_reduction,
         }
         record.write()
 
@@ -537,15 +379,10 @@ class Session:
         config = self.config
         self.outcomes.nothing_lost_since(step)
         self.rollback.release()
-        self.rollback = Rollback(config, self.journal, self._remember, self._recall)
-        self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
-        self.policy = StepPolicy(config)
-        self.watch = LossWatch(config, self.journal, self.outcomes)
+        self.rollback = Rollback(config, self.journal, self.numerics.remember, self.numerics.recall)
+        self.numerics.forget()
         self.outcomes.trust_again()
-        self.schedule = ScheduleWatch()
-        self.missing = MissingSteps()
-        self.stop_for = self.roll_back_for = self.resume_point = None
-        self.reported_step, self.observed_step = -2, -1
+        self.stop_for = self.resume_point = None
         self.entries_before, self.entries = self.entries_before + self.entries, 0
         # Budget and ladder are the run's, and not those the checkpoint was written with.
         self.taken_up = True
@@ -606,13 +443,13 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         return {
             **self.outcomes.state_dict(),
-            "rate_after_reduction": self.rate_after_reduction,
+            "rate_after_reduction": self.numerics.rate_after_reduction,
             **{name: part.state_dict() for name, part in self._parts().items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         reduced = state.get("rate_after_reduction")
-        self.rate_after_reduction = reduced if isinstance(reduced, float) else None
+        self.numerics.rate_after_reduction = reduced if isinstance(reduced, float) else None
         if not self.taken_up:
             self.outcomes.load_state_dict(state)
         for name, part in self._parts().items():
@@ -623,18 +460,18 @@ class Session:
                     "this library): it begins anew.",
                     name,
                 )
-        if self.panel is not None and self.panel.divergence.alarmed:
+        if self.numerics.panel is not None and self.numerics.panel.divergence.alarmed:
             # The incident is not taken along: what still holds is seen again, and opens one in this run's journal.
-            self.panel.divergence.alarmed = False
+            self.numerics.panel.divergence.alarmed = False
 
     def _parts(self) -> dict[str, Any]:
-        return self._detectors() | {
-            "policy": self.policy,
+        return self.numerics.detectors() | {
+            "policy": self.numerics.policy,
             "quarantine": self.quarantine,
-            "learning_rate": self.learning_rate,
+            "learning_rate": self.numerics.learning_rate,
             "budget": self.budget,
-            "ladder": self.ladder,
-            "missing_steps": self.missing,
+            "ladder": self.numerics.ladder,
+            "missing_steps": self.numerics.missing,
         }
 
 

@@ -342,7 +342,7 @@ class SelfHealingTrainer:
         refused = None
         if start.record is not None and earlier is not None:
             if start.by_hand:
-                session.ladder.start_anew()
+                session.numerics.ladder.start_anew()
             spends = start.spends
             if start.died:
                 self._infer_death(session, start)
@@ -848,7 +848,7 @@ class SelfHealingTrainer:
             except (OSError, ValueError):
                 return HealingReport()
         return HealingReport.from_incidents(
-            session.journal.incidents, str(session.journal.path), session.rate_in_force()
+            session.journal.incidents, str(session.journal.path), session.numerics.rate_in_force()
         )
 
 

@@ -107,7 +107,7 @@ class Strike(TrainerCallback):
             session = next(
                 each.session for each in self.trainer.callback_handler.callbacks if hasattr(each, "session")
             )
-            session.learning_rate.reduce(state.global_step)
+            session.numerics.learning_rate.reduce(state.global_step)
             session.journal.dealt_with(session.journal.open(state.global_step, "test", {}))
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -82,8 +82,8 @@ def record(tmp_path: Path) -> dict[str, Any]:
         session.begin_attempt(None, 4)
     session.journal.incidents.append(Incident("run-001", 6, "loss_spike", FailureType.DIVERGENCE, steps_lost=3))
     session.budget.used, session.budget.failed_at = 2, 6
-    session.ladder.load_state_dict({"climbed": {"divergence": 2}, "moments_reset": True})
-    session.learning_rate.reduce(6)
+    session.numerics.ladder.load_state_dict({"climbed": {"divergence": 2}, "moments_reset": True})
+    session.numerics.learning_rate.reduce(6)
     session.end_attempt(Ending.FAILED, "RuntimeError")
     return dict(json.loads((tmp_path / RECORD_FILE).read_text()))
 
@@ -101,10 +101,10 @@ def taken_up(directory: Path, content: Any) -> Session:
     session = Session(HealingConfig(), directory, run_id=record.run)
     session.keep_record(record, taken_up=True)
     session.budget.spend(6)
-    session.ladder.next(FailureType.DIVERGENCE, 7, early=False, may_reduce=True, rate="1e-3")
-    session.learning_rate.scale(9)
-    session.learning_rate.reduce(9)
-    session.trained_steps(9)
+    session.numerics.ladder.next(FailureType.DIVERGENCE, 7, early=False, may_reduce=True, rate="1e-3")
+    session.numerics.learning_rate.scale(9)
+    session.numerics.learning_rate.reduce(9)
+    session.numerics.missing.trained(9)
     session.begin_attempt(None, 4)
     session.close_outcomes()
     session.end_attempt(Ending.FINISHED)
@@ -125,7 +125,7 @@ def test_no_damage_to_a_record_stops_a_start(
         except Exception as error:
             raise AssertionError(name) from error
         if not name.startswith("memory"):
-            assert session.ladder.state_dict()["climbed"] == {"divergence": 3}, name
+            assert session.numerics.ladder.state_dict()["climbed"] == {"divergence": 3}, name
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_what_can_be_read_of_a_record_is_used(
     session = Session(HealingConfig(), tmp_path, run_id=read.run)
     session.keep_record(read, taken_up=True)
     assert session.budget.used == 2
-    assert session.learning_rate.scale(7) == 0.5
+    assert session.numerics.learning_rate.scale(7) == 0.5
     assert [incident.steps_lost for incident in session.journal.incidents] == [3]
     assert len(read.attempts) == 2
     assert f"Left out, as if it were not known: {left_out}." in caplog.text

@@ -488,8 +488,8 @@ def test_a_slow_rise_is_reported_and_nothing_is_done(tmp_path: Path, tokenizer: 
 
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             assert healing.session is not None
-            assert healing.session.panel is not None
-            healing.session.panel.slow_rise = SlowRiseDetector(rise=0.005, window=20)
+            assert healing.session.numerics.panel is not None
+            healing.session.numerics.panel.slow_rise = SlowRiseDetector(rise=0.005, window=20)
 
     healing = SelfHealingCallback()
     steady = {**STEADY, "max_steps": 105, "learning_rate": 1e-12}
@@ -690,7 +690,7 @@ def test_a_failure_in_a_rule_never_takes_the_training_down(tmp_path: Path, token
     class Broken(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             assert callback.session is not None
-            callback.session.rules = object()  # type: ignore[assignment]
+            callback.session.numerics.rules = object()  # type: ignore[assignment]
 
     trainer.add_callback(Broken())
     trainer.train()
@@ -759,7 +759,7 @@ def test_a_nonfinite_step_never_reaches_the_baselines(tmp_path: Path, tokenizer:
     OutputFault(trainer.model, strike=lambda _: trainer.state.global_step in (30, 31))
     trainer.train()
     assert callback.session is not None
-    panel = callback.session.panel
+    panel = callback.session.numerics.panel
     assert panel is not None
     assert len(panel.state_dict()["loss_trend"]["recent"]) == 38
 
@@ -794,8 +794,8 @@ def test_layers_that_are_unfrozen_make_no_gradient_spike(tmp_path: Path, tokeniz
     assert_same_weights(weights(healed), weights(plain))
     # Of the steps since alone.
     assert callback.session is not None
-    assert callback.session.panel is not None
-    assert len(callback.session.panel.gradient_trend.state_dict()["recent"]) == 10
+    assert callback.session.numerics.panel is not None
+    assert len(callback.session.numerics.panel.gradient_trend.state_dict()["recent"]) == 10
 
 
 # ---- the callback, wherever it is ----

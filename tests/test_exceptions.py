@@ -384,7 +384,7 @@ def test_where_no_emergency_checkpoint_is_written_nothing_speaks_of_one(tmp_path
     for report in (resumed.get_report(), HealingReport.from_run_dir(tmp_path)):
         assert (report.steps_lost, report.steps_repeated) == (0, 2)
     assert resumed._session is not None
-    assert resumed._session.trained_steps(8) == 8
+    assert resumed._session.numerics.missing.trained(8) == 8
 
 
 @pytest.mark.parametrize("kind", [Unspeakable, asyncio.CancelledError, PanicException])

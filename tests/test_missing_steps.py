@@ -116,4 +116,4 @@ def test_what_is_missing_is_known_to_the_process_that_resumes(tmp_path: Path, to
     resumed = sft_trainer(tmp_path, tokenizer, callbacks=[callback], max_steps=4, **arguments)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert callback.session is not None
-    assert callback.session.trained_steps(4) == 3
+    assert callback.session.numerics.missing.trained(4) == 3

@@ -160,7 +160,7 @@ def test_nan_while_a_policy_generates_is_healed_though_it_arrives_as_an_exceptio
 
 def test_a_step_that_was_healed_bitwise_is_not_judged_by_the_losses_after_it(tmp_path: Path) -> None:
     session = Session(HealingConfig(outcome_steps=2), tmp_path)
-    session.detector.losses.extend((0.01, 0.011, 0.009, 0.01))
+    session.numerics.detector.losses.extend((0.01, 0.011, 0.009, 0.01))
     incident = session.journal.open(4, "nonfinite_loss", {})
     session.journal.acted(incident, "use_reexecuted_step")
     session.outcomes.wait_for(incident)
