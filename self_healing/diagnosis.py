@@ -12,7 +12,7 @@ import torch
 
 from . import consensus
 from .config import HealingConfig
-from .failures import FailureType, describe_exception
+from .failures import Cause, FailureType, describe_exception
 from .instrument import Instrument, TrainingFault, Window
 from .rollback import Rollback
 from .signals import StepSignals
@@ -24,6 +24,13 @@ logger = logging.getLogger(__name__)
 # Rows from elsewhere in the data that are tried where no earlier batch can be compared with. If none of so many is
 # finite, it is not a few bad rows.
 _CONTROL_ROWS = 16
+# By the place where a computation fails that no update can be to blame for.
+_BEHIND_THE_PLACE = {
+    "inputs": Cause.DATA,
+    "module": Cause.MODEL,
+    "loss": Cause.LOSS_OR_LABELS,
+    "gradient": Cause.GRADIENT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class Diagnosis:
         failure (`FailureType`):
             What it is.
         cause (`str`):
-            In a few words.
+            A [`Cause`].
         evidence (`dict`):
             What the experiments gave.
         poison (`dict[int, list[int]]`):
@@ -84,7 +91,7 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
     if consensus.any_rank(bool(corrupted), device):
         return Diagnosis(
             FailureType.CORRUPTED_STATE,
-            "corrupted state",
+            Cause.CORRUPTED_STATE,
             {"tensors": corrupted[:20], "tensors_total": len(corrupted)},
         )
     if config.reexecute_attempts == 0:
@@ -97,7 +104,7 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
 
 
 def _transient(computed: int) -> Diagnosis:
-    return Diagnosis(FailureType.NONFINITE_TRANSIENT, "transient", {"reexecutions": computed})
+    return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": computed})
 
 
 def _look_at_rows(
@@ -140,7 +147,7 @@ def _poison_rows(
             return replace(found, everywhere=healthy_inputs is None and tried > 0 and count == total)
     return Diagnosis(
         FailureType.NONFINITE_POISON_ROWS,
-        "poison rows",
+        Cause.POISON_ROWS,
         {"poison_rows": count, "rows_in_step": total},
         poison=poison,
         rows=total,
@@ -189,15 +196,14 @@ def diagnose_start(window: Window, why: str) -> Diagnosis:
     evidence["diagnosis"] = f"{'; '.join(told)}." if told else "Where it begins could not be seen."
     evidence["diagnosis"] = evidence["diagnosis"][0].upper() + evidence["diagnosis"][1:]
     if in_full_precision:
-        return Diagnosis(failure, "precision", evidence)
+        return Diagnosis(failure, Cause.PRECISION, evidence)
     if origin is None:
-        return Diagnosis(failure, "model, precision or data", evidence)
-    causes = {"inputs": "data", "module": "model", "loss": "loss or labels", "gradient": "gradient"}
-    return Diagnosis(failure, causes[origin.place], evidence)
+        return Diagnosis(failure, Cause.MODEL_PRECISION_OR_DATA, evidence)
+    return Diagnosis(failure, _BEHIND_THE_PLACE[origin.place], evidence)
 
 
 def _numerical(why: str) -> Diagnosis:
-    return Diagnosis(FailureType.NONFINITE_NUMERICAL, "numerical", {"why": why})
+    return Diagnosis(FailureType.NONFINITE_NUMERICAL, Cause.NUMERICAL, {"why": why})
 
 
 def find_poison_rows(window: Window, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
@@ -291,7 +297,7 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
 
         found = _try_trusted_states(window, rollback, better)
         found.evidence.update(evidence)
-        if found.cause == "weights":
+        if found.cause is Cause.WEIGHTS:
             return found
         return _hold_against_control(window, rollback, rollback.generations()[0], rise, found.evidence)
 
@@ -330,7 +336,7 @@ def diagnose_stillness(
 
 
 def _unexplained() -> Diagnosis:
-    return Diagnosis(FailureType.DIVERGENCE, "not looked for", {})
+    return Diagnosis(FailureType.DIVERGENCE, Cause.NOT_LOOKED_FOR, {})
 
 
 def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], Diagnosis]) -> Diagnosis:
@@ -363,8 +369,8 @@ def _try_trusted_states(window: Window, rollback: Rollback, better: Callable[[St
         tried[f"weights of step {snapshot.step}"] = {"loss": then.loss, "grad_norm": then.grad_norm}
         if better(then):
             rollback.prefer(snapshot)
-            return Diagnosis(FailureType.DIVERGENCE, "weights", {"same_batch": tried})
-    return Diagnosis(FailureType.DIVERGENCE, "unclear", {"same_batch": tried})
+            return Diagnosis(FailureType.DIVERGENCE, Cause.WEIGHTS, {"same_batch": tried})
+    return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, {"same_batch": tried})
 
 
 def _hold_against_control(
@@ -372,12 +378,12 @@ def _hold_against_control(
 ) -> Diagnosis:
     control = rollback.try_on(snapshot)
     if control is None:
-        return Diagnosis(FailureType.DIVERGENCE, "unclear", evidence)
+        return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, evidence)
     again = window.loss_of(control)
     evidence["earlier_batch"] = {"loss_then": control.loss, "loss_now": again}
     if _rise(control.loss, again) >= 0.5 * rise:
-        return Diagnosis(FailureType.DIVERGENCE, "the computation, not the weights", evidence)
-    return Diagnosis(FailureType.HARDER_DATA, "harder data", evidence)
+        return Diagnosis(FailureType.DIVERGENCE, Cause.COMPUTATION, evidence)
+    return Diagnosis(FailureType.HARDER_DATA, Cause.HARDER_DATA, evidence)
 
 
 def _rise(before: float, after: float) -> float:

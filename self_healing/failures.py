@@ -95,6 +95,35 @@ class Action(StrEnum):
     STOP = "stop"
 
 
+class Cause(StrEnum):
+    """
+    What an experiment has shown to be behind a failure, where that decides how it is healed. Other causes are named in
+    words of their own: the service that did not answer, the sample that cannot be loaded, the rule that fired.
+    """
+
+    UNKNOWN = "unknown"
+    NOT_LOOKED_FOR = "not looked for"
+    # Of a step that is not finite, or has a spike.
+    TRANSIENT = "transient"
+    SAME_AGAIN = "the same again"
+    NOT_FINITE_AGAIN = "not finite when computed again"
+    POISON_ROWS = "poison rows"
+    NUMERICAL = "numerical"
+    CORRUPTED_STATE = "corrupted state"
+    # Of one that is not finite with weights that no update has changed.
+    PRECISION = "precision"
+    DATA = "data"
+    MODEL = "model"
+    LOSS_OR_LABELS = "loss or labels"
+    GRADIENT = "gradient"
+    MODEL_PRECISION_OR_DATA = "model, precision or data"
+    # Of a loss that has risen and stays up, or a gradient that is gone.
+    WEIGHTS = "weights"
+    UNCLEAR = "unclear"
+    COMPUTATION = "the computation, not the weights"
+    HARDER_DATA = "harder data"
+
+
 # Part of the place where the failure is noticed (a data loader worker, a call that is made again, a thread that
 # watches): they are written down, and cannot be asked for.
 IN_PLACE = frozenset(

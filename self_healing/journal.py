@@ -29,7 +29,7 @@ from . import consensus
 from .config import HealingConfig
 from .detectors import Symptom
 from .detectors.symptom import Severity
-from .failures import FAILURE_RECIPES, FailureType, text_of
+from .failures import FAILURE_RECIPES, Action, Cause, FailureType, text_of
 from .files import append_line, jsonable, replace_file
 from .known_errors import match_known_error
 
@@ -59,7 +59,7 @@ class Incident:
         failure (`FailureType`, *optional*):
             What it turned out to be.
         cause (`str`):
-            The diagnosis in a few words.
+            The diagnosis in a few words; a [`Cause`] where an experiment has shown it.
         evidence (`dict`):
             The values and experiments behind the diagnosis.
         actions (`list[str]`):
@@ -83,7 +83,7 @@ class Incident:
     step: int
     symptom: str
     failure: FailureType | None = None
-    cause: str = "unknown"
+    cause: str = Cause.UNKNOWN
     evidence: dict[str, Any] = field(default_factory=dict)
     actions: list[str] = field(default_factory=list)
     steps_lost: int = 0
@@ -221,7 +221,7 @@ class Journal:
         if incident.failure is FailureType.RED_FLAG and incident.severity is not None:
             # Every rule has its own.
             severity = incident.severity
-        if "roll_back" in incident.actions and "stop" not in incident.actions:
+        if Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions:
             # What would have ended the run has not.
             severity = "warning"
         text = describe(incident)
@@ -309,7 +309,7 @@ class Journal:
         own = {
             "incidents": len(counted),
             "resolved": sum(incident.outcome in ("resolved", "self_recovered") for incident in counted),
-            "skipped_steps": sum("skip_step" in incident.actions for incident in counted),
+            "skipped_steps": sum(Action.SKIP_STEP in incident.actions for incident in counted),
             "quarantined_rows": sum(map(_quarantined, counted)),
             "steps_lost": sum(incident.steps_lost for incident in counted),
             "steps_repeated": sum(incident.steps_repeated for incident in counted),
@@ -519,7 +519,7 @@ def describe(incident: Incident) -> str:
     tensors = incident.evidence.get("tensors")
     if tensors:
         failure += f" In: {', '.join(map(str, tensors[:5]))}."
-    healed = "roll_back" in incident.actions and "stop" not in incident.actions
+    healed = Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions
     advice = incident.evidence.get("remedy") or (
         FAILURE_RECIPES[incident.failure].advice if incident.failure in _ADVISED and not healed else ""
     )
