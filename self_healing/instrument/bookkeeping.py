@@ -66,6 +66,12 @@ class Ledger:
         self._entry_step = int(trainer.state.global_step)
         self._moving_buffers: list[tuple[str, torch.Tensor]] | None = None
         self._first_buffers: dict[str, torch.Tensor] = {}
+        self._rng: RandomState | None = None
+
+    def random_state(self) -> RandomState:
+        """The random states as of now."""
+        self._rng = RandomState.capture(self._trainer.accelerator.device, since=self._rng)
+        return self._rng
 
     def capture(self, running_loss: torch.Tensor | None = None) -> Bookkeeping:
         """
@@ -86,7 +92,7 @@ class Ledger:
             stores=self.mark_stores(),
             generated=attributes.get("_buffered_inputs"),
             buffers=self._copy_moving_buffers(),
-            rng=RandomState.capture(trainer.accelerator.device),
+            rng=self.random_state(),
         )
 
     def _copy_moving_buffers(self) -> dict[str, torch.Tensor]:

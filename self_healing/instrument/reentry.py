@@ -139,7 +139,7 @@ class Reentry:
             left.epoch_rng.restore()
         # Where the end is owed before the first step of an epoch, that of the epoch before has been told already.
         self._epoch_end_done = self._epoch_end_done or (self._stop and self._position.micro_batches == 0)
-        self._epoch_rng = self._rng_now()
+        self._epoch_rng = self._ledger.random_state()
         self._epoch_began = True
         self._after_fetch_rng = None
 
@@ -157,12 +157,12 @@ class Reentry:
         self.phase = Phase.COMPUTING
         self.has_fetched = True
         self._window = window
-        self._after_fetch_rng = self._rng_now()
+        self._after_fetch_rng = self._ledger.random_state()
 
     def step_begins(self) -> None:
         """Only here, in the first step after it was entered in mid-epoch, has a resume loaded its random state."""
         if int(self._trainer.state.global_step) == self._entry_step and self.phase is Phase.COMPUTING:
-            self._after_fetch_rng = self._rng_now()
+            self._after_fetch_rng = self._ledger.random_state()
 
     def about_to_step(self) -> None:
         """Notes where the schedule stands, to tell later whether it moved with the step, and the rate of the step."""
@@ -220,10 +220,7 @@ class Reentry:
     def _note_random_state(self) -> None:
         control = self._trainer.control
         if control.should_log or control.should_evaluate or control.should_save:
-            self._step_end_rng = self._rng_now()
-
-    def _rng_now(self) -> RandomState:
-        return RandomState.capture(self._trainer.accelerator.device)
+            self._step_end_rng = self._ledger.random_state()
 
     def _schedule_now(self) -> Any:
         return getattr(self._trainer.lr_scheduler, "last_epoch", None)
