@@ -54,11 +54,11 @@ from .instrument import (
 )
 from .journal import Incident
 from .judge import StepJudge
-from .lost_device import write_down_lost_device
 from .memory import MemoryHealer
 from .own_files import hide_from_uploads, own_patterns, remove_leftovers
 from .reporting import Reporting
 from .restart import bookkeeping_of
+from .run_hooks import RunHooks
 from .run_status import RunState
 from .services import ServiceCalls
 from .session import Session
@@ -180,16 +180,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.memory_metrics = memory.metrics
         instrument = Instrument(
             trainer,
-            judge=judge.judge,
-            extra_logs=session.metrics,
-            hold=session.numerics.watch,
-            rate_scale=session.numerics.learning_rate.scale,
-            before_step=session.rollback.join,
-            vouch=judge.vouch_for_state,
-            before_save=session.about_to_save,
-            memory=memory,
-            broken=self._give_up_quietly,
-            device_lost=partial(write_down_lost_device, session, trainer),
+            RunHooks(trainer, session, judge, memory),
             heals_exceptions=self.config.on_nonfinite in ("heal", "skip"),
             started_at=session.started_at,
             heartbeat=session.heartbeat,

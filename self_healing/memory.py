@@ -163,8 +163,8 @@ class MemoryHealer:
         """Those that training steps are computed in, where their calls are split; `None` where they are not."""
         return self._passes if self._passes is not None and self._passes.wanted else None
 
-    def relieve(self, ran_out: OutOfMemory, window: Window | None) -> bool:
-        """The next rung of the ladder; `False` where the error has to pass."""
+    def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """Takes the next rung of the ladder; `False` where the error has to pass."""
         sizes = self.session.sizes
         if self._stepping:
             # While steps are applied again: the state gone back to is good as it is.
@@ -176,7 +176,7 @@ class MemoryHealer:
         context = self._begin(ran_out, window)
         self._free(context, ran_out)
         if ran_out.place == "vLLM":
-            return self._relieve_engine(ran_out, context)
+            return self._handle_oom_in_engine(ran_out, context)
         if self._attempts == 1 and not self._passes_often:
             # The second attempt is watched, so that it is known what did not fit.
             sizes.forget_attempt()
@@ -192,7 +192,7 @@ class MemoryHealer:
             return True
         return self._climb(ran_out, context, shape)
 
-    def _relieve_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
+    def _handle_oom_in_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
         """What a vLLM engine in this process lacks says nothing about sizes: once more, with the memory freed."""
         self.session.sizes.forget_attempt()
         why = "its engine has kept requests of the call that failed, and would mix them with the next ones"
@@ -276,8 +276,8 @@ class MemoryHealer:
         self._end()
         self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
 
-    def came_through(self) -> None:
-        """A micro-batch or an evaluation batch has been computed: an open incident is over."""
+    def on_success(self) -> None:
+        """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
         sizes = self.session.sizes
         if self._splits:
             sizes.came_through()
@@ -333,7 +333,7 @@ class MemoryHealer:
             self.session.journal.dealt_with(incident)
             self.session.outcomes.wait_for(incident)
 
-    def relieve_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+    def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """
         A step that changed nothing yet is taken again; one that may have is undone from its backup, or by going back
         to a trusted state. The third time updates are made parameter by parameter, which takes less memory at a time.
@@ -379,8 +379,8 @@ class MemoryHealer:
 
     # ---- one of several processes ----
 
-    def struck_one_of_many(self, ran_out: OutOfMemory, inputs: Any) -> None:
-        """What did not fit is written down, and the job begins its next start with smaller pieces."""
+    def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
+        """Writes down what did not fit, so that the next start of the job begins with smaller pieces."""
         sizes = self.session.sizes
         shape = self._shape(ran_out) or self._whole_batch(ran_out)
         if shape is None:

@@ -958,7 +958,7 @@ class TestOtherwise:
         def fails(*_: Any) -> None:
             raise KeyError("a bug")
 
-        monkeypatch.setattr("self_healing.memory.MemoryHealer.relieve", fails)
+        monkeypatch.setattr("self_healing.memory.MemoryHealer.handle_oom", fails)
         trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
         TooManyRows(trainer.model, 1)
         with pytest.raises(torch.OutOfMemoryError):

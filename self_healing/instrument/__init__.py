@@ -12,6 +12,7 @@ from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
 from .best_model import BestChoice, BestModel
 from .discovery import find_resume_path, find_trainer, is_training
 from .generated import load_generated, save_generated
+from .hooks import Hooks, StepPasses
 from .models import names_in_checkpoints
 from .out_of_memory import (
     OutOfMemory,
@@ -42,6 +43,7 @@ __all__ = [
     "CannotReduce",
     "CheckpointSaving",
     "Control",
+    "Hooks",
     "Instrument",
     "Leave",
     "OutOfMemory",
@@ -51,6 +53,7 @@ __all__ = [
     "ResumePoint",
     "RowSource",
     "ServiceGuard",
+    "StepPasses",
     "TrainingFault",
     "Window",
     "alloc_retries",

@@ -278,7 +278,7 @@ class Window:
                     raise
                 error = ours
             else:
-                self._instrument.memory_came_through()
+                self._instrument.on_success()
                 return result
             # Outside of the handler: what the failed attempt held is gone, but for its gradients.
             if is_out_of_memory(error):

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from accelerate.utils import DistributedType
@@ -24,6 +24,7 @@ from .best_model import BestModel
 from .bookkeeping import Bookkeeping, Ledger
 from .colocated_engine import is_free_of_requests
 from .gradients import discard_gradients
+from .hooks import Hooks, StepPasses
 from .interception import Interception
 from .less_memory import ActivationCheckpointing, UpdateOneByOne
 from .live_state import (
@@ -54,60 +55,6 @@ from .window import TrainingFault, Window
 logger = logging.getLogger(__name__)
 
 
-class CheckpointHold(Protocol):
-    """Whether checkpoints have to wait (`open`), and whether one does (`owed`)."""
-
-    owed: bool
-
-    @property
-    def open(self) -> bool: ...
-
-
-class StepPasses(Protocol):
-    """Computes a training step in several passes over its rows."""
-
-    def look_at(self, loss: Any) -> None:
-        """The loss of a pass, before its backward; raises where the step cannot be computed in passes."""
-
-    def run(
-        self,
-        first: Callable[[], torch.Tensor],
-        again: Callable[[], torch.Tensor],
-        anew: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        """With the first pass, each later one, and the step as if there had not been any."""
-
-
-class MemoryRelief(Protocol):
-    """What is done when memory runs out; if so, whether what failed is to be tried again."""
-
-    @property
-    def passes(self) -> StepPasses | None:
-        """What training steps are computed in, where one pass does not fit."""
-
-    @property
-    def heals(self) -> bool:
-        """Whether anything is done at all."""
-
-    def relieve(self, ran_out: OutOfMemory, window: Window | None) -> bool:
-        """In a training step, or (without one) in an evaluation."""
-
-    def relieve_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
-        """In `optimizer.step()`, which may have changed some weights."""
-
-    def about_to_step(self) -> None:
-        """Right before `optimizer.step()`."""
-
-    def stepped(self) -> None:
-        """Right after it."""
-
-    def came_through(self) -> None:
-        """A micro-batch, forward and backward, or a batch of an evaluation has been computed."""
-
-    def struck_one_of_many(self, ran_out: OutOfMemory, inputs: Any) -> None:
-        """It happened on one of several processes, where nothing can be tried again: the others are waiting."""
-
-
 class Instrument:
     """
     Wraps one trainer instance for the time of a `train()` call.
@@ -115,27 +62,8 @@ class Instrument:
     Args:
         trainer ([`~transformers.Trainer`]):
             The trainer, in `on_train_begin` or later. Only this object is touched, and [`detach`] undoes it.
-        judge (`Callable[[Window], None]`):
-            Called once per optimizer step, with gradients computed and clipped and nothing applied yet.
-        extra_logs (`Callable[[bool, bool], dict[str, float]]`):
-            Metrics to add to what the trainer logs, by whether it is a log of training steps, and whether it is the
-            one that sums up the run.
-        hold ([`CheckpointHold`]):
-            Whether checkpoints that are due have to wait.
-        rate_scale (`Callable[[int], float]`):
-            Factor on the schedule's learning rate, by optimizer steps finished.
-        before_step (`Callable[[], None]`):
-            Called right before each `optimizer.step()`, those of experiments and of steps applied again included.
-        vouch (`Callable[[], None]`):
-            Called right before the Trainer writes a checkpoint of its schedule: looks at the state, and heals it.
-        before_save (`Callable[[int], None]`):
-            Called with the step after that, if the checkpoint is written.
-        memory ([`MemoryRelief`]):
-            What is done when memory runs out.
-        broken (`Callable[[], None]`):
-            Told when code of ours failed; by then the trainer is its plain self again.
-        device_lost (`Callable[[BaseException], None]`):
-            Told of the exception that says so, before anything is given back; maybe more than once.
+        hooks ([`Hooks`]):
+            Told of every event, and asked.
         heals_exceptions (`bool`):
             Whether an exception that only says "NaN" is treated as a non-finite loss.
         started_at (`float`):
@@ -147,16 +75,8 @@ class Instrument:
     def __init__(
         self,
         trainer: Trainer,
-        judge: Callable[[Window], None],
-        extra_logs: Callable[[bool, bool], dict[str, float]],
-        hold: CheckpointHold,
-        rate_scale: Callable[[int], float],
-        before_step: Callable[[], None],
-        vouch: Callable[[], None],
-        before_save: Callable[[int], None],
-        memory: MemoryRelief,
-        broken: Callable[[], None],
-        device_lost: Callable[[BaseException], None],
+        hooks: Hooks,
+        *,
         heals_exceptions: bool,
         started_at: float,
         heartbeat: Heartbeat | None = None,
@@ -174,24 +94,15 @@ class Instrument:
         self._one_by_one = UpdateOneByOne(self.trainer.optimizer)
         self.started_at = started_at
         self.heartbeat = heartbeat or Heartbeat()
-        self._judge_step = judge
-        self._extra_logs = extra_logs
-        self._hold = hold
-        self._rate_scale = rate_scale
-        self._before_step = before_step
-        self._vouch = vouch
-        self._before_save = before_save
+        self._hooks = hooks
         self._best_before: tuple[float | None, int | None] = (None, None)
         self._maybe_saving = self._held_back = self._saving = self._leaving = False
         self.longest_save = 0.0
         self.owes_evaluation = False
-        self._memory = memory
-        self._broken = broken
-        self._device_lost = device_lost
         self._told_of_lost_device: BaseException | None = None
         self._heals_exceptions = heals_exceptions
         self._replaced = Replacements()
-        self._hooks: list[Any] = []
+        self._optimizer_hooks: list[Any] = []
         # Where a checkpoint that cannot be written does not end the run.
         self.saving: CheckpointSaving | None = None
         # Looked at before it takes the place of what was trained last.
@@ -259,8 +170,8 @@ class Instrument:
         self.replace(trainer, "_load_best_model", self._in_section("load_best_model", self._load_best_model))
         optimizer = innermost(trainer.optimizer)
         if isinstance(optimizer, torch.optim.Optimizer):
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+            self._optimizer_hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
+            self._optimizer_hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
         self.position.watch()
 
     def detach(self) -> None:
@@ -272,9 +183,9 @@ class Instrument:
             except Exception:
                 logger.warning("A part of self_healing could not be taken off the trainer.", exc_info=True)
         self._replaced.give_back()
-        for hook in self._hooks:
+        for hook in self._optimizer_hooks:
             hook.remove()
-        self._hooks.clear()
+        self._optimizer_hooks.clear()
         self.position.release()
         self._worker_deaths.release()
         self._checkpointing.switch_off()
@@ -343,7 +254,7 @@ class Instrument:
         if classify_exception(error) is not FailureType.DEVICE:
             return False
         self._told_of_lost_device = self._told_of_lost_device or error
-        self._device_lost(error)
+        self._hooks.device_lost(error)
         return True
 
     @contextlib.contextmanager
@@ -396,7 +307,7 @@ class Instrument:
         )
         self.switched_off = True
         self.detach()
-        self._broken()
+        self._hooks.broken()
 
     # ---- the Trainer's events, passed on by the callback ----
 
@@ -481,7 +392,7 @@ class Instrument:
                 with self._noting_what_is_generated(window):
                     loss = self.call_training_step(window, model, inputs, *args, **kwargs)
             except Exception as error:
-                ran_out = self._memory_ran_out(error, inputs=inputs)
+                ran_out = self._memory_ran_out(error)
                 if ran_out is None:
                     raise
         tokens = state.num_input_tokens_seen - before
@@ -490,7 +401,7 @@ class Instrument:
             with self._leaving_on_exception():
                 loss, tokens = self._until_it_fits(window, ran_out, before)
         window.add_loss(loss, tokens)
-        self.memory_came_through()
+        self.on_success()
         return loss
 
     def _noting_what_is_generated(self, window: Window) -> contextlib.AbstractContextManager[None]:
@@ -505,26 +416,26 @@ class Instrument:
 
         return self.preparing(note)
 
-    def _memory_ran_out(self, error: Exception, place: Place | None = None, inputs: Any = None) -> OutOfMemory | None:
+    def _memory_ran_out(self, error: Exception, place: Place | None = None) -> OutOfMemory | None:
         """An out-of-memory error that something can be done about; `None` for any other exception."""
-        if not self.attached or not self.can_reexecute or not self._memory.heals:
+        if not self.attached or not self.can_reexecute or not self._hooks.heals_memory:
             return None
         found = caught(error, self.trainer.accelerator.device, place)
         if found is not None and consensus.world_size() > 1:
             with self.contained():
-                self._memory.struck_one_of_many(found, inputs)
+                self._hooks.oom_on_one_rank(found)
             return None
         return found
 
-    def memory_came_through(self) -> None:
+    def on_success(self) -> None:
         """Something that may have run out of memory before has been computed."""
         with self.contained():
-            self._memory.came_through()
+            self._hooks.on_success()
 
     def may_try_again(self, error: Exception) -> bool:
         """After an exception in a computation that can be begun anew: whether it was memory, and there is more now."""
         ran_out = self._memory_ran_out(error)
-        return ran_out is not None and self._relieved(ran_out, self._memory.relieve)
+        return ran_out is not None and self._relieved(ran_out, self._hooks.handle_oom)
 
     def may_have_passed(self, error: Exception) -> bool:
         """
@@ -533,7 +444,7 @@ class Instrument:
         """
         if consensus.world_size() > 1:
             return False
-        if is_out_of_memory(error) and not self._memory.heals:
+        if is_out_of_memory(error) and not self._hooks.heals_memory:
             # Nothing is to be done where training runs out of memory; but this is none of what it computes.
             let_go(error)
             free_memory(self.trainer.accelerator.device)
@@ -563,7 +474,7 @@ class Instrument:
         """The step up to where memory ran out, computed again in whatever way fits; its last loss, and its tokens."""
         before_the_step = tokens - window.tokens_inside
         while True:
-            if not self._relieved(ran_out, self._memory.relieve):
+            if not self._relieved(ran_out, self._hooks.handle_oom):
                 self.detach()
                 raise ran_out.error
             try:
@@ -595,7 +506,7 @@ class Instrument:
         if again:
             self.heartbeat.enter("step")
         try:
-            passes = self._memory.passes
+            passes = self._hooks.passes
             if passes is None:
                 loss: torch.Tensor = original(model, inputs, *args, **kwargs)
             else:
@@ -642,11 +553,11 @@ class Instrument:
             with self.preparing(lambda batch: batch, prepared=batch):
                 return compute()
 
-        def anew() -> torch.Tensor:
+        def plain() -> torch.Tensor:
             noted[0][1].rng.restore()
             return again()
 
-        return passes.run(first, again, anew)
+        return passes.run(first, again, plain)
 
     def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         window = self.window
@@ -667,7 +578,7 @@ class Instrument:
         fault: TrainingFault | None = None
         self.heartbeat.enter("judge")
         try:
-            self._judge_step(window)
+            self._hooks.judge(window)
         except UnrecoverableTrainingError:
             self.detach()
             raise
@@ -700,9 +611,9 @@ class Instrument:
         """
         scale = 1.0
         with self.contained():
-            self._before_step()
-            self._memory.about_to_step()
-            scale = self._rate_scale(self.step) if self.can_scale_rate else 1.0
+            self._hooks.before_optimizer_step()
+            self._hooks.about_to_step()
+            scale = self._hooks.rate_scale(self.step) if self.can_scale_rate else 1.0
         if scale == 1.0:
             return self._step_until_it_fits(original, *args, **kwargs)
         with self._rates(self.rates_in_force(scale)):
@@ -719,10 +630,10 @@ class Instrument:
                     raise
             else:
                 with self.contained():
-                    self._memory.stepped()
+                    self._hooks.stepped()
                 return result
             with self._leaving_on_exception():
-                again = self._relieved(ran_out, self._memory.relieve_optimizer_step)
+                again = self._relieved(ran_out, self._hooks.handle_oom_in_optimizer_step)
             if not again:
                 raise ran_out.error
 
@@ -741,7 +652,7 @@ class Instrument:
     def rates_in_force(self, scale: float | None = None) -> list[Any]:
         """The learning rate of each parameter group: the schedule's, times the factor in force or another one."""
         if scale is None:
-            scale = self._rate_scale(self.step)
+            scale = self._hooks.rate_scale(self.step)
         rates = [group["lr"] for group in self.trainer.optimizer.param_groups]
         # Not even multiplied by 1: a rate kept as a tensor would have to be read.
         return rates if scale == 1.0 or not self.can_scale_rate else [rate * scale for rate in rates]
@@ -765,7 +676,7 @@ class Instrument:
         if scaled_by != 1.0:
             scale_gradients(trainer.model, scaled_by)
         theirs = self.group_options()
-        self._before_step()
+        self._hooks.before_optimizer_step()
         try:
             self._set_group_options(options)
             with self._rates(rates):
@@ -784,7 +695,7 @@ class Instrument:
         rate = original(*args, **kwargs)
         scale = 1.0
         with self.contained():
-            scale = self._rate_scale(self.step) if self.can_scale_rate else 1.0
+            scale = self._hooks.rate_scale(self.step) if self.can_scale_rate else 1.0
         return rate if scale == 1.0 else rate * scale
 
     def _prediction_step(
@@ -800,12 +711,12 @@ class Instrument:
                 if ran_out is None:
                     raise
             else:
-                self.memory_came_through()
+                self.on_success()
                 return result
             # An evaluation may generate, and training draws on from where it stops.
             rng.restore()
             self.ledger.rewind_stores(stores)
-            if not self._relieved(ran_out, lambda ran_out, _: self._memory.relieve(ran_out, None)):
+            if not self._relieved(ran_out, lambda ran_out, _: self._hooks.handle_oom(ran_out, None)):
                 raise ran_out.error
 
     def _evaluate(self, original: Callable[..., Any], trial: Any, ignore_keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -819,7 +730,7 @@ class Instrument:
 
     def _maybe_log_save_evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         control = self.trainer.control
-        if self._hold.owed and (control.should_training_stop or not self._hold.open):
+        if self._hooks.owes_checkpoint() and (control.should_training_stop or not self._hooks.checkpoints_wait()):
             control.should_save = True
         self._maybe_saving, self._held_back = True, False
         self._best_before = self.trainer.state.best_metric, self.trainer.state.best_global_step
@@ -833,14 +744,14 @@ class Instrument:
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._maybe_saving and self.attached and not self._must_hold():
             with self.contained():
-                self._vouch()
+                self._hooks.vouch_for_state()
         if self._must_hold():
-            self._hold.owed = self._held_back = True
+            self._held_back = True
+            self._hooks.checkpoint_waits()
             return None
         if self._maybe_saving:
-            self._hold.owed = False
             with self.contained():
-                self._before_save(self.step)
+                self._hooks.before_save(self.step)
         with self._timing_a_save(), self._whole_if_leaving():
             if not self._maybe_saving or self.saving is None:
                 return original(*args, **kwargs)
@@ -865,7 +776,7 @@ class Instrument:
         if not self.nonfinite_tensors():
             return True
         with self.contained():
-            self._vouch()
+            self._hooks.vouch_for_state()
         self.ledger.rewind(settled)
         return not self.nonfinite_tensors()
 
@@ -956,7 +867,7 @@ class Instrument:
         state = self.trainer.state
         vouched_for = state.best_global_step is not None and state.best_global_step == state.global_step
         at_the_end = self.trainer.control.should_training_stop
-        return self._maybe_saving and self._hold.open and not vouched_for and not at_the_end
+        return self._maybe_saving and self._hooks.checkpoints_wait() and not vouched_for and not at_the_end
 
     def _on_epoch_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.reentry.epoch_end_begins()
@@ -970,7 +881,7 @@ class Instrument:
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         with self.contained():
-            logs.update(self._extra_logs("loss" in logs, "train_runtime" in logs))
+            logs.update(self._hooks.metrics("loss" in logs, "train_runtime" in logs))
             if "train_runtime" in logs:
                 self.reentry.finalizing()
                 self._cover_the_whole_run(logs)

@@ -191,14 +191,14 @@ class Passes:
         if _reaches_weights(loss.grad_fn, outputs):
             raise NotInPasses
 
-    def run(self, first: Callable[[], _T], again: Callable[[], _T], anew: Callable[[], _T]) -> _T:
+    def run(self, first: Callable[[], _T], again: Callable[[], _T], plain: Callable[[], _T]) -> _T:
         """
         Computes a training step in as many passes as its calls are split into chunks.
 
         Args:
             first (`Callable`), again (`Callable`):
                 The first pass, and each later one.
-            anew (`Callable`):
+            plain (`Callable`):
                 The step as if there had not been a first pass.
 
         Raises:
@@ -216,7 +216,7 @@ class Passes:
             self._refused += 1
         finally:
             self._close()
-        return anew()
+        return plain()
 
     @property
     def _splits(self) -> list[SplitCall]:

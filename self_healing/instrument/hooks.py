@@ -1,0 +1,138 @@
+"""What an instrument tells of while its trainer trains, and asks about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .out_of_memory import OutOfMemory
+from .window import Window
+
+
+class StepPasses(Protocol):
+    """Computes a training step in several passes over its rows."""
+
+    def look_at(self, loss: Any) -> None:
+        """Looks at the loss of a pass, before its backward; raises where the step cannot be computed in passes."""
+
+    def run(
+        self,
+        first: Callable[[], torch.Tensor],
+        again: Callable[[], torch.Tensor],
+        plain: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """
+        Computes the step.
+
+        Args:
+            first (`Callable`):
+                Computes the first pass.
+            again (`Callable`):
+                Computes each later one, on the rows that were prepared in the first.
+            plain (`Callable`):
+                Computes the step as if there had not been any pass.
+        """
+
+
+class Hooks:
+    """
+    The events of an [`Instrument`], in the order in which a step meets them. Here all of them do nothing, and every
+    question is answered as on a trainer that nobody looks after.
+    """
+
+    # ---- a micro-batch is computed ----
+
+    @property
+    def passes(self) -> StepPasses | None:
+        """What training steps are computed in where one pass over the rows does not fit; `None` where it does."""
+        return None
+
+    @property
+    def heals_memory(self) -> bool:
+        """Whether anything is done where memory runs out."""
+        return False
+
+    def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """
+        Called when memory ran out in a training step, or (without a window) in an evaluation.
+
+        Returns:
+            Whether to try again.
+        """
+        return False
+
+    def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """
+        Called when memory ran out in `optimizer.step()`, which may have changed some weights.
+
+        Returns:
+            Whether to step again.
+        """
+        return False
+
+    def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
+        """Called when memory ran out on one of several processes: the others wait, so nothing can be tried again."""
+
+    def on_success(self) -> None:
+        """Called when a micro-batch, forward and backward, or a batch of an evaluation has been computed."""
+
+    # ---- gradients are there ----
+
+    def judge(self, window: Window) -> None:
+        """Called once per optimizer step, with gradients computed and clipped, and nothing applied yet."""
+
+    # ---- the step is applied ----
+
+    def before_optimizer_step(self) -> None:
+        """Called before every `optimizer.step()`, those of experiments and of steps applied again included."""
+
+    def about_to_step(self) -> None:
+        """Called before the `optimizer.step()` of the Trainer's own loop."""
+
+    def rate_scale(self, step: int) -> float:
+        """Gives the factor on the schedule's learning rate, by optimizer steps finished."""
+        return 1.0
+
+    def stepped(self) -> None:
+        """Called after the `optimizer.step()` of the Trainer's own loop."""
+
+    # ---- the step is logged and saved ----
+
+    def metrics(self, training: bool, summary: bool) -> dict[str, float]:
+        """
+        Gives metrics to add to what the trainer logs.
+
+        Args:
+            training (`bool`):
+                Whether it is a log of training steps.
+            summary (`bool`):
+                Whether it is the one that sums up the run.
+        """
+        return {}
+
+    def checkpoints_wait(self) -> bool:
+        """Whether checkpoints that the Trainer's schedule asks for have to wait."""
+        return False
+
+    def owes_checkpoint(self) -> bool:
+        """Whether one has waited, and is written as soon as it may."""
+        return False
+
+    def checkpoint_waits(self) -> None:
+        """Called when a checkpoint that is due is not written, because checkpoints have to wait."""
+
+    def vouch_for_state(self) -> None:
+        """Called before the Trainer writes a checkpoint of its schedule: looks at the state, and heals it."""
+
+    def before_save(self, step: int) -> None:
+        """Called after that, with the step, if the checkpoint is written: none is owed from here on."""
+
+    # ---- the run cannot go on as it was ----
+
+    def device_lost(self, error: BaseException) -> None:
+        """Called with an exception that says so, before the trainer is given back; maybe more than once."""
+
+    def broken(self) -> None:
+        """Called when code of this library failed; by then the trainer is its plain self again."""

@@ -1,0 +1,93 @@
+"""Passes the events of an instrument to the judge, the memory healer and the run they belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .instrument import Hooks, OutOfMemory, StepPasses, Window
+from .judge import StepJudge
+from .lost_device import write_down_lost_device
+from .memory import MemoryHealer
+from .session import Session
+
+
+class RunHooks(Hooks):
+    """
+    Passes the events of one `train()` call on.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        session ([`Session`]):
+            The run.
+        judge ([`StepJudge`]):
+            Judges its steps.
+        memory ([`MemoryHealer`]):
+            Handles memory that runs out.
+    """
+
+    def __init__(self, trainer: Any, session: Session, judge: StepJudge, memory: MemoryHealer) -> None:
+        self._trainer = trainer
+        self._session = session
+        self._judge = judge
+        self._memory = memory
+
+    @property
+    def passes(self) -> StepPasses | None:
+        return self._memory.passes
+
+    @property
+    def heals_memory(self) -> bool:
+        return self._memory.heals
+
+    def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        return self._memory.handle_oom(ran_out, window)
+
+    def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        return self._memory.handle_oom_in_optimizer_step(ran_out, window)
+
+    def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
+        self._memory.oom_on_one_rank(ran_out)
+
+    def on_success(self) -> None:
+        self._memory.on_success()
+
+    def judge(self, window: Window) -> None:
+        self._judge.judge(window)
+
+    def before_optimizer_step(self) -> None:
+        self._session.rollback.join()
+
+    def about_to_step(self) -> None:
+        self._memory.about_to_step()
+
+    def rate_scale(self, step: int) -> float:
+        return self._session.numerics.learning_rate.scale(step)
+
+    def stepped(self) -> None:
+        self._memory.stepped()
+
+    def metrics(self, training: bool, summary: bool) -> dict[str, float]:
+        return self._session.metrics(training, summary)
+
+    def checkpoints_wait(self) -> bool:
+        return self._session.numerics.watch.open
+
+    def owes_checkpoint(self) -> bool:
+        return self._session.numerics.watch.owed
+
+    def checkpoint_waits(self) -> None:
+        self._session.numerics.watch.owed = True
+
+    def vouch_for_state(self) -> None:
+        self._judge.vouch_for_state()
+
+    def before_save(self, step: int) -> None:
+        self._session.numerics.watch.owed = False
+        self._session.about_to_save(step)
+
+    def device_lost(self, error: BaseException) -> None:
+        write_down_lost_device(self._session, self._trainer, error)
+
+    def broken(self) -> None:
+        self._session.broken = True
