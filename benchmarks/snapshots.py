@@ -69,7 +69,7 @@ class Rounds(TrainerCallback):
         assert session is not None
         assert session.instrument is not None
         trainer, ring = session.instrument.trainer, session.rollback.ring
-        live = session.instrument.live_state()
+        live = session.instrument.view.live_state()
         checkpoint = f"{trainer.args.output_dir}/checkpoint-{trainer.state.global_step}"
 
         def take() -> None:

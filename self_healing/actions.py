@@ -210,7 +210,7 @@ class HealingActions:
             if layout is not None:
                 keep[index] = [row for row in range(layout.rows) if row not in set(bad)]
         remaining = diagnosis.rows - diagnosis.poison_rows
-        if not _instrument(context).may_empty_micro_batches(keep) or remaining == 0:
+        if not _instrument(context).view.may_empty_micro_batches(keep) or remaining == 0:
             return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
         if not window.compute_again(keep).finite:
             # The rows were not the whole story: one rung up.
@@ -248,7 +248,7 @@ class HealingActions:
 
     def _roll_back(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument, incident = _instrument(context), context.incident
-        step = instrument.step
+        step = instrument.view.step
         went = context.went_back = self.session.rollback.go_back(context.target, step, incident.id)
         if went is None:
             return {"why": "there is no trusted state, neither in memory nor on disk", "happened": False}
@@ -282,16 +282,16 @@ class HealingActions:
 
     def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = _instrument(context)
-        before = instrument.learning_rate
-        self.session.numerics.learning_rate.reduce(instrument.step, context.rate_scale, context.blamed_step)
-        self.session.numerics.note_rate(instrument.learning_rate)
-        context.incident.figures.append(f"learning rate from {before:.3g} to {instrument.learning_rate:.3g}")
+        before = instrument.view.learning_rate
+        self.session.numerics.learning_rate.reduce(instrument.view.step, context.rate_scale, context.blamed_step)
+        self.session.numerics.note_rate(instrument.view.learning_rate)
+        context.incident.figures.append(f"learning rate from {before:.3g} to {instrument.view.learning_rate:.3g}")
         control = self.session.numerics.learning_rate
         return self._rate(instrument) | {"from": before, "hold_steps": control.hold, "ramp_steps": control.ramp}
 
     def _increase_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = _instrument(context)
-        step = instrument.step
+        step = instrument.view.step
         before = self.session.numerics.learning_rate.scale(step)
         if self.config.lr_increase_factor <= 1:
             return {"why": "lr_increase_factor=1: it was not asked for", "happened": False}
@@ -300,15 +300,15 @@ class HealingActions:
 
     def _rate(self, instrument: Instrument) -> dict[str, Any]:
         control = self.session.numerics.learning_rate
-        scale = control.scale(instrument.step)
-        return {"scale": scale, "learning_rate": instrument.learning_rate, "reductions": control.reductions}
+        scale = control.scale(instrument.view.step)
+        return {"scale": scale, "learning_rate": instrument.view.learning_rate, "reductions": control.reductions}
 
     def _reset_moments(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = _instrument(context)
         if not instrument.reset_moments():
             why = "this optimizer is not known to make its state anew, and was left as it is"
             return {"why": why, "happened": False}
-        steps = self.session.numerics.learning_rate.warm_up_again(instrument.step)
+        steps = self.session.numerics.learning_rate.warm_up_again(instrument.view.step)
         return {"warmup_steps": steps}
 
     # ---- looking for a cause ----

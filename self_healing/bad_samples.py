@@ -77,7 +77,7 @@ class SampleHealer:
                 session.quarantine.path, session.run_id, fingerprint, {}, keep_text=self.config.quarantine_text
             )
         else:
-            findings = session.quarantine.watch(session.run_id, fingerprint, args.process_index, instrument.step)
+            findings = session.quarantine.watch(session.run_id, fingerprint, args.process_index, instrument.view.step)
             findings.take()
             if loading.has_workers:
                 self._let_workers_tell(findings)
@@ -93,7 +93,7 @@ class SampleHealer:
         if names_only:
             return
         self._loading, self._findings = loading, findings
-        self._drawn = instrument.step * int(args.gradient_accumulation_steps) * loading.samples_per_batch
+        self._drawn = instrument.view.step * int(args.gradient_accumulation_steps) * loading.samples_per_batch
         if isinstance(guarded, GuardedDataset):
             instrument.position.actual = guarded.actual
         instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
@@ -167,7 +167,7 @@ class SampleHealer:
         return self.config.max_bad_data_fraction * min(whole, max(self._drawn, _AT_LEAST))
 
     def _report(self, new: Sequence[BadSample], retried: Sequence[str]) -> None:
-        journal, step = self.session.journal, self._instrument.step
+        journal, step = self.session.journal, self._instrument.view.step
         evidence: dict[str, Any] = {"samples": [asdict(sample) for sample in new]}
         if retried:
             evidence["retried"] = list(retried)
@@ -200,7 +200,7 @@ class SampleHealer:
 
     def _end(self, symptom: str, evidence: dict[str, Any], verdict: str, error: Exception | None) -> None:
         instrument, journal = self._instrument, self.session.journal
-        incident = journal.open(instrument.step, symptom, evidence)
+        incident = journal.open(instrument.view.step, symptom, evidence)
         journal.diagnosed(incident, FailureType.BAD_DATA, symptom.replace("_", " "), {})
         context = HealingContext(incident, instrument, verdict=verdict, error=error)
         self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, instrument.trainer.args)

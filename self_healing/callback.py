@@ -201,7 +201,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self._restore_state(session, state)
             session.recall_memory()
             session.first_resume = resumed_from
-            session.numerics.learning_rate.begin(int(state.max_steps), instrument.beta2)
+            session.numerics.learning_rate.begin(int(state.max_steps), instrument.view.beta2)
             session.numerics.missing.begin(int(state.global_step))
             session.numerics.on_trial = resumed_from is not None
         else:
@@ -265,7 +265,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.tell_status(Path(args.output_dir), int(state.max_steps))
         self._warn_about_the_rate(instrument, resumed_from)
         session.rollback.begin(instrument, not session.numerics.warm, resumed_from, finite)
-        if not instrument.can_reexecute:
+        if not instrument.view.can_reexecute:
             logger.warning(
                 "self_healing: %s runs the backward pass itself; steps are watched, but not healed.",
                 trainer.accelerator.distributed_type,
@@ -278,7 +278,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             )
 
     def _tell_of_offloaded(self, session: Session, instrument: Instrument) -> None:
-        offloaded = instrument.offloaded_tensors()
+        offloaded = instrument.view.offloaded_tensors()
         if offloaded and session.entries == 1:
             logger.warning(
                 "%d tensors of the model are offloaded (%s%s): what they hold is brought to the device for each call. "
@@ -308,7 +308,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             "This SelfHealingCallback watches a run that is still going on (step %d, %s), and leaves it for the one "
             "that begins within it: the outer run is not healed from here on. Please give each trainer a "
             "SelfHealingCallback of its own.",
-            instrument.step,
+            instrument.view.step,
             outer.args.output_dir,
         )
 
@@ -323,7 +323,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 refusal = error
         told, reason = consensus.from_first_rank((told, None if refusal is None else str(refusal)))
         if reason is not None:
-            session.journal.event("checkpoint_passed_over", instrument.step, path=str(checkpoint), reason=reason)
+            session.journal.event("checkpoint_passed_over", instrument.view.step, path=str(checkpoint), reason=reason)
             raise refusal or CheckpointError(reason)
         if told is not None and consensus.is_first_rank():
             logger.warning("%s is resumed from all the same: %s.", checkpoint, told)
@@ -343,12 +343,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         """Without the wrapper, which guards trackers and Hub from before `train()` to its very end."""
         reporting = Reporting(session)
         guard = ReportingGuard(trainer, reporting)
-        instrument.on_detach.append(lambda: reporting.sum_up(instrument.step))
+        instrument.on_detach.append(lambda: reporting.sum_up(instrument.view.step))
         instrument.on_detach.append(guard.detach)
         guard.attach()
 
     def _warn_about_the_rate(self, instrument: Instrument, resumed_from: str | None) -> None:
-        asked, kept = float(instrument.trainer.args.learning_rate), instrument.initial_rate
+        asked, kept = float(instrument.trainer.args.learning_rate), instrument.view.initial_rate
         if resumed_from is None or kept is None or self.session is None or self.session.entries > 1:
             return
         if not math.isclose(asked, kept, rel_tol=1e-6):
@@ -367,10 +367,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         Returns:
             Whether they are finite, where training goes on all the same.
         """
-        found = instrument.nonfinite_tensors()
-        if not consensus.any_rank(bool(found), instrument.trainer.accelerator.device) or self.session is None:
+        found = instrument.view.nonfinite_tensors()
+        if not consensus.any_rank(bool(found), instrument.view.device) or self.session is None:
             return True
-        step, names = instrument.step, ", ".join(found[:5]) or "on another rank"
+        step, names = instrument.view.step, ", ".join(found[:5]) or "on another rank"
         origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"
         incident = self.session.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
         self.session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
@@ -442,7 +442,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def _tell_of_best_model(self, session: Session, best: str, choice: BestChoice) -> None:
         """The best checkpoint could not be loaded: what the model holds in its place."""
-        step = 0 if session.instrument is None else session.instrument.step
+        step = 0 if session.instrument is None else session.instrument.view.step
         session.journal.event(
             "best_model_passed_over", step, path=best, reason=choice.refused, instead=choice.path, metric=choice.metric
         )

@@ -406,7 +406,7 @@ def save_emergency_checkpoint(
     # An earlier attempt of this step may have left one: it is there until the new one is whole.
     new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
     for attempt in range(1, _WRITES + 1):
-        finite = instrument.finite_once_healed(bookkeeping) if heals else not instrument.nonfinite_tensors()
+        finite = instrument.finite_once_healed(bookkeeping) if heals else not instrument.view.nonfinite_tensors()
         if not finite:
             return None
         exported = instrument.ledger.export() | _owing(pending, leave)
@@ -422,8 +422,8 @@ def save_emergency_checkpoint(
         else:
             break
         # Outside the handler: what the exception held is gone.
-        free_memory(instrument.trainer.accelerator.device)
-    return ResumePoint(instrument.step, str(path), bookkeeping, pending, leave)
+        free_memory(instrument.view.device)
+    return ResumePoint(instrument.view.step, str(path), bookkeeping, pending, leave)
 
 
 def _write_emergency(instrument: Instrument, new: Path, path: Path, run: str, bookkeeping: dict[str, Any]) -> None:
@@ -432,9 +432,9 @@ def _write_emergency(instrument: Instrument, new: Path, path: Path, run: str, bo
         # Before the state of the Trainer: with that it is a checkpoint, marked or not.
         save_generated(instrument.trainer, new)
         instrument.reentry.save_checkpoint(str(new.parent))
-        if struck := instrument.nonfinite_tensors():
+        if struck := instrument.view.nonfinite_tensors():
             raise RuntimeError(f"{struck[0]} is not finite any more: it was hit while the checkpoint was written")
-        write_marker(new, run, instrument.step, bookkeeping, True, finite=True)
+        write_marker(new, run, instrument.view.step, bookkeeping, True, finite=True)
         if new != path:
             _switch(new, path)
     except Exception:
@@ -467,7 +467,9 @@ def write_again(instrument: Instrument, checkpoint: Path, run: str, leave: Leave
         new = instrument.reentry.write_again(checkpoint)
         bookkeeping = instrument.ledger.export() | _owing(Pending(), leave)
         emergency, finite = bool(before.get("emergency")), before.get("finite")
-        write_marker(new, run, instrument.step, bookkeeping, emergency, before.get("standing", "unverified"), finite)
+        write_marker(
+            new, run, instrument.view.step, bookkeeping, emergency, before.get("standing", "unverified"), finite
+        )
         _switch(new, checkpoint)
     except Exception:
         logger.warning(

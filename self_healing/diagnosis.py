@@ -82,12 +82,12 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
         window.reexecute()
         if window.signals().finite:
             return _transient(attempt)
-    device = instrument.trainer.accelerator.device
+    device = instrument.view.device
     # What a failing forward left in batch norm statistics is a consequence, not a cause.
     window.restore_buffers()
     # Whatever comes of the step, these are not applied; what is done next may need their memory.
     window.discard()
-    corrupted = instrument.nonfinite_tensors()
+    corrupted = instrument.view.nonfinite_tensors()
     if consensus.any_rank(bool(corrupted), device):
         return Diagnosis(
             FailureType.CORRUPTED_STATE,

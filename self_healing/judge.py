@@ -103,7 +103,7 @@ class StepJudge:
         if session.numerics.repeatability.owed and signals.finite:
             session.numerics.repeatability.measure(window)
             signals = self._signals(window)
-        session.numerics.schedule.observe(signals.step, self._instrument.scheduled_rate)
+        session.numerics.schedule.observe(signals.step, self._instrument.view.scheduled_rate)
         self._look_what_is_trained(signals.step)
         incidents = len(session.journal.incidents)
         symptom = session.numerics.detector.judge(signals, window.scaler_active)
@@ -176,7 +176,7 @@ class StepJudge:
             logger.warning(
                 "Step %d: no memory was left for what self_healing does beside training (%s). Nothing is to be done "
                 "about the step; it goes on as it is, and the next one is looked after again.",
-                instrument.step,
+                instrument.view.step,
                 describe_exception(error),
             )
             return
@@ -196,15 +196,15 @@ class StepJudge:
         if window is not None:
             # No gradient of it is applied, and their memory is there for what is left to do.
             window.skip(None, keep_buffers=True)
-        free_memory(instrument.trainer.accelerator.device)
+        free_memory(instrument.view.device)
         evidence = {
             "place": "healing",
             "message": str(error)[:500],
-            "memory": memory_figures(instrument.trainer.accelerator.device),
+            "memory": memory_figures(instrument.view.device),
             "remedy": "Please leave a little more room beside training, which by itself fits: a smaller "
             "per_device_train_batch_size with more gradient_accumulation_steps, or look for who else uses the device.",
         }
-        incident = session.journal.open(instrument.step, "out_of_memory", evidence)
+        incident = session.journal.open(instrument.view.step, "out_of_memory", evidence)
         cause = "out of memory in what self_healing does beside training"
         session.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
         own = session.rollback.fall_back()
@@ -253,7 +253,7 @@ class StepJudge:
         incident.seconds_lost = time.perf_counter() - began
         if not window.skipped and decision.actions:
             healed = window.signals()
-            session.outcomes.take_in(healed.loss, self._instrument.step)
+            session.outcomes.take_in(healed.loss, self._instrument.view.step)
             self._observe(window, healed)
         session.outcomes.wait_for(incident)
         stop = session.numerics.policy.note(
@@ -300,7 +300,7 @@ class StepJudge:
     @property
     def _acts(self) -> bool:
         """Whether anything is done about a step that is not finite."""
-        return self.config.on_nonfinite != "warn" and self._instrument.can_reexecute
+        return self.config.on_nonfinite != "warn" and self._instrument.view.can_reexecute
 
     def _diagnose(self, window: Window) -> Diagnosis:
         if self.config.on_nonfinite != "heal" or not self._acts:
@@ -322,7 +322,7 @@ class StepJudge:
         """
         session, instrument, window = self.session, self._instrument, context.window
         resumed, incident = session.first_resume, context.incident
-        if not session.numerics.on_trial or resumed is None or window is None or not instrument.can_reexecute:
+        if not session.numerics.on_trial or resumed is None or window is None or not instrument.view.can_reexecute:
             return
         moved = instrument.weights_moved
         trial = try_older_checkpoints(
@@ -347,7 +347,7 @@ class StepJudge:
         if consensus.is_first_rank() and self._args.should_save:
             for damaged in trial.damaged:
                 mark_suspect(damaged, str(self._args.output_dir), incident.id)
-        if session.may_enter_again and session.budget.spend(instrument.step):
+        if session.may_enter_again and session.budget.spend(instrument.view.step):
             raise DamagedCheckpointError(incident, trial.sound)
         context.resume_from = trial.sound
         context.verdict = (
@@ -398,14 +398,14 @@ class StepJudge:
                 (Action.EMERGENCY_CHECKPOINT, Action.STOP) if saving else (Action.STOP,), context, self._args
             )
             return
-        step = instrument.step
+        step = instrument.view.step
         control = session.numerics.learning_rate
         decision = session.numerics.ladder.next(
             failure,
             step,
             early=session.rollback.early(step),
-            may_reduce=instrument.can_scale_rate and not control.exhausted,
-            rate=f"{instrument.learning_rate:.3g}, after {_times(control.reductions)}",
+            may_reduce=instrument.view.can_scale_rate and not control.exhausted,
+            rate=f"{instrument.view.learning_rate:.3g}, after {_times(control.reductions)}",
         )
         # The last one that was applied; those since then were left out.
         context.blamed_step = max(step - session.numerics.policy.unhealed_in_a_row, 0)
@@ -428,7 +428,7 @@ class StepJudge:
         self._went_back_in = window.step
         self._owe_checkpoint(context.went_back)
         if context.went_back is None and not decision.stops:
-            found = ", ".join(instrument.nonfinite_tensors()[:5])
+            found = ", ".join(instrument.view.nonfinite_tensors()[:5])
             frozen = f" (not finite still: {found}; what is frozen is in no snapshot)" if found else ""
             context.verdict = (
                 f"{FAILURE_RECIPES[failure].diagnosis.rstrip('.')}, and no state tried was any better{frozen}"
@@ -441,7 +441,7 @@ class StepJudge:
         start, steps = session.rollback.ring.initial, session.rollback.first_steps
         if start is None or len(steps) < _LEAST_TRIAL_STEPS or context.window is None:
             return None
-        step = instrument.step
+        step = instrument.view.step
         control = session.numerics.learning_rate
         try:
             trial = try_rates(
@@ -452,7 +452,7 @@ class StepJudge:
                 now=control.scale(step),
                 lowest=control.lowest(step),
                 limit=panel.divergence.early_limit,
-                adaptive=instrument.beta2 is not None,
+                adaptive=instrument.view.beta2 is not None,
             )
         except TrainingFault as fault:
             logger.warning("Learning rates could not be tried out.", exc_info=fault.error)
@@ -466,7 +466,7 @@ class StepJudge:
     def _heal_silent_corruption(self, window: Window, tensors: list[str]) -> None:
         """A state that is not finite where no loss has shown it yet: a row of an embedding, a running mean."""
         session, instrument = self.session, self._instrument
-        found = instrument.nonfinite_tensors()
+        found = instrument.view.nonfinite_tensors()
         if self.config.on_nonfinite != "heal" or not self._on_any_rank(bool(found)):
             return
         began = time.perf_counter()
@@ -482,15 +482,15 @@ class StepJudge:
 
     def _heal_the_end(self) -> None:
         session, instrument = self.session, self._instrument
-        window, step = instrument.window, instrument.step
-        if self.config.on_nonfinite != "heal" or not instrument.can_reexecute or window is None:
+        window, step = instrument.window, instrument.view.step
+        if self.config.on_nonfinite != "heal" or not instrument.view.can_reexecute or window is None:
             return
-        found = instrument.nonfinite_tensors()
+        found = instrument.view.nonfinite_tensors()
         if not self._on_any_rank(bool(found)):
             return
         incident = session.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
         session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted state", {})
-        best = instrument.trainer.state.best_model_checkpoint if instrument.best_model_loaded else None
+        best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
         if best is not None and not self._on_any_rank(any(not name.startswith("optimizer:") for name in found)):
             incident.evidence["why"] = (
                 f"The best model ({best}) is loaded, and finite: nothing was changed. A checkpoint that was written "
@@ -553,21 +553,21 @@ class StepJudge:
 
     def _vouch_for_state(self) -> None:
         session, instrument = self.session, self._instrument
-        if not instrument.can_reexecute:
+        if not instrument.view.can_reexecute:
             # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
             return
-        found = instrument.nonfinite_tensors()
+        found = instrument.view.nonfinite_tensors()
         finite = not self._on_any_rank(bool(found))
         if not finite:
             finite = self._heal_state_to_be_saved(found)
         if not finite:
             instrument.disown_best()
-        session.rollback.note_scan(instrument.step, finite)
+        session.rollback.note_scan(instrument.view.step, finite)
         self._told_of_state = not finite
 
     def _heal_state_to_be_saved(self, found: list[str]) -> bool:
         session, instrument = self.session, self._instrument
-        window, step = instrument.window or instrument.reentry.interrupted, instrument.step
+        window, step = instrument.window or instrument.reentry.interrupted, instrument.view.step
         if self._told_of_state:
             # Nothing could be done about it at the save before this one.
             return False
@@ -591,7 +591,7 @@ class StepJudge:
             went = self._undo_corruption(incident, window, step)
         if went is None:
             # What is frozen is in no snapshot.
-            context.verdict = f"no trusted state is any better: {', '.join(instrument.nonfinite_tensors()[:5])}"
+            context.verdict = f"no trusted state is any better: {', '.join(instrument.view.nonfinite_tensors()[:5])}"
             self.actions.apply((Action.STOP,), context, self._args)
             return False
         if incident.steps_lost:
@@ -617,7 +617,7 @@ class StepJudge:
         At the end of the run: one most of whose steps are not in the weights, or none of those since it was resumed,
         has failed, however well it seems to have come to its end.
         """
-        session, instrument, step = self.session, self._instrument, self._instrument.step
+        session, instrument, step = self.session, self._instrument, self._instrument.view.step
         missing = session.numerics.missing
         trained, since = missing.trained(step), step - missing.entry_step
         none_since = since > 0 and trained <= missing.trained_at_entry
@@ -634,7 +634,7 @@ class StepJudge:
         self.actions.apply((Action.STOP,), context, self._args)
 
     def _on_any_rank(self, flag: bool) -> bool:
-        return consensus.any_rank(flag, self._instrument.trainer.accelerator.device)
+        return consensus.any_rank(flag, self._instrument.view.device)
 
     def _after_rollback(self, incident: Incident, began: float, window: Window) -> None:
         if not window.skipped:
@@ -675,7 +675,7 @@ class StepJudge:
         Without a state to go back to, a run that goes on may still recover; one that was stopped cannot. After a warm
         restart the loss rises because it is meant to.
         """
-        if self.config.on_divergence != "heal" or not self._instrument.can_reexecute:
+        if self.config.on_divergence != "heal" or not self._instrument.view.can_reexecute:
             return False
         if self.session.numerics.schedule.raised_lately(step, self.config.divergence_patience):
             return False
@@ -685,7 +685,7 @@ class StepJudge:
         """Before a verdict, whatever is done about it; where the run might go back, only if it may."""
         if self.config.on_divergence == "heal":
             return self._may_go_back(step)
-        return self._instrument.can_reexecute and self.session.rollback.can_go_back()
+        return self._instrument.view.can_reexecute and self.session.rollback.can_go_back()
 
     def _diagnose_rise(self, window: Window, loss: float) -> Diagnosis:
         panel = self._panel
@@ -742,7 +742,7 @@ class StepJudge:
     def _judge_finite(self, window: Window, signals: StepSignals) -> None:
         panel = self._panel
         symptom = panel.alarming(signals)
-        if symptom is not None and self.config.on_spike == "heal" and self._instrument.can_reexecute:
+        if symptom is not None and self.config.on_spike == "heal" and self._instrument.view.can_reexecute:
             self._heal_spike(window, symptom)
             return
         self._remember_spike(signals)
@@ -849,8 +849,9 @@ class StepJudge:
 
     def _clip(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         if self.session.numerics.clipping is not None:
-            ceiling = min(self._instrument.max_grad_norm or math.inf, clipped_to)
-            self.session.numerics.clipping.apply(window, signals, ceiling, may_clip=self._instrument.can_reexecute)
+            view = self._instrument.view
+            ceiling = min(view.max_grad_norm or math.inf, clipped_to)
+            self.session.numerics.clipping.apply(window, signals, ceiling, may_clip=view.can_reexecute)
 
     def _open(self, symptom: Symptom, failure: FailureType, cause: str) -> Incident:
         incident = self.session.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
@@ -929,7 +930,7 @@ class StepJudge:
         began = time.perf_counter()
         incident = session.numerics.roll_back_for or self._seen_elsewhere(window)
         session.numerics.roll_back_for = None
-        if not self._instrument.can_reexecute or not session.rollback.can_go_back():
+        if not self._instrument.view.can_reexecute or not session.rollback.can_go_back():
             incident.evidence["why"] = "Its action is to roll back, and there is no trusted state to go back to"
             session.journal.dealt_with(incident)
             session.journal.closed(incident, "reported")

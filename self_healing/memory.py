@@ -94,12 +94,12 @@ class MemoryHealer:
     def attach(self) -> None:
         """Called with the instrument attached: what earlier processes and entries learned is put to use."""
         instrument, session = self._instrument, self.session
-        if self.config.on_oom == "raise" or not instrument.can_reexecute:
+        if self.config.on_oom == "raise" or not instrument.view.can_reexecute:
             return
         if session.entries == 1:
             self._recall()
-        session.sizes.begin_step(instrument.step)
-        session.sizes.room = room_of(instrument.trainer.accelerator.device)
+        session.sizes.begin_step(instrument.view.step)
+        session.sizes.room = room_of(instrument.view.device)
         session.sizes.failure_is_fatal = consensus.world_size() > 1
         if session.checkpointing_activations:
             instrument.checkpoint_activations()
@@ -108,16 +108,17 @@ class MemoryHealer:
         if self.config.optimizer_step_backup:
             self._backup = StepBackup(instrument)
         if self.config.oom_memory_snapshot:
-            record_memory_history(instrument.trainer.accelerator.device)
+            record_memory_history(instrument.view.device)
 
     def _watch_calls(self) -> None:
         """From now on every call of a model goes through [`SplitCalls`]."""
-        if self._splits or not self._instrument.can_split_calls:
+        if self._splits or not self._instrument.view.can_split_calls:
             return
         instrument, sizes = self._instrument, self.session.sizes
-        self._passes = Passes(instrument.objective.paired) if instrument.may_repeat_the_loss else None
-        for model in instrument.models():
-            calls = SplitCalls(model, sizes, instrument.uses_only_the_loss, self._passes, instrument.autocast_dtype)
+        view = instrument.view
+        self._passes = Passes(instrument.objective.paired) if view.may_repeat_the_loss else None
+        for model in view.models():
+            calls = SplitCalls(model, sizes, view.uses_only_the_loss, self._passes, view.autocast_dtype)
             instrument.intercept_calls(model, calls.call)
             if hasattr(model, "generate"):
                 instrument.intercept(model, "generate", SplitGeneration(model, sizes, calls).call)
@@ -138,14 +139,14 @@ class MemoryHealer:
             calls.pieces = 1
         if self.session.instrument is None:
             return found
-        retries = alloc_retries(self._instrument.trainer.accelerator.device)
+        retries = alloc_retries(self._instrument.view.device)
         if self._alloc_retries is not None and retries > self._alloc_retries:
             found["healing/alloc_retries"] = retries
             if self._alloc_retries == 0:
                 logger.warning(
                     "Step %d: the device is nearly full: the allocator had to give back its reserve and ask again "
                     "(%d times), which makes steps slow. The next larger batch may not fit.",
-                    self._instrument.step,
+                    self._instrument.view.step,
                     retries,
                 )
         self._alloc_retries = retries
@@ -196,7 +197,7 @@ class MemoryHealer:
         """What a vLLM engine in this process lacks says nothing about sizes: once more, with the memory freed."""
         self.session.sizes.forget_attempt()
         why = "its engine has kept requests of the call that failed, and would mix them with the next ones"
-        if self._instrument.engine_is_free_of_requests():
+        if self._instrument.view.engine_is_free_of_requests():
             if self._attempts == 1:
                 return True
             why = "freeing what training keeps for later did not help"
@@ -207,11 +208,11 @@ class MemoryHealer:
 
     def _take_back_the_try(self, shape: CallShape, window: Window | None) -> None:
         """A size was tried on purpose, and does not fit yet: no incident."""
-        sizes, step = self.session.sizes, self._instrument.step
+        sizes, step = self.session.sizes, self._instrument.view.step
         sizes.failed(shape, with_gradients=window is not None)
         if window is not None:
             window.discard()
-        free_memory(self._instrument.trainer.accelerator.device)
+        free_memory(self._instrument.view.device)
         self.session.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
         logger.info("Step %d: %s does not fit; no step is lost, and it is tried again later.", step, shape)
 
@@ -229,7 +230,7 @@ class MemoryHealer:
     @property
     def _passes_often(self) -> bool:
         """Whether trying once more has helped again and again, and is a waste of time by now."""
-        return len(self._passed) == _OFTEN and self._instrument.step - self._passed[0] <= _LATELY
+        return len(self._passed) == _OFTEN and self._instrument.view.step - self._passed[0] <= _LATELY
 
     def _climb(self, ran_out: OutOfMemory, context: HealingContext, shape: CallShape | None) -> bool:
         """Beyond splitting."""
@@ -239,7 +240,7 @@ class MemoryHealer:
         session, incident = self.session, context.incident
         refusals = [calls.refused for calls in self._splits if calls.refused]
         why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"
-        if not self._instrument.can_split_calls:
+        if not self._instrument.view.can_split_calls:
             why = "its calls are not split (nn.DataParallel, FSDP)"
         if "not_split" not in incident.evidence:
             session.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
@@ -321,10 +322,10 @@ class MemoryHealer:
                 logger.warning(
                     "Step %d: there is no host memory for the copy that optimizer_step_backup=True makes before each "
                     "step (%s). Training goes on without it.",
-                    self._instrument.step,
+                    self._instrument.view.step,
                     error,
                 )
-        self.session.sizes.begin_step(self._instrument.step + 1)
+        self.session.sizes.begin_step(self._instrument.view.step + 1)
 
     def stepped(self) -> None:
         """The step is done."""
@@ -373,7 +374,7 @@ class MemoryHealer:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("Step %d: the copy made before the step could not be put back.", self._instrument.step)
+            logger.warning("Step %d: the copy made before the step could not be put back.", self._instrument.view.step)
             return False
         return True
 
@@ -387,7 +388,7 @@ class MemoryHealer:
             logger.warning(
                 "Step %d: out of memory in vLLM on process %d of several, which generates there beside the training. "
                 "%s",
-                self._instrument.step,
+                self._instrument.view.step,
                 self._args.process_index,
                 _ENGINE_ADVICE,
             )
@@ -397,7 +398,7 @@ class MemoryHealer:
         logger.warning(
             "Step %d: out of memory in %s on process %d of several (%s). The others are waiting for it, so nothing "
             "can be tried again here; %s says what did not fit, and the next start of the job splits it.",
-            self._instrument.step,
+            self._instrument.view.step,
             ran_out.place,
             self._args.process_index,
             shape,
@@ -434,9 +435,9 @@ class MemoryHealer:
             evidence["batch"] = window.shapes()
         if self.config.oom_memory_snapshot and not self._snapshot_written:
             path = str(self.session.directory / "memory_snapshot.pickle")
-            self._snapshot_written = write_memory_snapshot(path, instrument.trainer.accelerator.device)
+            self._snapshot_written = write_memory_snapshot(path, instrument.view.device)
             evidence["memory_snapshot"] = path if self._snapshot_written else "only for CUDA"
-        incident = journal.open(instrument.step, "out_of_memory", evidence)
+        incident = journal.open(instrument.view.step, "out_of_memory", evidence)
         cause = f"out of {'host' if ran_out.on_host else 'device'} memory in {ran_out.place}"
         journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
         incident.figures.append(_memory(ran_out))
@@ -453,7 +454,7 @@ class MemoryHealer:
         if self._attempts == 1:
             self.actions.apply(Action.FREE_MEMORY, context, self._args)
         else:
-            free_memory(self._instrument.trainer.accelerator.device)
+            free_memory(self._instrument.view.device)
 
     def _end(self) -> Incident:
         """The incident is over, one way or another."""
@@ -474,7 +475,7 @@ class MemoryHealer:
     def _remember(self) -> None:
         content = {
             "version": _SIZES_VERSION,
-            "for": self._instrument.fingerprint(),
+            "for": self._instrument.view.fingerprint(),
             "checkpointing_activations": self.session.checkpointing_activations,
             "sizes": self.session.sizes.state_dict(),
         }
@@ -488,7 +489,7 @@ class MemoryHealer:
         for path in sorted(self.session.directory.glob("healing_sizes*.json")):
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
-                if content["version"] != _SIZES_VERSION or content["for"] != self._instrument.fingerprint():
+                if content["version"] != _SIZES_VERSION or content["for"] != self._instrument.view.fingerprint():
                     continue
                 self.session.sizes.load_state_dict(content["sizes"])
                 self.session.checkpointing_activations |= bool(content["checkpointing_activations"])

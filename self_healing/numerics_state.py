@@ -78,8 +78,8 @@ class NumericsState:
                 The table of rules; those for the objective are kept.
         """
         objective = instrument.objective
-        self.panel = DetectorPanel(self.config, objective.detectors, instrument.vocabulary)
-        self.rules = MetricRules(rules_for(rules, objective.name), instrument.argument_limits())
+        self.panel = DetectorPanel(self.config, objective.detectors, instrument.view.vocabulary)
+        self.rules = MetricRules(rules_for(rules, objective.name), instrument.view.argument_limits())
         self.clipping = StepClipping(self.config, instrument.trainer.model)
 
     @property

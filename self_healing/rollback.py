@@ -183,14 +183,14 @@ class Rollback:
             self._first_resume = resumed_from
             if trainer.args.should_save and consensus.is_first_rank():
                 self._keep_checkpoints(trainer.args, resumed_from, finite)
-        live = instrument.live_state()
+        live = instrument.view.live_state()
         if not first and live.optimizer is self._optimizer:
             # Entered again with the same model and optimizer: what was trusted still is, unless it is yet to come.
             self._forget_beyond(int(trainer.state.global_step))
             return
         self._optimizer = live.optimizer
         self.ring.release()
-        if not instrument.can_reexecute:
+        if not instrument.view.can_reexecute:
             self.on_disk_only = True
         if self.on_disk_only or not self._make_room():
             return
@@ -415,7 +415,7 @@ class Rollback:
         return self._running.trainer.accelerator.device
 
     def _make_room(self) -> bool:
-        live = self._running.live_state()
+        live = self._running.view.live_state()
         while consensus.any_rank(not self.ring.fits(live), self._device):
             if not self.ring.shrink():
                 self._rely_on_disk(size_of(live))
@@ -440,7 +440,7 @@ class Rollback:
         # A schedule-free optimizer swaps the weights in place between training and evaluation.
         instrument.optimizer_in_training_mode()
         extras = self._remember() | {"rng": RandomState.capture(self._device), "control": self._control}
-        live = instrument.live_state()
+        live = instrument.view.live_state()
         self._last_taken = step
         try:
             with_room(lambda: self.ring.take(live, step, extras), self._device)
@@ -581,7 +581,7 @@ class Rollback:
             if snapshot is None:
                 return None
             in_place = self._restored(snapshot)
-            if not consensus.any_rank(not in_place or bool(self._running.nonfinite_tensors()), self._device):
+            if not consensus.any_rank(not in_place or bool(self._running.view.nonfinite_tensors()), self._device):
                 break
             # What is wrong is not in the snapshot (frozen weights), or the snapshot is wrong as well.
             if target is Target.INITIAL:
@@ -601,7 +601,7 @@ class Rollback:
             return
         running = self._running
         with_room(
-            lambda: self.ring.restore(snapshot, running.live_state()), self._device, give_up=self._give_up_memory
+            lambda: self.ring.restore(snapshot, running.view.live_state()), self._device, give_up=self._give_up_memory
         )
         self._running.optimizer_in_training_mode()
 
@@ -672,7 +672,7 @@ class Rollback:
         snapshot = self._gone_back_to
         if snapshot is None:
             return Replayed(None, why="the state gone back to is a checkpoint, and steps are kept for those in memory")
-        wanted = range(snapshot.as_of, self._running.step)
+        wanted = range(snapshot.as_of, self._running.view.step)
         recordings = [each for each in self._tape if each.step in wanted]
         if [each.step for each in recordings] != list(wanted):
             why = "not all of the steps since then are kept: their rows were generated, left out, or too many"
@@ -721,7 +721,7 @@ class Rollback:
             return False
         try:
             # Waited for: the forward passes of an experiment are not those of training, and may write to it.
-            with_room(lambda: self.ring.take(self._running.live_state(), step, {}).wait(), self._device)
+            with_room(lambda: self.ring.take(self._running.view.live_state(), step, {}).wait(), self._device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -746,7 +746,7 @@ class Rollback:
                 raise
             failed = True
             logger.warning("%s could not be loaded.", checkpoint, exc_info=True)
-        return not consensus.any_rank(failed or bool(self._running.nonfinite_tensors()), self._device)
+        return not consensus.any_rank(failed or bool(self._running.view.nonfinite_tensors()), self._device)
 
     def bring_back_from_checkpoints(self, resumed: str) -> None:
         """After [`set_aside_for_checkpoints`]: the run's own state is in place again."""
@@ -807,7 +807,7 @@ class Rollback:
 
     def _known_to_be_finite(self) -> bool:
         try:
-            return not self._running.nonfinite_tensors()
+            return not self._running.view.nonfinite_tensors()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

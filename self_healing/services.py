@@ -111,7 +111,7 @@ class ServiceCalls:
         journal, instrument = self._session.journal, self._session.instrument
         failures.began = time.perf_counter()
         evidence = {"service": failures.service, "message": text_of(error)[:500]}
-        step = 0 if instrument is None else instrument.step
+        step = 0 if instrument is None else instrument.view.step
         failures.incident = incident = journal.open(step, type(error).__name__, evidence)
         if isinstance(error, NonFiniteReward):
             found: dict[str, Any] = {"completions": error.places[:20]}

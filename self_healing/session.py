@@ -134,9 +134,9 @@ class Session:
                 hand_over=self._hand_over,
                 may_recover=lambda: self.may_enter_again,
                 before_exit=self.about_to_be_restarted,
-                step=lambda: 0 if self.instrument is None else self.instrument.step,
+                step=lambda: 0 if self.instrument is None else self.instrument.view.step,
                 still_training=self._still_training,
-                at_the_end=lambda: self.instrument is not None and self.instrument.at_the_end,
+                at_the_end=lambda: self.instrument is not None and self.instrument.view.at_the_end,
                 over=self._ended_without_a_word,
                 counts_attempts=lambda: self.record is not None,
             )
@@ -145,10 +145,10 @@ class Session:
         except Exception:
             logger.warning("Hangs are not watched for in this run.", exc_info=True)
         instrument.on_detach.append(self.watchdog.stop)
-        if self.entries > 1 and instrument.streams:
+        if self.entries > 1 and instrument.view.streams:
             # Skipping what a stream has given takes no longer than consuming it did.
             self.heartbeat.be_patient("data", at_least=time.time() - self.started_at)
-        if instrument.loader_workers > 0:
+        if instrument.view.loader_workers > 0:
             # They wait before another attempt as well, and cannot say so from where they are.
             self.heartbeat.allow("data", self.config.retry_total_seconds + self.config.hang_floor_seconds)
 
@@ -161,7 +161,7 @@ class Session:
             # The status is that of the process that trained there first, as the record is.
             return
         self.status = self.status or StatusKeeper(output_dir)
-        self.status.begin(self.run_id, self.journal.path, instrument.step, max_steps, marks=self.record is None)
+        self.status.begin(self.run_id, self.journal.path, instrument.view.step, max_steps, marks=self.record is None)
         if self.record is None:
             instrument.on_detach.append(lambda: self._left(instrument))
 
@@ -169,12 +169,12 @@ class Session:
         """The trainer is given back; without the wrapper, an exception on its way out of `train()` is the end."""
         error = sys.exc_info()[1]
         if error is not None and not instrument.switched_off and self.status is not None:
-            self.status.end(RunState.STOPPED, instrument.step, describe_exception(error))
+            self.status.end(RunState.STOPPED, instrument.view.step, describe_exception(error))
 
     def _ended_without_a_word(self) -> None:
         self.preemption.forget()
         if self.status is not None:
-            step = 0 if self.instrument is None else self.instrument.step
+            step = 0 if self.instrument is None else self.instrument.view.step
             self.status.end(RunState.STOPPED, step, "an exception that this callback was not told of")
 
     def _hand_over(self, incident: Incident | None) -> None:
@@ -186,7 +186,7 @@ class Session:
         found = self.journal.metrics(self.outcomes.resolved_at_the_end if summary else 0)
         if self.config.healing_metrics:
             found |= self.memory_metrics()
-        return found | self.numerics.metrics(None if self.instrument is None else self.instrument.step, training)
+        return found | self.numerics.metrics(None if self.instrument is None else self.instrument.view.step, training)
 
     def about_to_be_restarted(self, why: str) -> None:
         """The process is about to end, and a launcher starts it again."""
@@ -247,7 +247,7 @@ class Session:
         raise SystemExit(code)
 
     def _end_at_the_deadline(self, why: str) -> None:
-        self.journal.event("preemption_deadline", 0 if self.instrument is None else self.instrument.step, why=why)
+        self.journal.event("preemption_deadline", 0 if self.instrument is None else self.instrument.view.step, why=why)
         self.end_attempt(Ending.PREEMPTED, why)
 
     # ---- outcomes ----
@@ -257,7 +257,7 @@ class Session:
         if not window.objective.online:
             inputs = window.inputs(0)
             self.healthy_inputs = on_host(inputs) if self.rollback.batches_on_host else inputs
-        self.outcomes.take_in(signals.loss, 0 if self.instrument is None else self.instrument.step)
+        self.outcomes.take_in(signals.loss, 0 if self.instrument is None else self.instrument.view.step)
         self.numerics.policy.note(skipped=False, explained=True)
 
     def free_batches(self, of_host: bool) -> int:
@@ -277,7 +277,7 @@ class Session:
                 default, for the next process to judge.
         """
         # No healthy step has come after them.
-        self.numerics.repeatability.tell(0 if self.instrument is None else self.instrument.step)
+        self.numerics.repeatability.tell(0 if self.instrument is None else self.instrument.view.step)
         self.outcomes.close(unfollowed)
         self.numerics.watch.end()
 
@@ -361,7 +361,7 @@ class Session:
         if record is None or self.journal.rank != 0:
             return
         if self.instrument is not None:
-            record.newest.last_step = max(record.newest.last_step, self.instrument.step)
+            record.newest.last_step = max(record.newest.last_step, self.instrument.view.step)
         record.incidents = [incident.to_dict() for incident in self.journal.incidents]
         record.memory = {
             "budget": self.budget.state_dict(),

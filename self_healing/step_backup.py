@@ -23,13 +23,11 @@ class StepBackup:
 
     def take(self) -> None:
         """Copies the state as it is now."""
-        self._ring.take(self._instrument.live_state(), self._instrument.step, {}).wait()
+        self._ring.take(self._instrument.view.live_state(), self._instrument.view.step, {}).wait()
 
     def put_back(self) -> None:
         """Writes it into the live tensors."""
         if self._ring.candidate is None:
             raise RuntimeError("no state was copied before the step")
         candidate, instrument = self._ring.candidate, self._instrument
-        with_room(
-            lambda: self._ring.restore(candidate, instrument.live_state()), instrument.trainer.accelerator.device
-        )
+        with_room(lambda: self._ring.restore(candidate, instrument.view.live_state()), instrument.view.device)

@@ -32,6 +32,7 @@ from .row_sources import RowSource
 from .saving import CheckpointSaving
 from .services import ReportingGuard, ServiceGuard
 from .uploads import leave_out_of_uploads
+from .view import TrainerView
 from .window import Control, Recording, TrainingFault, Window, on_host
 from .wrapping import Instrument
 
@@ -54,6 +55,7 @@ __all__ = [
     "RowSource",
     "ServiceGuard",
     "StepPasses",
+    "TrainerView",
     "TrainingFault",
     "Window",
     "alloc_retries",

@@ -195,7 +195,7 @@ class ServiceGuard:
     def _mark(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Callable[[], None]:
         """Where arguments, random states and the metrics a reward may log stand; what it gives goes back there."""
         put_back = _remember(args, kwargs or {})
-        rng = RandomState.capture(self._instrument.trainer.accelerator.device)
+        rng = RandomState.capture(self._instrument.view.device)
         stores = self._instrument.ledger.mark_stores()
 
         def rewind() -> None:

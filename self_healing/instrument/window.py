@@ -397,7 +397,7 @@ class Window:
     @property
     def precision(self) -> torch.dtype:
         """What the step is computed in."""
-        return lowest_precision(self._trainer.model.parameters(), self._instrument.autocast_dtype)
+        return lowest_precision(self._trainer.model.parameters(), self._instrument.view.autocast_dtype)
 
     def _print(self) -> StepPrint | None:
         try:

@@ -12,36 +12,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
-from accelerate.utils import DistributedType
 from transformers import Trainer
 
 from .. import consensus
 from ..clipping import scale_gradients
 from ..failures import FailureType, UnrecoverableTrainingError, classify_exception, is_nonfinite_exception
-from ..objectives import has_own_loss, objective_of
+from ..objectives import objective_of
 from ..random_state import RandomState
 from .best_model import BestModel
 from .bookkeeping import Bookkeeping, Ledger
-from .colocated_engine import is_free_of_requests
 from .gradients import discard_gradients
 from .hooks import Hooks, StepPasses
 from .interception import Interception
 from .less_memory import ActivationCheckpointing, UpdateOneByOne
 from .live_state import (
-    LiveState,
-    beta2_of,
     innermost,
-    live_state_of,
-    nonfinite_tensors,
-    offloaded_tensors,
     reload_checkpoint,
     reset_moments,
 )
 from .loader_workers import WorkerDeaths
 from .loading import TrainingLoader
-from .models import autocast_dtype, fingerprint, models_of
 from .origin import Origin, watching_outputs
-from .out_of_memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, let_go, with_room
+from .out_of_memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, let_go
 from .phase import Phase
 from .reentry import Reentry
 from .replacing import Replacements
@@ -49,6 +41,7 @@ from .row_sources import DataPosition
 from .saving import CheckpointSaving
 from .sections import Heartbeat
 from .step_mark import StepMark
+from .view import TrainerView
 from .window import TrainingFault, Window
 
 
@@ -84,6 +77,8 @@ class Instrument:
         # Any: half of what is used below is private, and TRL's trainers have attributes of their own.
         self.trainer: Any = trainer
         self.objective = objective_of(trainer)
+        self._replaced = Replacements()
+        self.view = TrainerView(trainer, self.objective, self._replaced)
         self.ledger = Ledger(trainer)
         self.position = DataPosition(trainer, self.objective)
         self.reentry = Reentry(trainer, self.ledger, self.position)
@@ -101,7 +96,6 @@ class Instrument:
         self.owes_evaluation = False
         self._told_of_lost_device: BaseException | None = None
         self._heals_exceptions = heals_exceptions
-        self._replaced = Replacements()
         self._optimizer_hooks: list[Any] = []
         # Where a checkpoint that cannot be written does not end the run.
         self.saving: CheckpointSaving | None = None
@@ -118,15 +112,6 @@ class Instrument:
         self.weights_moved = not isinstance(innermost(trainer.optimizer), torch.optim.Optimizer)
 
     @property
-    def can_reexecute(self) -> bool:
-        """DeepSpeed, XLA and Megatron own the backward pass: there we only watch."""
-        return self.trainer.accelerator.distributed_type not in (
-            DistributedType.DEEPSPEED,
-            DistributedType.XLA,
-            DistributedType.MEGATRON_LM,
-        )
-
-    @property
     def device_lost(self) -> bool:
         """Whether nothing can be computed any more, not even to put back what an experiment has changed."""
         return self._told_of_lost_device is not None
@@ -134,7 +119,7 @@ class Instrument:
     @property
     def leaves_out_nonfinite(self) -> bool:
         """Whether anything is done about steps that are not finite."""
-        return self._heals_exceptions and self.can_reexecute
+        return self._heals_exceptions and self.view.can_reexecute
 
     @property
     def attached(self) -> bool:
@@ -159,7 +144,7 @@ class Instrument:
         self.replace(trainer.callback_handler, "on_save", self._in_section("on_save", self._on_save))
         self.replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))
         self.replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
-        if self.can_reexecute:
+        if self.view.can_reexecute:
             self.replace(trainer.optimizer, "step", self._in_section("optimizer", self._optimizer_step))
         for name, section in (
             ("_generate_single_turn", "generate"),
@@ -212,10 +197,6 @@ class Instrument:
     def intercept(self, model: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
         """Hands calls of a method of a model to `wrapper(original, *args, **kwargs)` until [`detach`]."""
         self._replaced.put(model, name, Interception(model, name, getattr(model, name), wrapper))
-
-    def models(self) -> list[torch.nn.Module]:
-        """The models the trainer calls: what it trains, its reference, teachers and reward models."""
-        return models_of(self.trainer)
 
     def intercept_calls(self, model: torch.nn.Module, wrapper: Callable[..., Any]) -> None:
         """Hands calls of a model, with what hooks do around them, to `wrapper(original, *args, **kwargs)`."""
@@ -359,7 +340,7 @@ class Instrument:
                     "Step %d: nothing is trained, because the checkpoint resumed from is that of a finished run "
                     "(max_steps=%d). The weights are those of the checkpoint; to train on, please raise max_steps or "
                     "num_train_epochs.",
-                    self.step,
+                    self.view.step,
                     int(self.trainer.state.max_steps),
                 )
             return [], None
@@ -418,9 +399,9 @@ class Instrument:
 
     def _memory_ran_out(self, error: Exception, place: Place | None = None) -> OutOfMemory | None:
         """An out-of-memory error that something can be done about; `None` for any other exception."""
-        if not self.attached or not self.can_reexecute or not self._hooks.heals_memory:
+        if not self.attached or not self.view.can_reexecute or not self._hooks.heals_memory:
             return None
-        found = caught(error, self.trainer.accelerator.device, place)
+        found = caught(error, self.view.device, place)
         if found is not None and consensus.world_size() > 1:
             with self.contained():
                 self._hooks.oom_on_one_rank(found)
@@ -447,12 +428,12 @@ class Instrument:
         if is_out_of_memory(error) and not self._hooks.heals_memory:
             # Nothing is to be done where training runs out of memory; but this is none of what it computes.
             let_go(error)
-            free_memory(self.trainer.accelerator.device)
+            free_memory(self.view.device)
             return True
         lasting = (FailureType.OUT_OF_MEMORY, FailureType.DEVICE, FailureType.PROCESS_DIED)
         if classify_exception(error) in lasting:
             return False
-        logger.info("Step %d: computed once more.", self.step, exc_info=error)
+        logger.info("Step %d: computed once more.", self.view.step, exc_info=error)
         return True
 
     def _relieved(self, ran_out: OutOfMemory, relieve: Callable[[OutOfMemory, Window | None], bool]) -> bool:
@@ -613,7 +594,7 @@ class Instrument:
         with self.contained():
             self._hooks.before_optimizer_step()
             self._hooks.about_to_step()
-            scale = self._hooks.rate_scale(self.step) if self.can_scale_rate else 1.0
+            scale = self._hooks.rate_scale(self.view.step) if self.view.can_scale_rate else 1.0
         if scale == 1.0:
             return self._step_until_it_fits(original, *args, **kwargs)
         with self._rates(self.rates_in_force(scale)):
@@ -652,10 +633,10 @@ class Instrument:
     def rates_in_force(self, scale: float | None = None) -> list[Any]:
         """The learning rate of each parameter group: the schedule's, times the factor in force or another one."""
         if scale is None:
-            scale = self._hooks.rate_scale(self.step)
+            scale = self._hooks.rate_scale(self.view.step)
         rates = [group["lr"] for group in self.trainer.optimizer.param_groups]
         # Not even multiplied by 1: a rate kept as a tensor would have to be read.
-        return rates if scale == 1.0 or not self.can_scale_rate else [rate * scale for rate in rates]
+        return rates if scale == 1.0 or not self.view.can_scale_rate else [rate * scale for rate in rates]
 
     def group_options(self) -> list[dict[str, Any]]:
         """Settings of each parameter group that schedules change beside the rate (one-cycle momentum)."""
@@ -669,9 +650,9 @@ class Instrument:
     ) -> float | None:
         """Clips and applies the gradients there are with given rates, as the Trainer would; their norm before."""
         trainer, phase, norm = self.trainer, self.reentry.phase, None
-        if self.max_grad_norm > 0:
+        if self.view.max_grad_norm > 0:
             norm = self._replaced.original(trainer.accelerator, "clip_grad_norm_")(
-                trainer.model.parameters(), self.max_grad_norm
+                trainer.model.parameters(), self.view.max_grad_norm
             )
         if scaled_by != 1.0:
             scale_gradients(trainer.model, scaled_by)
@@ -695,13 +676,13 @@ class Instrument:
         rate = original(*args, **kwargs)
         scale = 1.0
         with self.contained():
-            scale = self._hooks.rate_scale(self.step) if self.can_scale_rate else 1.0
+            scale = self._hooks.rate_scale(self.view.step) if self.view.can_scale_rate else 1.0
         return rate if scale == 1.0 else rate * scale
 
     def _prediction_step(
         self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        stores, rng = self.ledger.mark_stores(), RandomState.capture(self.trainer.accelerator.device)
+        stores, rng = self.ledger.mark_stores(), RandomState.capture(self.view.device)
         while True:
             try:
                 # A copy: what the first attempt took out of it is needed by the second.
@@ -751,7 +732,7 @@ class Instrument:
             return None
         if self._maybe_saving:
             with self.contained():
-                self._hooks.before_save(self.step)
+                self._hooks.before_save(self.view.step)
         with self._timing_a_save(), self._whole_if_leaving():
             if not self._maybe_saving or self.saving is None:
                 return original(*args, **kwargs)
@@ -762,7 +743,7 @@ class Instrument:
     def disown_best(self) -> None:
         """The state that is about to be saved is no best model, whatever the evaluation of this step has said."""
         state = self.trainer.state
-        if state.best_global_step == self.step:
+        if state.best_global_step == self.view.step:
             state.best_metric, state.best_global_step = self._best_before
 
     def finite_once_healed(self, settled: Bookkeeping) -> bool:
@@ -773,12 +754,12 @@ class Instrument:
             settled ([`Bookkeeping`]):
                 The bookkeeping there, which healing leaves as it was.
         """
-        if not self.nonfinite_tensors():
+        if not self.view.nonfinite_tensors():
             return True
         with self.contained():
             self._hooks.vouch_for_state()
         self.ledger.rewind(settled)
-        return not self.nonfinite_tensors()
+        return not self.view.nonfinite_tensors()
 
     def write_checkpoint(self) -> None:
         """Writes a checkpoint of the trainer as it stands, as if its schedule had asked for one."""
@@ -793,7 +774,7 @@ class Instrument:
     @contextlib.contextmanager
     def random_state_kept(self) -> Iterator[None]:
         """What is computed inside draws from random generators that training goes on with."""
-        rng = RandomState.capture(self.trainer.accelerator.device)
+        rng = RandomState.capture(self.view.device)
         try:
             yield
         finally:
@@ -828,7 +809,7 @@ class Instrument:
         """Whether the run ends with this step, because some process (`asked`: this one) has to leave."""
         if consensus.world_size() > 1:
             asked = self.window is not None and self.window.leave_wanted
-        if self.last_step_done:
+        if self.view.last_step_done:
             # What is left is the end of the run, with the last evaluation and the best model, and not to be cut short.
             return False
         if asked and not self._leaving:
@@ -899,7 +880,7 @@ class Instrument:
         runtime, whole = logs["train_runtime"], time.time() - self.started_at
         if whole <= runtime:
             return
-        steps = self.step - int(getattr(self.trainer, "_initial_global_step", 0))
+        steps = self.view.step - int(getattr(self.trainer, "_initial_global_step", 0))
         samples = logs.get("train_samples_per_second", 0.0) * runtime
         logs["train_runtime"] = round(whole, 4)
         if "train_samples_per_second" in logs:
@@ -946,7 +927,7 @@ class Instrument:
 
     def watching_outputs(self) -> contextlib.AbstractContextManager[list[Origin]]:
         """Notes the modules whose outputs are not finite, in the order in which they are computed."""
-        trainer, models = self.trainer, self.models()
+        trainer, models = self.trainer, self.view.models()
         named = {name: value for name, value in vars(trainer).items() if isinstance(value, torch.nn.Module)}
 
         def prefix(model: torch.nn.Module) -> str:
@@ -991,43 +972,6 @@ class Instrument:
 
     # ---- when memory is short ----
 
-    @property
-    def uses_only_the_loss(self) -> bool:
-        """Whether of what the model gives for a batch with labels the trainer uses the loss and nothing else."""
-        trainer = self.trainer
-        own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-        # Replaced on this one trainer.
-        own = own or "compute_loss" in vars(trainer)
-        return self.objective.name == "generic" and not own
-
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """What the calls of the models are cast to, in mixed precision."""
-        return autocast_dtype(self.trainer)
-
-    @property
-    def may_repeat_the_loss(self) -> bool:
-        """
-        Whether the loss of a training step can be computed several times for one backward pass over all rows: it is a
-        loss of the libraries, which treats rows (pairs) one by one, and no other process takes part in it.
-        """
-        known = self.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
-        own = has_own_loss(self.trainer) or "compute_loss" in vars(self.trainer)
-        return known and not own and consensus.world_size() == 1
-
-    @property
-    def can_split_calls(self) -> bool:
-        """
-        Whether the calls of a model can be split: `nn.DataParallel` makes replicas of it, and where weights are
-        gathered for each call (FSDP) all ranks have to make equally many.
-        """
-        sharded = self.trainer.accelerator.distributed_type == DistributedType.FSDP
-        return self.can_reexecute and self.trainer.args.n_gpu <= 1 and not sharded
-
-    def engine_is_free_of_requests(self) -> bool:
-        """Whether a vLLM engine in this process can be called again after a call that raised."""
-        return is_free_of_requests(self.trainer)
-
     def checkpoint_activations(self) -> bool:
         """Switches activation checkpointing on for the rest of the run; whether that changes anything."""
         return self._checkpointing.switch_on()
@@ -1047,75 +991,7 @@ class Instrument:
         """Makes the optimizer update parameter by parameter, with less memory at a time; whether it did not before."""
         return self._one_by_one.switch_on()
 
-    def fingerprint(self) -> dict[str, Any]:
-        """What has to be the same for sizes that fitted in one process to fit in another."""
-        return fingerprint(self.trainer)
-
     # ---- used by diagnosis and actions ----
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps finished."""
-        return int(self.trainer.state.global_step)
-
-    @property
-    def can_scale_rate(self) -> bool:
-        """Whether the optimizer has learning rates that can be set; Adafactor with `relative_step` has none."""
-        groups = getattr(innermost(self.trainer.optimizer), "param_groups", [])
-        return self.can_reexecute and bool(groups) and all(group.get("lr") is not None for group in groups)
-
-    @property
-    def learning_rate(self) -> float:
-        """The rate in force, of the first parameter group."""
-        return float(self.trainer._get_learning_rate())
-
-    @property
-    def scheduled_rate(self) -> float:
-        """What the schedule asks for, of the first parameter group."""
-        return float(self._replaced.original(self.trainer, "_get_learning_rate")())
-
-    @property
-    def initial_rate(self) -> float | None:
-        """What the schedule begins with, of the first parameter group; `None` if it is not known."""
-        groups = getattr(innermost(self.trainer.optimizer), "param_groups", [])
-        rate = groups[0].get("initial_lr") if len(groups) == 1 or _all_alike(groups) else None
-        return None if rate is None else float(rate)
-
-    @property
-    def beta2(self) -> float | None:
-        """Decay of the optimizer's second moments; `None` if it has none."""
-        return beta2_of(self.trainer.optimizer)
-
-    def live_state(self) -> LiveState:
-        """The tensors that training changes, as they are now."""
-        return live_state_of(self.trainer)
-
-    @property
-    def at_the_end(self) -> bool:
-        """Whether the last step is done, or nobody wants another one."""
-        return bool(self.trainer.control.should_training_stop) or self.last_step_done
-
-    @property
-    def last_step_done(self) -> bool:
-        """Whether the run has all the steps it was to have."""
-        state = self.trainer.state
-        return 0 < int(state.max_steps) <= int(state.global_step)
-
-    @property
-    def best_model_loaded(self) -> bool:
-        """In `on_train_end`: whether the weights are those of the best checkpoint, and not of the last step."""
-        trainer = self.trainer
-        return bool(trainer.args.load_best_model_at_end) and trainer.state.best_model_checkpoint is not None
-
-    @property
-    def loader_workers(self) -> int:
-        """Processes that load the training data."""
-        return int(self.trainer.args.dataloader_num_workers)
-
-    @property
-    def streams(self) -> bool:
-        """Whether the training data can only be gone through, not looked up."""
-        return isinstance(self.trainer.train_dataset, torch.utils.data.IterableDataset)
 
     def discard_gradients(self) -> None:
         """Drops all gradients there are."""
@@ -1135,56 +1011,6 @@ class Instrument:
         """Puts weights, optimizer state and scaler of a checkpoint in place; schedule and data go on."""
         reload_checkpoint(self.trainer, checkpoint)
 
-    @property
-    def vocabulary(self) -> int | None:
-        """Tokens the model knows, if the loss is a mean cross-entropy per token; `None` for any other loss."""
-        if "above_chance" not in self.objective.detectors:
-            return None
-        model = self.trainer.model
-        inner = getattr(model, "get_base_model", lambda: model)()
-        if self.objective.name == "sft":
-            counts_tokens = getattr(self.trainer.args, "loss_type", "nll") == "nll"
-        else:
-            counts_tokens = type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        if not counts_tokens or not hasattr(inner.config, "get_text_config"):
-            return None
-        size = getattr(inner.config.get_text_config(), "vocab_size", None)
-        return size if isinstance(size, int) and size > 1 else None
-
-    @property
-    def max_grad_norm(self) -> float:
-        """What the Trainer clips the gradient norm to; 0 if it does not."""
-        return float(self.trainer.args.max_grad_norm or 0.0)
-
-    def argument_limits(self) -> dict[str, float]:
-        """The numbers among the training arguments, for rules whose bounds are taken from them."""
-        arguments = vars(self.trainer.args)
-        return {
-            name: value
-            for name, value in arguments.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
-
-    def may_empty_micro_batches(self, keep: Mapping[int, Sequence[int]]) -> bool:
-        """With several processes every one must run every micro-batch: the loss may contain collectives."""
-        if consensus.world_size() == 1:
-            return True
-        return not consensus.any_rank(any(not rows for rows in keep.values()), self.trainer.accelerator.device)
-
-    def offloaded_tensors(self) -> list[str]:
-        """Names of what can be neither searched nor kept: it lies on no device."""
-        return offloaded_tensors(self.trainer.model)
-
-    def nonfinite_tensors(self) -> list[str]:
-        """Names of parameters, buffers and optimizer states that hold NaN or Inf."""
-        model, optimizer = self.trainer.model, innermost(self.trainer.optimizer)
-        return with_room(lambda: nonfinite_tensors(model, optimizer), self.trainer.accelerator.device)
-
 
 def _unchanged(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
-
-
-def _all_alike(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all parameter groups begin with the same rate: groups with rates of their own are the user's matter."""
-    return len({float(group["initial_lr"]) for group in groups if group.get("initial_lr") is not None}) == 1

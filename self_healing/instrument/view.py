@@ -1,0 +1,220 @@
+"""`TrainerView`: the questions about a trainer, none of which changes anything in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+
+from .. import consensus
+from ..objectives import Objective, has_own_loss
+from .colocated_engine import is_free_of_requests
+from .live_state import LiveState, beta2_of, innermost, live_state_of, nonfinite_tensors, offloaded_tensors
+from .models import autocast_dtype, fingerprint, models_of
+from .out_of_memory import with_room
+from .replacing import Replacements
+
+
+# What DeepSpeed, XLA and Megatron run is their own backward pass: there steps are only watched.
+_OWN_BACKWARD = (DistributedType.DEEPSPEED, DistributedType.XLA, DistributedType.MEGATRON_LM)
+
+
+class TrainerView:
+    """
+    Answers questions about one trainer.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        objective ([`Objective`]):
+            What it trains for.
+        replaced ([`Replacements`]):
+            The methods of the trainer that are wrapped, to ask the trainer's own.
+    """
+
+    def __init__(self, trainer: Any, objective: Objective, replaced: Replacements) -> None:
+        self._trainer = trainer
+        self._objective = objective
+        self._replaced = replaced
+
+    # ---- where the run is ----
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished."""
+        return int(self._trainer.state.global_step)
+
+    @property
+    def last_step_done(self) -> bool:
+        """Whether the run has all the steps it was to have."""
+        state = self._trainer.state
+        return 0 < int(state.max_steps) <= int(state.global_step)
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether the last step is done, or the run was asked to stop."""
+        return bool(self._trainer.control.should_training_stop) or self.last_step_done
+
+    @property
+    def best_model_loaded(self) -> bool:
+        """In `on_train_end`: whether the weights are those of the best checkpoint, and not of the last step."""
+        trainer = self._trainer
+        return bool(trainer.args.load_best_model_at_end) and trainer.state.best_model_checkpoint is not None
+
+    # ---- what can be done with it ----
+
+    @property
+    def can_reexecute(self) -> bool:
+        """Whether a step can be computed again. Where accelerate does not own the backward pass it is only watched."""
+        return self._trainer.accelerator.distributed_type not in _OWN_BACKWARD
+
+    @property
+    def can_scale_rate(self) -> bool:
+        """Whether the optimizer has learning rates that can be set; Adafactor with `relative_step` has none."""
+        groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])
+        return self.can_reexecute and bool(groups) and all(group.get("lr") is not None for group in groups)
+
+    @property
+    def can_split_calls(self) -> bool:
+        """
+        Whether the calls of a model can be split: `nn.DataParallel` makes replicas of it, and where weights are
+        gathered for each call (FSDP) all ranks have to make equally many.
+        """
+        sharded = self._trainer.accelerator.distributed_type == DistributedType.FSDP
+        return self.can_reexecute and self._trainer.args.n_gpu <= 1 and not sharded
+
+    @property
+    def uses_only_the_loss(self) -> bool:
+        """Whether of what the model gives for a batch with labels the trainer uses the loss and nothing else."""
+        trainer = self._trainer
+        own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+        # Replaced on this one trainer.
+        own = own or "compute_loss" in vars(trainer)
+        return self._objective.name == "generic" and not own
+
+    @property
+    def may_repeat_the_loss(self) -> bool:
+        """
+        Whether the loss of a training step can be computed several times for one backward pass over all rows: it is a
+        loss of the libraries, which treats rows (pairs) one by one, and no other process takes part in it.
+        """
+        known = self._objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
+        own = has_own_loss(self._trainer) or "compute_loss" in vars(self._trainer)
+        return known and not own and consensus.world_size() == 1
+
+    def may_empty_micro_batches(self, keep: Mapping[int, Sequence[int]]) -> bool:
+        """With several processes every one must run every micro-batch: the loss may contain collectives."""
+        if consensus.world_size() == 1:
+            return True
+        return not consensus.any_rank(any(not rows for rows in keep.values()), self.device)
+
+    def engine_is_free_of_requests(self) -> bool:
+        """Whether a vLLM engine in this process can be called again after a call that raised."""
+        return is_free_of_requests(self._trainer)
+
+    # ---- its learning rate and optimizer ----
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate in force, of the first parameter group."""
+        return float(self._trainer._get_learning_rate())
+
+    @property
+    def scheduled_rate(self) -> float:
+        """The rate that the schedule asks for, of the first parameter group."""
+        return float(self._replaced.original(self._trainer, "_get_learning_rate")())
+
+    @property
+    def initial_rate(self) -> float | None:
+        """The rate that the schedule begins with, of the first parameter group; `None` if it is not known."""
+        groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])
+        rate = groups[0].get("initial_lr") if len(groups) == 1 or _all_alike(groups) else None
+        return None if rate is None else float(rate)
+
+    @property
+    def beta2(self) -> float | None:
+        """Decay of the optimizer's second moments; `None` if it has none."""
+        return beta2_of(self._trainer.optimizer)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The gradient norm that the Trainer clips to; 0 if it does not."""
+        return float(self._trainer.args.max_grad_norm or 0.0)
+
+    # ---- its models and their tensors ----
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        device: torch.device = self._trainer.accelerator.device
+        return device
+
+    def models(self) -> list[torch.nn.Module]:
+        """The models the trainer calls: what it trains, its reference, teachers and reward models."""
+        return models_of(self._trainer)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The type that the calls of the models are cast to, in mixed precision."""
+        return autocast_dtype(self._trainer)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens the model knows, if the loss is a mean cross-entropy per token; `None` for any other loss."""
+        if "above_chance" not in self._objective.detectors:
+            return None
+        model = self._trainer.model
+        inner = getattr(model, "get_base_model", lambda: model)()
+        if self._objective.name == "sft":
+            counts_tokens = getattr(self._trainer.args, "loss_type", "nll") == "nll"
+        else:
+            counts_tokens = type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        if not counts_tokens or not hasattr(inner.config, "get_text_config"):
+            return None
+        size = getattr(inner.config.get_text_config(), "vocab_size", None)
+        return size if isinstance(size, int) and size > 1 else None
+
+    def live_state(self) -> LiveState:
+        """The tensors that training changes, as they are now."""
+        return live_state_of(self._trainer)
+
+    def nonfinite_tensors(self) -> list[str]:
+        """Names of parameters, buffers and optimizer states that hold NaN or Inf."""
+        model, optimizer = self._trainer.model, innermost(self._trainer.optimizer)
+        return with_room(lambda: nonfinite_tensors(model, optimizer), self.device)
+
+    def offloaded_tensors(self) -> list[str]:
+        """Names of what can be neither searched nor kept: it lies on no device."""
+        return offloaded_tensors(self._trainer.model)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Facts that have to be the same for sizes that fitted in one process to fit in another."""
+        return fingerprint(self._trainer)
+
+    # ---- its data and arguments ----
+
+    @property
+    def loader_workers(self) -> int:
+        """Processes that load the training data."""
+        return int(self._trainer.args.dataloader_num_workers)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the training data can only be gone through, not looked up."""
+        return isinstance(self._trainer.train_dataset, torch.utils.data.IterableDataset)
+
+    def argument_limits(self) -> dict[str, float]:
+        """The numbers among the training arguments, for rules whose bounds are taken from them."""
+        arguments = vars(self._trainer.args)
+        return {
+            name: value
+            for name, value in arguments.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+
+
+def _all_alike(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all parameter groups begin with the same rate: groups with rates of their own are the user's matter."""
+    return len({float(group["initial_lr"]) for group in groups if group.get("initial_lr") is not None}) == 1
