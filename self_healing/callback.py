@@ -35,7 +35,7 @@ from .checkpoints import (
 from .checksums import wait_for_checksums
 from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
-from .disk import SaveHealer, refuse_unwritable
+from .disk import SaveHealer
 from .failures import FailureType, UnrecoverableTrainingError
 from .instrument import (
     BestChoice,
@@ -55,6 +55,7 @@ from .instrument import (
 from .journal import Incident
 from .judge import StepJudge
 from .memory import MemoryHealer
+from .output_dir import refuse_unwritable
 from .own_files import hide_from_uploads, own_patterns, remove_leftovers
 from .reporting import Reporting
 from .restart import bookkeeping_of

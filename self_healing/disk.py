@@ -5,15 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-import tempfile
 from pathlib import Path
-
-from transformers import TrainingArguments
-from transformers.trainer_utils import SaveStrategy
 
 from .checkpoint_files import size_of
 from .checkpoints import expendable_checkpoint, remove_torn
-from .config import ConfigurationError, HealingConfig
+from .config import HealingConfig
 from .failures import Action, FailureType, describe_exception, text_of
 from .journal import Incident
 from .session import Session
@@ -24,58 +20,6 @@ logger = logging.getLogger("self_healing")
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 # How safetensors and torch put them.
 _FULL_TEXTS = (f"os error {errno.ENOSPC})", f"os error {errno.EDQUOT})", "No space left", "Disk quota exceeded")
-
-
-# What does not pass by waiting, or by making room.
-_NEVER_WRITABLE = frozenset(
-    {
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        # The missing directories are made, so it is a place where none can be, or a working directory that is gone.
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EEXIST,
-        errno.EISDIR,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-    }
-)
-
-
-def refuse_unwritable(args: TrainingArguments) -> None:
-    """
-    Tries whether checkpoints can be written, before the first step: a run that finds out at its end has trained in
-    vain. Without checkpoints to be written it only warns.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]):
-            Of the trainer. Its `output_dir` is made if it is not there.
-
-    Raises:
-        ConfigurationError: If nothing can ever be written there.
-    """
-    why = _why_unwritable(Path(str(args.output_dir)))
-    if why is None:
-        return
-    told = f"output_dir={args.output_dir!r} cannot be written ({why})"
-    if args.save_strategy == SaveStrategy.NO:
-        logger.warning("%s: an exception will leave no checkpoint, and a restart finds nothing to go on from.", told)
-        return
-    raise ConfigurationError(
-        f"{told}: no checkpoint of this run could be kept. Nothing has been trained. Please name another output_dir, "
-        "or see to it that this one can be written; save_strategy='no' trains without checkpoints."
-    )
-
-
-def _why_unwritable(directory: Path) -> str | None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return None
-    except OSError as error:
-        # A disk that is full, or a server that does not answer, may be well again when the first checkpoint is due.
-        return describe_exception(error) if error.errno in _NEVER_WRITABLE else None
 
 
 class SaveHealer:

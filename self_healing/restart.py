@@ -1,4 +1,4 @@
-"""A process that takes up what an earlier one left: which run it continues, from where, and whether it may."""
+"""Decides where a process begins: which run it continues, and from which checkpoint."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from . import consensus
 from .checkpoint_files import STATE_FILE, number_of
-from .checkpoints import newest_verdict_of, read_marker
-from .failures import FAILURE_RECIPES, FailureType
-from .launcher import Launch
-from .run_record import Attempt, Ending, RunRecord, first_call
+from .checkpoints import CheckpointError, newest_verdict_of, read_marker, resolve_checkpoint, standing_of
+from .config import HealingConfig
+from .instrument import names_in_checkpoints
+from .journal import Journal
+from .launcher import Launch, launch_of
+from .output_dir import refuse_unwritable
+from .run_record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
 from .vetting import Verdict
 
 
@@ -49,6 +53,8 @@ class Start:
             Whether a launcher that has lived on started it again.
         beside (`bool`):
             Whether another process that lives trains into the same directory: the record there is that one's.
+        passed_over (`tuple[Verdict, ...]`):
+            Newer checkpoints that cannot be used.
     """
 
     checkpoint: str | None
@@ -57,6 +63,12 @@ class Start:
     by_hand: bool = False
     by_agent: bool = False
     beside: bool = False
+    passed_over: tuple[Verdict, ...] = ()
+
+    @property
+    def run(self) -> str | None:
+        """The run that is continued; `None` for a new one."""
+        return None if self.record is None else self.record.run
 
     @property
     def died(self) -> bool:
@@ -79,6 +91,91 @@ class Start:
     def steps_to_repeat(self) -> int:
         """Steps that the process before this one had finished, and that are in no checkpoint."""
         return 0 if self.record is None else max(self.record.newest.last_step - self.step, 0)
+
+
+def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike[str] | bool | None) -> Start:
+    """
+    Finds where a run begins. Collective: the first process decides for all of them, and they wait to be told.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            That of the run.
+        config ([`HealingConfig`]):
+            `resume_after_restart`.
+        requested (`str`, `PathLike` or `bool`, *optional*):
+            `resume_from_checkpoint`.
+
+    Raises:
+        CheckpointError: If there is nothing that can be resumed from, or the path given is not.
+        ConfigurationError: If checkpoints can never be written.
+    """
+    start, passed_over = Start(None), list[Verdict]()
+    failed: Exception | None = None
+    if trainer.args.process_index == 0:
+        try:
+            start = _look_for_start(trainer, config, requested, passed_over)
+        except Exception as error:
+            failed = error
+        for verdict in passed_over:
+            logger.warning("%s is passed over: %s.", verdict.path, verdict.reason)
+        start = replace(start, passed_over=tuple(passed_over))
+    found: tuple[Start, str | None] = consensus.from_first_rank((start, None if failed is None else str(failed)))
+    start, refusal = found
+    if refusal is not None:
+        raise failed or CheckpointError(refusal)
+    return start
+
+
+def _look_for_start(
+    trainer: Any,
+    config: HealingConfig,
+    requested: str | os.PathLike[str] | bool | None,
+    passed_over: list[Verdict],
+) -> Start:
+    refuse_unwritable(trainer.args)
+    output_dir, launch = str(trainer.args.output_dir), launch_of()
+    restarted = config.resume_after_restart and launch.started_again
+    record: RunRecord | None = None
+    try:
+        record = RunRecord.read(Path(output_dir))
+    except UnreadableRecordError as error:
+        if restarted and requested is None:
+            requested = "auto"
+        logger.warning("%s; what earlier processes of this run did is not known.", error)
+    beside = trains_beside(record, launch, restarted)
+    if record is not None and beside:
+        logger.warning(
+            "Process %d trains into %s at the same time: each will overwrite checkpoints of the other. Please end "
+            "one of them, or give this one an output_dir of its own. What this one does is not kept in %s, which "
+            "speaks of the other.",
+            record.newest.pid,
+            output_dir,
+            RECORD_FILE,
+        )
+        record = None
+    chosen: Verdict | None = None
+    taken_up = False
+    if record is not None and record.attempts and restarted:
+        taken_up = continues(record, launch, requested)
+        chosen = newest_of(record, output_dir, passed_over) if taken_up else None
+    if chosen is None and requested is not None:
+        # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
+        chosen = resolve_checkpoint(requested, output_dir, passed_over, names_in_checkpoints(trainer))
+    path = None if chosen is None else chosen.path
+    for doubt in () if chosen is None else chosen.doubts:
+        logger.warning("%s is resumed from all the same: %s.", path, doubt)
+    return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
+
+
+def note_start(journal: Journal, start: Start, output_dir: str) -> None:
+    """Journals which checkpoint a run begins with, and which ones it does not."""
+    for verdict in start.passed_over:
+        journal.event("checkpoint_passed_over", verdict.step or 0, path=verdict.path, reason=verdict.reason)
+    if start.checkpoint is not None:
+        standing = standing_of(start.checkpoint)
+        journal.event("checkpoint_chosen", start.step, path=start.checkpoint, standing=standing)
+    elif start.passed_over:
+        logger.warning("No checkpoint in %s can be resumed from; the run starts anew.", output_dir)
 
 
 def of_this_job(record: RunRecord, launch: Launch) -> bool:
@@ -226,15 +323,6 @@ def step_in(checkpoint: Path) -> int:
     return number_of(checkpoint) or 0
 
 
-def log_history_in(checkpoint: str | None) -> list[dict[str, Any]]:
-    """What had been logged when a checkpoint was written; nothing if that cannot be read."""
-    if checkpoint is None:
-        return []
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return list(json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))["log_history"])
-    return []
-
-
 def trains_beside(record: RunRecord | None, launch: Launch, restarted: bool) -> bool:
     """Whether the process of a record still trains; a launcher that has started it again knows that it does not."""
     if record is None or not record.attempts or not still_alive(record.newest):
@@ -253,61 +341,3 @@ def still_alive(attempt: Attempt) -> bool:
         return bool(process.create_time() <= attempt.began) and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError, OverflowError):
         return False
-
-
-@dataclass(slots=True)
-class Refusal:
-    """
-    Why a run is not continued once more.
-
-    Args:
-        verdict (`str`):
-            In words.
-        advice (`str`):
-            What to do.
-        step (`int`):
-            Which the run had come to.
-        postmortem (`str`, *optional*):
-            Where it is told already.
-        first_verdict (`str`, *optional*):
-            Of the start that was refused first, if this is not the one: what is remembered, so that no start quotes
-            all those before it. Defaults to `verdict`.
-    """
-
-    verdict: str
-    advice: str
-    step: int
-    postmortem: str | None = None
-    first_verdict: str | None = None
-
-
-def gave_up(record: RunRecord) -> Refusal:
-    """The process before this one had ended the run for good, and a launcher has started it all the same."""
-    step = max(attempt.last_step for attempt in record.attempts)
-    return Refusal(
-        f"it had ended for good at step {step} ({record.newest.why})",
-        "Once the cause is removed, start the job by hand: resume_from_checkpoint=True goes on from the newest "
-        "checkpoint that can be trusted, with new attempts.",
-        step,
-        record.postmortem,
-        record.newest.why,
-    )
-
-
-def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
-    """The run has ended again and again without getting further."""
-    last = record.newest
-    loop = [attempt for attempt in record.attempts if attempt.first_step >= last.first_step]
-    told = f": {last.why}" if last.why else ""
-    step = max(attempt.last_step for attempt in loop)
-    verdict = (
-        f"the job was started {len(loop)} times from step {last.first_step} and never came beyond step "
-        f"{step} (last end: {last.ending.value}{told}); the budget of "
-        f"{attempts_allowed} attempts without progress is spent"
-    )
-    advice = FAILURE_RECIPES[FailureType.PROCESS_DIED].advice if last.ending is Ending.RUNNING else ""
-    advice = (
-        f"{advice} Look at what the attempts have in common (chain, attempts). Started by hand with "
-        "resume_from_checkpoint=True, the job gets new attempts."
-    ).strip()
-    return Refusal(verdict, advice, step)

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,19 +18,16 @@ from . import consensus
 from .actions import HealingContext
 from .callback import SelfHealingCallback, adopt_session
 from .checkpoints import (
-    CheckpointError,
     newest_checkpoint_of,
     publish,
     remove_emergency_checkpoints,
-    resolve_checkpoint,
     save_emergency_checkpoint,
-    standing_of,
     step_of,
 )
 from .checksums import wait_for_checksums
 from .config import HealingConfig, as_config
-from .disk import refuse_unwritable
 from .dry_run import DryRunReport, dry_run
+from .earlier_attempts import take_up
 from .failures import (
     FAILURE_RECIPES,
     Action,
@@ -42,31 +39,18 @@ from .failures import (
     describe_exception,
     text_of,
 )
-from .instrument import CannotReduce, ReportingGuard, let_go, names_in_checkpoints, smaller_batch
+from .instrument import CannotReduce, ReportingGuard, let_go, smaller_batch
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loader_workers import end_workers_that_failed
 from .instrument.loading import loading_twice_at_most, skipping_any_loader
-from .journal import POSTMORTEM_FILE, Incident, where_to_go_on
-from .launcher import launch_of
+from .journal import Incident, where_to_go_on
 from .lost_device import leave_lost_device, write_down_lost_device
 from .random_state import RandomState
 from .report import HealingReport
 from .reporting import Reporting
-from .restart import (
-    Refusal,
-    Start,
-    continues,
-    crash_loop,
-    gave_up,
-    log_history_in,
-    newest_of,
-    start_of,
-    trains_beside,
-)
-from .run.outcomes import may_be_repeated
-from .run_record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
+from .restart import Start, find_start, note_start
+from .run_record import Ending, RunRecord
 from .session import Session
-from .vetting import Verdict
 
 
 logger = logging.getLogger("self_healing")
@@ -205,7 +189,7 @@ class SelfHealingTrainer:
         guard = ReportingGuard(self.trainer, reporting)
         try:
             guard.attach()
-            self._take_up(session, start)
+            take_up(session, start)
             adopt_session(self.trainer, session)
             if self.config.on_preemption == "save":
                 session.preemption.listen()
@@ -249,198 +233,14 @@ class SelfHealingTrainer:
     def _open_session(self, requested: str | os.PathLike[str] | bool | None) -> tuple[Session, Start]:
         """What this call begins with: the memory of a new run, or of one that an earlier process began."""
         args = self.trainer.args
+        start = find_start(self.trainer, self.config, requested)
         directory = Path(self.config.healing_dir or args.output_dir)
-        start, passed_over = self._decide_where(requested)
-        run = None if start.record is None else start.record.run
-        self._session = session = Session(self.config, directory, args.process_index, self._sleep, run)
+        self._session = session = Session(self.config, directory, args.process_index, self._sleep, start.run)
         record = start.record or RunRecord(Path(args.output_dir), session.run_id, kept=not start.beside)
         session.keep_record(record, taken_up=start.record is not None)
         if args.process_index == 0:
-            self._note_where(session, start, passed_over)
+            note_start(session.journal, start, args.output_dir)
         return session, start
-
-    def _note_where(self, session: Session, start: Start, passed_over: list[Verdict]) -> None:
-        for verdict in passed_over:
-            session.journal.event(
-                "checkpoint_passed_over", verdict.step or 0, path=verdict.path, reason=verdict.reason
-            )
-        if start.checkpoint is not None:
-            standing = standing_of(start.checkpoint)
-            session.journal.event("checkpoint_chosen", start.step, path=start.checkpoint, standing=standing)
-        elif passed_over:
-            logger.warning(
-                "No checkpoint in %s can be resumed from; the run starts anew.", self.trainer.args.output_dir
-            )
-
-    def _decide_where(self, requested: str | os.PathLike[str] | bool | None) -> tuple[Start, list[Verdict]]:
-        """Where to begin; with several processes the first one decides for all of them, and they wait to be told."""
-        start, passed_over = Start(None), list[Verdict]()
-        failed: Exception | None = None
-        if self.trainer.args.process_index == 0:
-            try:
-                start = self._look_where(requested, passed_over)
-            except Exception as error:
-                failed = error
-            for verdict in passed_over:
-                logger.warning("%s is passed over: %s.", verdict.path, verdict.reason)
-        start, passed_over, refusal = consensus.from_first_rank(
-            (start, passed_over, None if failed is None else str(failed))
-        )
-        if refusal is not None:
-            raise failed or CheckpointError(refusal)
-        return start, passed_over
-
-    def _look_where(self, requested: str | os.PathLike[str] | bool | None, passed_over: list[Verdict]) -> Start:
-        refuse_unwritable(self.trainer.args)
-        output_dir, launch = self.trainer.args.output_dir, launch_of()
-        restarted = self.config.resume_after_restart and launch.started_again
-        record: RunRecord | None = None
-        try:
-            record = RunRecord.read(Path(output_dir))
-        except UnreadableRecordError as error:
-            if restarted and requested is None:
-                requested = "auto"
-            logger.warning("%s; what earlier processes of this run did is not known.", error)
-        beside = trains_beside(record, launch, restarted)
-        if record is not None and beside:
-            logger.warning(
-                "Process %d trains into %s at the same time: each will overwrite checkpoints of the other. Please end "
-                "one of them, or give this one an output_dir of its own. What this one does is not kept in %s, which "
-                "speaks of the other.",
-                record.newest.pid,
-                output_dir,
-                RECORD_FILE,
-            )
-            record = None
-        chosen: Verdict | None = None
-        taken_up = False
-        if record is not None and record.attempts and restarted:
-            taken_up = continues(record, launch, requested)
-            chosen = newest_of(record, output_dir, passed_over) if taken_up else None
-        if chosen is None and requested is not None:
-            # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
-            chosen = resolve_checkpoint(requested, output_dir, passed_over, names_in_checkpoints(self.trainer))
-        path = None if chosen is None else chosen.path
-        for doubt in () if chosen is None else chosen.doubts:
-            logger.warning("%s is resumed from all the same: %s.", path, doubt)
-        return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
-
-    def _take_up(self, session: Session, start: Start) -> None:
-        """Goes on with what an earlier process left, if that may be tried once more."""
-        refused: Refusal | None = None
-        try:
-            refused = self._judge_earlier_attempts(session, start)
-        except Exception:
-            logger.exception("self_healing failed while it looked at earlier attempts; training goes on without them.")
-        session.begin_attempt(start.checkpoint, start.step)
-        if refused is not None:
-            self._refuse(session, start, refused)
-
-    def _judge_earlier_attempts(self, session: Session, start: Start) -> Refusal | None:
-        """Takes in how the process before this one ended; why the run is not continued, if it is not."""
-        earlier = None if start.record is None else start.record.newest
-        refused = None
-        if start.record is not None and earlier is not None:
-            if start.by_hand:
-                session.numerics.ladder.start_anew()
-            spends = start.spends
-            if start.died:
-                self._infer_death(session, start)
-            if start.record.ending is Ending.GAVE_UP and not start.by_hand:
-                refused = gave_up(start.record)
-            elif spends and not session.budget.spend(earlier.last_step):
-                refused = crash_loop(start.record, self.config.max_recovery_attempts)
-            if not start.died:
-                self._count_repeated_steps(session, start, refused is not None)
-            if refused is None:
-                logger.warning(
-                    "Attempt %d of run %s goes on from %s (step %d); the one before ended at step %d: %s.",
-                    earlier.number + 1,
-                    session.run_id,
-                    start.checkpoint or "the beginning",
-                    start.step,
-                    earlier.last_step,
-                    (earlier.why or earlier.ending.value).removesuffix("."),
-                )
-        return refused
-
-    def _infer_death(self, session: Session, start: Start) -> None:
-        """The process before this one was killed: nobody could write that down but the next one."""
-        assert start.record is not None
-        earlier = start.record.newest
-        evidence = {
-            "pid": earlier.pid,
-            "host": earlier.host,
-            "attempt": earlier.number,
-            "resumed_from": start.checkpoint,
-        }
-        incident = session.journal.open(earlier.last_step, "process_died", evidence)
-        session.journal.diagnosed(incident, FailureType.PROCESS_DIED, "killed, or crashed in native code", {})
-        incident.steps_repeated = start.steps_to_repeat
-        session.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
-        session.journal.dealt_with(incident)
-        session.outcomes.wait_for(incident)
-        earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
-
-    def _count_repeated_steps(self, session: Session, start: Start, refused: bool) -> None:
-        """The process before this one said what it ended with; what that costs shows only where the run goes on."""
-        incident = next(iter(session.journal.incidents[-1:]), None)
-        if incident is None or incident.outcome not in ("open", "fatal"):
-            return
-        if not may_be_repeated(incident) and (refused or incident.outcome == "open"):
-            return
-        incident.steps_repeated = max(incident.steps_repeated, start.steps_to_repeat)
-        if refused:
-            return
-        if incident.outcome == "fatal":
-            # Only that process ended with it. Whether the run does is still to be seen.
-            incident.outcome = "open"
-            session.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
-            session.outcomes.wait_for(incident)
-        session.journal.event(
-            "taken_up",
-            start.step,
-            incident=incident.id,
-            checkpoint=start.checkpoint,
-            steps_lost=incident.steps_lost,
-            steps_repeated=incident.steps_repeated,
-            outcome=incident.outcome,
-        )
-
-    def _refuse(self, session: Session, start: Start, refused: Refusal) -> None:
-        """The run is not tried once more; the postmortem speaks of all its attempts, and of all its processes."""
-        assert start.record is not None
-        others = session.journal.errors_of_other_ranks(start.step) if refused.postmortem is None else []
-        told = "".join(
-            f"; rank {other['rank']} at step {other['step']}: {other['error']['type']}: {other['error']['message']}"
-            for other in others
-        )
-        still_open = [incident for incident in session.journal.incidents if incident.outcome == "open"]
-        if still_open:
-            session.close_as_fatal(still_open[-1])
-        if refused.postmortem is None and session.journal.rank > 0:
-            # Its own stays what it is: the only place that names what this process ended with.
-            refused.postmortem = str(session.directory / POSTMORTEM_FILE)
-        elif refused.postmortem is None:
-            refused.postmortem = session.journal.write_postmortem(
-                refused.verdict + told,
-                FailureType.PROCESS_DIED,
-                refused.step,
-                None,
-                log_history_in(start.checkpoint),
-                None,
-                advice=refused.advice,
-                older_checkpoint=start.checkpoint,
-                other_ranks=others,
-            )
-        session.postmortem_path = refused.postmortem
-        session.end_attempt(Ending.GAVE_UP, refused.first_verdict or refused.verdict + told)
-        raise UnrecoverableTrainingError(
-            f"Training is not started again: {refused.verdict}{told}. What to do: {refused.advice} "
-            f"Postmortem: {refused.postmortem or 'could not be written'}.",
-            failure=FailureType.PROCESS_DIED,
-            postmortem=refused.postmortem,
-        )
 
     # ---- how it ends ----
 

@@ -29,9 +29,10 @@ from trl import SFTTrainer
 
 from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints import expendable_checkpoint, remove_torn, write_marker
-from self_healing.disk import SaveHealer, refuse_unwritable
+from self_healing.disk import SaveHealer
 from self_healing.failures import FailureType, classify_exception, could_not_be_written
 from self_healing.instrument import CheckpointSaving
+from self_healing.output_dir import refuse_unwritable
 from self_healing.session import Session
 from self_healing.vetting import vet
 
@@ -515,6 +516,6 @@ def test_a_disk_that_is_full_for_the_moment_is_no_reason_to_refuse(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     trainer = sft_trainer(tmp_path, tokenizer, max_steps=1, save_strategy="steps", save_steps=1)
-    monkeypatch.setattr("self_healing.disk.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("self_healing.output_dir.tempfile.TemporaryFile", full)
     SelfHealingTrainer(trainer).train()
     assert trainer.state.global_step == 1
