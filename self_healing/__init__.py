@@ -1,6 +1,6 @@
 """Keeps Hugging Face Trainer and TRL runs alive and correct."""
 
-from .actions import HealingActions, HealingContext
+from .actions import HealingActions
 from .callback import SelfHealingCallback
 from .checkpoints import CheckpointError, find_trusted_checkpoint
 from .clipping import AdaGC, ZClip
@@ -11,6 +11,7 @@ from .inspection import Finding, Inspection, check_data_quality, check_model_ini
 from .journal import Incident
 from .report import HealingReport
 from .rollback import Target
+from .run.remedies import HealingContext
 from .signals import StepSignals
 from .snapshots import Snapshot, SnapshotRing
 from .trainer import SelfHealingTrainer

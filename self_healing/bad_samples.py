@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .actions import HealingActions, HealingContext
 from .config import HealingConfig
 from .data import QUARANTINE_FILE, BadSample, Findings, dataset_fingerprint, describe_name, why_not_appendable
 from .failures import Action, FailureType
 from .instrument.loading import TrainingLoader
 from .retry import RetryPolicy
+from .run.remedies import HealingContext, Remedies
 from .sample_guard import DataSourceError, Guard, GuardedCollator, GuardedDataset
 from .services import ServiceCalls
 from .session import Session
@@ -40,11 +40,11 @@ class SampleHealer:
             `on_bad_sample`, `max_bad_data_fraction`, and the settings that begin with `retry_`.
         session ([`Session`]):
             The memory of the run.
-        actions ([`HealingActions`]):
+        actions ([`Remedies`]):
             Ends the run.
     """
 
-    def __init__(self, config: HealingConfig, session: Session, actions: HealingActions) -> None:
+    def __init__(self, config: HealingConfig, session: Session, actions: Remedies) -> None:
         self.config = config
         self.session = session
         self.actions = actions

@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from . import consensus
 from .actions import HealingActions
+from .assembly import assemble
 from .bad_samples import SampleHealer
 from .checkpoint_files import PINNED_DIR
 from .checkpoints import (
@@ -101,12 +102,16 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.config = config = as_config(config)
         self.session: Session | None = None
-        self.actions = HealingActions(config, self)
         # Read now, so that a mistake in the file is known before the run begins.
         self._rules = _rules_of(config)
         self._judge: StepJudge | None = None
         self._trainer = trainer
         self._saved_state: dict[str, Any] | None = None
+
+    @property
+    def actions(self) -> HealingActions:
+        """Carries out actions in the run that is healed, for code of your own."""
+        return HealingActions(self.session)
 
     # ---- state in checkpoints: transformers rebuilds the callback as `type(callback)(**args)` plus attributes ----
 
@@ -171,13 +176,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             return
         if adopted is None:
             self._refuse_unwritable(args)
-        self.session = session = adopted or Session(
+        self.session = session = adopted or assemble(
             self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
         )
         session.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
         self._hide_own_files(args)
-        self._judge = judge = StepJudge(self.config, session, self.actions)
-        memory = MemoryHealer(self.config, session, self.actions, judge.heal_interrupted_step)
+        self._judge = judge = StepJudge(self.config, session, session.remedies)
+        memory = MemoryHealer(self.config, session, session.remedies, judge.heal_interrupted_step)
         session.memory_metrics = memory.metrics
         instrument = Instrument(
             trainer,
@@ -216,7 +221,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         self._tell_of_offloaded(session, instrument)
         instrument.attach()
         memory.attach()
-        SampleHealer(self.config, session, self.actions).attach()
+        SampleHealer(self.config, session, session.remedies).attach()
         if self.config.on_save_failure == "continue":
             session.saves = session.saves or SaveHealer(self.config, session)
             instrument.saving = CheckpointSaving(trainer, session.saves, instrument.contained)
@@ -591,7 +596,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def reconfigure(self, config: HealingConfig) -> None:
         """Takes another configuration; between runs, not during one."""
         self.config = config
-        self.actions = HealingActions(config, self)
         self._rules = _rules_of(config)
 
     def _tell_callbacks(self, trainer: Trainer, incident: Incident) -> None:

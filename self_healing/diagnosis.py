@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .config import HealingConfig
 from .failures import Cause, FailureType, describe_exception
 from .instrument import Instrument, TrainingFault, Window
 from .rollback import Rollback
+from .run.diagnosis import Diagnosis
 from .signals import StepSignals
 from .snapshots import Snapshot
 
@@ -31,37 +32,6 @@ _BEHIND_THE_PLACE = {
     "loss": Cause.LOSS_OR_LABELS,
     "gradient": Cause.GRADIENT,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """
-    The cause of a failure and the experiments that showed it.
-
-    Args:
-        failure (`FailureType`):
-            What it is.
-        cause (`str`):
-            A [`Cause`].
-        evidence (`dict`):
-            What the experiments gave.
-        poison (`dict[int, list[int]]`):
-            Rows (pairs, segments) of each micro-batch that are non-finite by themselves.
-        rows (`int`):
-            Rows in the step, on all ranks.
-        poison_rows (`int`):
-            How many of them are poison, on all ranks.
-        everywhere (`bool`):
-            Whether neither a row of the step nor any of those from elsewhere in the data is finite.
-    """
-
-    failure: FailureType
-    cause: str
-    evidence: dict[str, Any] = field(default_factory=dict)
-    poison: dict[int, list[int]] = field(default_factory=dict)
-    rows: int = 0
-    poison_rows: int = 0
-    everywhere: bool = False
 
 
 def diagnose(window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any) -> Diagnosis:

@@ -10,11 +10,10 @@ from statistics import median
 from typing import Any, NoReturn
 
 from . import consensus
-from .actions import HealingActions, HealingContext, save_offending_batch
 from .checkpoints import mark_suspect, older_checkpoints
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
-from .diagnosis import Diagnosis, diagnose, diagnose_rise, diagnose_start, diagnose_stillness
+from .diagnosis import diagnose, diagnose_rise, diagnose_start, diagnose_stillness
 from .failures import (
     FAILURE_RECIPES,
     Action,
@@ -25,9 +24,12 @@ from .failures import (
 )
 from .instrument import Instrument, TrainingFault, Window, free_memory, is_out_of_memory, let_go, memory_figures
 from .journal import Incident
+from .offending_batch import save_offending_batch
 from .rate_trial import try_rates
 from .resume_trial import try_older_checkpoints
 from .rollback import Target, WentBack
+from .run.diagnosis import Diagnosis
+from .run.remedies import HealingContext, Remedies
 from .session import Session
 from .signals import StepSignals
 
@@ -79,11 +81,11 @@ class StepJudge:
             What to do about what.
         session ([`Session`]):
             The memory of the run.
-        actions ([`HealingActions`]):
-            Carries out what is decided.
+        actions ([`Remedies`]):
+            Carry out what is decided.
     """
 
-    def __init__(self, config: HealingConfig, session: Session, actions: HealingActions) -> None:
+    def __init__(self, config: HealingConfig, session: Session, actions: Remedies) -> None:
         self.config = config
         self.session = session
         self.actions = actions

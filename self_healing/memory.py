@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from . import consensus
-from .actions import HealingActions, HealingContext
 from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, FailureType, classify_exception
 from .files import replace_file
@@ -32,6 +31,7 @@ from .instrument import (
 )
 from .journal import Incident
 from .microbatch import CallShape, ComputedOtherwise, Passes, SplitCalls, SplitGeneration
+from .run.remedies import HealingContext, Remedies
 from .session import Session
 from .step_backup import StepBackup
 
@@ -58,7 +58,7 @@ class MemoryHealer:
             What may be done.
         session ([`Session`]):
             The memory of the run.
-        actions ([`HealingActions`]):
+        actions ([`Remedies`]):
             Carries out what is decided.
         go_back (`Callable[[HealingContext], None]`):
             Back to a trusted state, after an `optimizer.step()` that was left half-way.
@@ -68,7 +68,7 @@ class MemoryHealer:
         self,
         config: HealingConfig,
         session: Session,
-        actions: HealingActions,
+        actions: Remedies,
         go_back: Callable[[HealingContext], None],
     ) -> None:
         self.config = config

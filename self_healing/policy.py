@@ -9,9 +9,9 @@ from typing import Any
 
 from .config import HealingConfig
 from .detectors import Symptom
-from .diagnosis import Diagnosis
 from .failures import FAILURE_RECIPES, Action, FailureType
 from .rollback import Target
+from .run.diagnosis import Diagnosis
 
 
 @dataclass(frozen=True, slots=True)

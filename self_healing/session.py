@@ -16,9 +16,9 @@ from . import consensus
 from .budget import RecoveryBudget
 from .checkpoints import bookkeeping_now, newest_checkpoint_of, step_of
 from .config import HealingConfig
-from .data import Quarantine, QuarantinedRow
+from .data import Quarantine
 from .failures import Action, FailureType, describe_exception
-from .instrument import BatchPlan, Instrument, ResumePoint, RowSource, Window, is_training, on_host, save_generated
+from .instrument import BatchPlan, Instrument, ResumePoint, Window, is_training, on_host, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Incident, Journal
 from .ladder import RollbackLadder
@@ -26,10 +26,10 @@ from .launcher import launch_of
 from .learning_rate import LearningRateControl
 from .microbatch import SizeMemory
 from .numerics_state import NumericsState
-from .objectives import content_hash, row_text
 from .preemption import Preemption
 from .rollback import Rollback
 from .run.outcomes import Outcomes
+from .run.remedies import Remedies
 from .run_record import Ending, RunRecord, warn_about_parts
 from .run_status import RunState, StatusKeeper
 from .saved_state import Stateful, take_over, take_over_whole
@@ -78,6 +78,7 @@ class Session:
         self.journal = Journal(directory, config, self.run_id, rank)
         self.quarantine = Quarantine(directory, config.quarantine_text)
         self.budget = RecoveryBudget(config)
+        self.remedies = Remedies(self.journal)
         self.outcomes = Outcomes(
             self.journal,
             config.outcome_steps,
@@ -478,33 +479,3 @@ class Session:
 def new_run_id() -> str:
     """A name for a run that begins: the same on every rank, so all of them have to ask. Collective."""
     return str(consensus.from_first_rank(f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"))
-
-
-def quarantined_rows(
-    window: Window, poison: Mapping[int, list[int]], tokenizer: Any, keep_text: bool = True
-) -> list[QuarantinedRow]:
-    """Everything that is known about the rows to be dropped; without their text, if that is not to be kept."""
-    rows = []
-    for index, bad in poison.items():
-        layout, batch = window.layout(index), window.prepared[index]
-        sources = window.sources(index)
-        if layout is None:
-            continue
-        for row in bad:
-            source = sources[row] if row < len(sources) else RowSource()
-            prompt_keys = ("prompt_ids", "prompt_input_ids") if window.objective.online and keep_text else ()
-            text_keys = ("input_ids", "completion_ids", "prompt_ids") if keep_text else ()
-            text = row_text(batch, layout, row, tokenizer, text_keys) if text_keys else None
-            rows.append(
-                QuarantinedRow(
-                    dataset_index=source.dataset_index,
-                    segment=source.segment,
-                    stream_ordinal=source.stream_ordinal,
-                    content_hash=content_hash(batch, layout, row),
-                    prompt=row_text(batch, layout, row, tokenizer, prompt_keys) if prompt_keys else None,
-                    preview=None if text is None else text[:200],
-                    micro_batch=index,
-                    row=row,
-                )
-            )
-    return rows

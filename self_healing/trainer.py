@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from . import consensus
-from .actions import HealingContext
+from .assembly import assemble
 from .callback import SelfHealingCallback, adopt_session
 from .checkpoints import (
     newest_checkpoint_of,
@@ -49,6 +49,7 @@ from .random_state import RandomState
 from .report import HealingReport
 from .reporting import Reporting
 from .restart import Start, find_start, note_start
+from .run.remedies import HealingContext
 from .run_record import Ending, RunRecord
 from .session import Session
 
@@ -235,7 +236,7 @@ class SelfHealingTrainer:
         args = self.trainer.args
         start = find_start(self.trainer, self.config, requested)
         directory = Path(self.config.healing_dir or args.output_dir)
-        self._session = session = Session(self.config, directory, args.process_index, self._sleep, start.run)
+        self._session = session = assemble(self.config, directory, args.process_index, self._sleep, start.run)
         record = start.record or RunRecord(Path(args.output_dir), session.run_id, kept=not start.beside)
         session.keep_record(record, taken_up=start.record is not None)
         if args.process_index == 0:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, SelfHealingCallback
+from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig
+from self_healing.assembly import assemble
 from self_healing.budget import RecoveryBudget
 from self_healing.failures import IN_PLACE
 from self_healing.ladder import RollbackLadder
@@ -108,8 +111,8 @@ def test_every_end_saves_the_state_that_was_gone_back_to() -> None:
     assert looked[2:4] == (Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY)
 
 
-def test_every_action_of_every_recipe_is_carried_out() -> None:
-    actions = SelfHealingCallback().actions
+def test_every_action_of_every_recipe_is_carried_out(tmp_path: Path) -> None:
+    offered = assemble(HealingConfig(), tmp_path).remedies.offered
     assert {action for recipe in FAILURE_RECIPES.values() for action in recipe.ladder} <= set(Action)
-    assert set(actions._carry_out) | IN_PLACE == set(Action)
-    assert not set(actions._carry_out) & IN_PLACE
+    assert offered | IN_PLACE == set(Action)
+    assert not offered & IN_PLACE

@@ -9,11 +9,12 @@ added to those of the others. That is exact for every loss and every metric as l
 one.
 """
 
+from ..call_shape import CallShape, Kind
 from .calls import SplitCalls
 from .generation import SplitGeneration
 from .passes import Passes
 from .recomputing import ComputedOtherwise
-from .sizes import CallShape, Kind, SizeMemory
+from .sizes import SizeMemory
 from .slicing import CannotSplit
 
 

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 
+from ..call_shape import CallShape
 from ..failures import FailureType, classify_exception, describe_exception
 from ..instrument.out_of_memory import free_memory, is_out_of_memory
 from .outputs import alike, flattened, furthest, merged, without_caches
 from .recomputing import random_states_kept
 from .repeating import FEW, MANY
-from .sizes import CallShape
 from .slicing import (
     IGNORED_LABEL,
     CannotSplit,

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from .. import consensus
+from ..call_shape import CallShape
 from ..random_state import RandomState
 from .additivity import Additivity, is_language_model, merge, put_back, rope_by_length, why_rows_depend
 from .outputs import loss_alone, without_caches
 from .passes import NotInPasses, Passes, SplitCall
 from .recomputing import recomputed, recomputed_at_once
 from .repeating import Repeats
-from .sizes import CallShape, SizeMemory
+from .sizes import SizeMemory
 from .slicing import (
     LENGTH_STEP,
     CannotSplit,

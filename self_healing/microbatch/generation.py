@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ..call_shape import CallShape
 from .calls import SplitCalls
-from .sizes import CallShape, SizeMemory
+from .sizes import SizeMemory
 from .slicing import CannotSplit, main_input, rows_of, spans
 
 

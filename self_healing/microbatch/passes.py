@@ -19,10 +19,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from ..call_shape import CallShape
 from .additivity import Rule, merge
 from .outputs import filled, flattened, parts_of
 from .recomputing import ComputedOtherwise
-from .sizes import CallShape
 from .slicing import CannotSplit, Chunk
 
 

@@ -1,0 +1,148 @@
+"""What a run does when nothing else helps: save what can be resumed from, wait, and stop with directions."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import TrainingArguments
+
+from . import consensus
+from .checkpoints import newest_checkpoint_of, publish, save_emergency_checkpoint, step_of
+from .config import HealingConfig
+from .failures import (
+    FAILURE_RECIPES,
+    Action,
+    FailureType,
+    UnrecoverableTrainingError,
+    classify_exception,
+    describe_exception,
+)
+from .instrument import Instrument
+from .journal import where_to_go_on
+from .retry import RetryPolicy
+from .rollback import Target
+from .run.remedies import CarryOut, HealingContext
+from .session import Session
+
+
+logger = logging.getLogger("self_healing")
+
+
+class LastResorts:
+    """
+    Saves an emergency checkpoint, waits before `train()` is entered again, or stops the run with a postmortem.
+
+    Args:
+        config ([`HealingConfig`]):
+            Waits, and whether an emergency checkpoint is wanted.
+        session ([`Session`]):
+            The memory of the run.
+    """
+
+    def __init__(self, config: HealingConfig, session: Session) -> None:
+        self.config = config
+        self.session = session
+
+    def table(self) -> dict[Action, CarryOut]:
+        """The actions, and what does each."""
+        return {
+            Action.EMERGENCY_CHECKPOINT: self._emergency_checkpoint,
+            Action.WAIT_AND_RESUME: self._wait,
+            Action.STOP: self._stop,
+        }
+
+    def _emergency_checkpoint(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        if not self.config.emergency_checkpoint:
+            return {"checkpoint": None, "why": "emergency_checkpoint=False", "happened": False}
+        why = self._not_worth_saving(context)
+        if why:
+            return {"checkpoint": None, "why": why, "happened": False}
+        try:
+            rollback = self.session.rollback
+            rollback.leave_room()
+            point = save_emergency_checkpoint(
+                context.running,
+                self.session.run_id,
+                give_way=lambda: bool(rollback.give_way()),
+                about_to_write=self.session.about_to_write,
+                heals=context.error is not None,
+            )
+        except Exception as error:
+            if classify_exception(error) is FailureType.DEVICE:
+                raise
+            logger.warning(
+                "The emergency checkpoint could not be written (%s); falling back on the newest regular one.",
+                describe_exception(error),
+                exc_info=True,
+            )
+            return {"checkpoint": None, "why": describe_exception(error), "happened": False}
+        if point is None:
+            return {"checkpoint": None, "why": _why_there_is_none(context.running), "happened": False}
+        self.session.resume_point = point
+        return {"checkpoint": point.path}
+
+    def _not_worth_saving(self, context: HealingContext) -> str:
+        """Why a checkpoint of the state gone back to would mislead: there is none, or one that got further."""
+        if Action.ROLL_BACK not in context.attempted:
+            return ""
+        if context.went_back is None:
+            return "there is no trusted state to save"
+        trainer = context.running.trainer
+        trained = self.session.numerics.missing.trained(int(trainer.state.global_step) + 1)
+        if trained <= 0 or context.went_back.target is Target.INITIAL:
+            return "it would hold the state the run began with"
+        newest = newest_checkpoint_of(self.session.run_id, str(trainer.args.output_dir))
+        if newest is not None and step_of(newest, default=0) >= trained:
+            return f"{newest} holds more training"
+        return ""
+
+    def _wait(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
+        seconds = RetryPolicy.of(self.config).draw_wait(max(self.session.budget.used, 1))
+        self.session.sleep(seconds)
+        return {"waited_seconds": round(seconds, 3)}
+
+    def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        incident, trainer = context.incident, context.running.trainer
+        failure = incident.failure or FailureType.USER_CODE
+        session = self.session
+        session.journal.acted(incident, Action.STOP.value)
+        session.close_as_fatal(incident)
+        session.journal.dealt_with(incident)
+        step = int(trainer.state.global_step)
+        point = session.resume_point
+        checkpoint = None
+        if point is not None and point.step == step:
+            checkpoint = point.path = publish(point.path, str(trainer.args.output_dir))
+        # Of a run that came to nothing the newest checkpoint is no better than its end.
+        verified = failure is FailureType.NOT_TRAINED
+        older = context.resume_from
+        if checkpoint is None and older is None:
+            older = newest_checkpoint_of(session.run_id, str(trainer.args.output_dir), verified=verified)
+        session.rollback.release()
+        advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
+        advice += f" {where_to_go_on(checkpoint or older)}"
+        verdict = context.verdict or "it was asked to stop"
+        path = session.journal.write_postmortem(
+            verdict,
+            failure,
+            step,
+            context.error,
+            trainer.state.log_history,
+            checkpoint,
+            advice=advice,
+            older_checkpoint=older,
+        )
+        raise UnrecoverableTrainingError(
+            f"Training stopped at step {step}: {verdict.rstrip('.')}. What to do: {advice} "
+            f"Postmortem: {path or 'could not be written, see the log'}.",
+            failure=failure,
+            postmortem=path,
+        )
+
+
+def _why_there_is_none(instrument: Instrument) -> str:
+    """Why an emergency checkpoint was not even begun."""
+    if consensus.world_size() > 1:
+        return "several processes train together, and the others may not be able to save"
+    return f"the weights cannot be trusted: it happened {instrument.reentry.phase.value}"
