@@ -20,7 +20,8 @@ from .actions import HealingActions
 from .assembly import assemble
 from .bad_samples import SampleHealer
 from .checkpoint_files import PINNED_DIR
-from .checkpoints import (
+from .checkpoints.checksums import wait_for_checksums
+from .checkpoints.keeper import (
     CheckpointError,
     Standing,
     bookkeeping_now,
@@ -33,7 +34,7 @@ from .checkpoints import (
     write_again,
     write_marker,
 )
-from .checksums import wait_for_checksums
+from .checkpoints.vetting import may_be_loaded, vet_weights
 from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
 from .disk import SaveHealer
@@ -64,7 +65,6 @@ from .run_hooks import RunHooks
 from .run_status import RunState
 from .services import ServiceCalls
 from .session import Session
-from .vetting import may_be_loaded, vet_weights
 
 
 logger = logging.getLogger("self_healing")

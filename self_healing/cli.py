@@ -134,8 +134,8 @@ def check(
     from rich.text import Text
 
     from .checkpoint_files import STATE_FILE, number_of
-    from .checkpoints import checkpoints_in, vet_all
-    from .vetting import vet
+    from .checkpoints.keeper import checkpoints_in, vet_all
+    from .checkpoints.vetting import vet
 
     named = number_of(run_dir.resolve()) is not None
     # `trainer.save_state()` leaves one in the output_dir, too.

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from . import consensus
-from .checkpoints import newest_checkpoint_of, publish, save_emergency_checkpoint, step_of
+from .checkpoints.keeper import newest_checkpoint_of, publish, save_emergency_checkpoint, step_of
 from .config import HealingConfig
 from .failures import (
     FAILURE_RECIPES,

@@ -17,14 +17,14 @@ import psutil
 
 from . import consensus
 from .checkpoint_files import STATE_FILE, number_of
-from .checkpoints import CheckpointError, newest_verdict_of, read_marker, resolve_checkpoint, standing_of
+from .checkpoints.keeper import CheckpointError, newest_verdict_of, read_marker, resolve_checkpoint, standing_of
+from .checkpoints.vetting import Verdict
 from .config import HealingConfig
 from .instrument import names_in_checkpoints
 from .journal import Journal
 from .launcher import Launch, launch_of
 from .output_dir import refuse_unwritable
 from .run_record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
-from .vetting import Verdict
 
 
 logger = logging.getLogger("self_healing")

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import consensus
 from .checkpoint_files import number_of
-from .checkpoints import CheckpointKeeper, missing_steps_in, newest_checkpoint_of, step_of
+from .checkpoints.keeper import CheckpointKeeper, missing_steps_in, newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .failures import FailureType, classify_exception
 from .instrument import (

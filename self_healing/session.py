@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import consensus
 from .budget import RecoveryBudget
-from .checkpoints import bookkeeping_now, newest_checkpoint_of, step_of
+from .checkpoints.keeper import bookkeeping_now, newest_checkpoint_of, step_of
 from .config import HealingConfig
 from .data import Quarantine
 from .failures import Action, FailureType, describe_exception

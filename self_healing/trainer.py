@@ -17,14 +17,14 @@ from transformers.trainer_utils import TrainOutput
 from . import consensus
 from .assembly import assemble
 from .callback import SelfHealingCallback, adopt_session
-from .checkpoints import (
+from .checkpoints.checksums import wait_for_checksums
+from .checkpoints.keeper import (
     newest_checkpoint_of,
     publish,
     remove_emergency_checkpoints,
     save_emergency_checkpoint,
     step_of,
 )
-from .checksums import wait_for_checksums
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .earlier_attempts import take_up

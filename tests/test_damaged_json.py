@@ -15,12 +15,12 @@ from conftest import journal, sft_trainer
 from transformers import PreTrainedConfig, TrainerState
 
 from self_healing import HealingConfig, Incident, SelfHealingCallback, SelfHealingTrainer
+from self_healing.checkpoints.vetting import vet
 from self_healing.failures import FailureType
 from self_healing.launcher import launch_of
 from self_healing.restart import start_of, still_alive
 from self_healing.run_record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
 from self_healing.session import Session
-from self_healing.vetting import vet
 
 
 Path_ = tuple[str | int, ...]

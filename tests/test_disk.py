@@ -28,13 +28,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
 from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoints import expendable_checkpoint, remove_torn, write_marker
+from self_healing.checkpoints.keeper import expendable_checkpoint, remove_torn, write_marker
+from self_healing.checkpoints.vetting import vet
 from self_healing.disk import SaveHealer
 from self_healing.failures import FailureType, classify_exception, could_not_be_written
 from self_healing.instrument import CheckpointSaving
 from self_healing.output_dir import refuse_unwritable
 from self_healing.session import Session
-from self_healing.vetting import vet
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}

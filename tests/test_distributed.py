@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from self_healing.vetting import vet
+from self_healing.checkpoints.vetting import vet
 
 
 def launch(directory: Path, *arguments: str, script: str = "two_processes.py") -> int:

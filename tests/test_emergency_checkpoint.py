@@ -13,9 +13,9 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer, find_trusted_checkpoint
-from self_healing.checkpoints import checkpoints_in, owed_in
+from self_healing.checkpoints.keeper import checkpoints_in, owed_in
+from self_healing.checkpoints.vetting import load_marker, vet
 from self_healing.instrument.reentry import Pending, Reentry
-from self_healing.vetting import load_marker, vet
 
 
 STEPS = {"max_steps": 6, "logging_steps": 2}

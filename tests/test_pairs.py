@@ -24,8 +24,8 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import SelfHealingTrainer
-from self_healing.checkpoints import checkpoints_in
-from self_healing.vetting import vet
+from self_healing.checkpoints.keeper import checkpoints_in
+from self_healing.checkpoints.vetting import vet
 
 
 RUN = {"max_steps": 6}

@@ -27,9 +27,9 @@ from self_healing import (
     find_trusted_checkpoint,
 )
 from self_healing import rollback as rollback_module
-from self_healing.checkpoints import CheckpointKeeper, vet_all, write_marker
+from self_healing.checkpoints.keeper import CheckpointKeeper, vet_all, write_marker
+from self_healing.checkpoints.vetting import load_marker, vet
 from self_healing.instrument.live_state import nonfinite_tensors
-from self_healing.vetting import load_marker, vet
 
 
 # So seldom that checkpoints are verified before a snapshot is.

@@ -20,18 +20,18 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner, Result
 
 from self_healing import SelfHealingCallback
-from self_healing.checkpoints import (
+from self_healing.checkpoints.checksums import wait_for_checksums
+from self_healing.checkpoints.keeper import (
     find_trusted_checkpoint,
     newest_checkpoint_of,
     set_standing,
     vet_all,
     write_marker,
 )
-from self_healing.checksums import wait_for_checksums
+from self_healing.checkpoints.marker import load_marker
+from self_healing.checkpoints.vetting import Verdict, vet
 from self_healing.cli import app
 from self_healing.instrument import names_in_checkpoints
-from self_healing.marker import load_marker
-from self_healing.vetting import Verdict, vet
 
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -289,7 +289,7 @@ def test_a_marker_without_checksums_is_accepted_and_said(marked: Path) -> None:
 
 
 def test_the_checksums_of_a_large_checkpoint_come_later(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("self_healing.checksums._AT_ONCE", 0)
+    monkeypatch.setattr("self_healing.checkpoints.checksums._AT_ONCE", 0)
     checkpoint, kept = marked / "checkpoint-4", marked / "last-known-good" / "checkpoint-4"
     write_marker(checkpoint, "run", 4, {}, emergency=False)
     os.utime(checkpoint, (1, 1))
@@ -307,8 +307,8 @@ def test_a_checkpoint_that_is_moved_meanwhile_gets_its_checksums(
 ) -> None:
     """An emergency one goes among the regular ones, a regular one is rotated away while it is kept."""
     waiting: list[Any] = []
-    monkeypatch.setattr("self_healing.checksums._AT_ONCE", 0)
-    monkeypatch.setattr("self_healing.checksums._QUEUE.put", waiting.append)
+    monkeypatch.setattr("self_healing.checkpoints.checksums._AT_ONCE", 0)
+    monkeypatch.setattr("self_healing.checkpoints.checksums._QUEUE.put", waiting.append)
     before = marked / place / "checkpoint-4"
     after = marked / ("checkpoint-4" if place == "emergency" else "last-known-good/checkpoint-4")
     for folder in (before.parent, after.parent):
@@ -322,14 +322,14 @@ def test_a_checkpoint_that_is_moved_meanwhile_gets_its_checksums(
 
 
 def test_a_checkpoint_that_changes_meanwhile_gets_no_checksums(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("self_healing.checksums._AT_ONCE", 0)
+    monkeypatch.setattr("self_healing.checkpoints.checksums._AT_ONCE", 0)
     checkpoint = marked / "checkpoint-4"
 
     def crc32_of(file: Path) -> int:
         os.utime(checkpoint / "optimizer.pt")
         return 0
 
-    monkeypatch.setattr("self_healing.checksums.crc32_of", crc32_of)
+    monkeypatch.setattr("self_healing.checkpoints.checksums.crc32_of", crc32_of)
     write_marker(checkpoint, "run", 4, {}, emergency=False)
     wait_for_checksums()
     assert "crc32" not in load_marker(checkpoint)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_files import MARKER_FILE
-from .files import replace_file
+from ..checkpoint_files import MARKER_FILE
+from ..files import replace_file
 
 
 MARKER_SCHEMA = 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, TrainerState
 
-from .checkpoint_files import MARKER_FILE, STATE_FILE, ModelNames, number_of
+from ..checkpoint_files import MARKER_FILE, STATE_FILE, ModelNames, number_of
 from .marker import CHECKSUMS, damage_of_marker, load_marker
 from .stored_tensors import (
     Unusable,

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from . import consensus
-from .checkpoint_files import (
+from .. import consensus
+from ..checkpoint_files import (
     BESIDE_DIR,
     EMERGENCY_DIR,
     MARKER_FILE,
@@ -33,9 +33,8 @@ from .checkpoint_files import (
     size_of,
     unshared_size_of,
 )
-from .checksums import add_checksums_later, checksums_at_once
-from .failures import FailureType, classify_exception, could_not_be_written
-from .instrument import (
+from ..failures import FailureType, classify_exception, could_not_be_written
+from ..instrument import (
     Instrument,
     Leave,
     Pending,
@@ -44,6 +43,7 @@ from .instrument import (
     let_go,
     save_generated,
 )
+from .checksums import add_checksums_later, checksums_at_once
 from .marker import (
     CHECKSUMS,
     MARKER_SCHEMA,
