@@ -20,20 +20,11 @@ from .actions import HealingActions
 from .assembly import assemble
 from .bad_samples import SampleHealer
 from .checkpoint_files import PINNED_DIR
-from .checkpoints.checksums import wait_for_checksums
-from .checkpoints.keeper import (
-    CheckpointError,
-    Standing,
-    bookkeeping_now,
-    check_resumed,
-    find_trusted_checkpoint,
-    healing_state_of,
-    owe_evaluation,
-    owed_in,
-    read_marker,
-    write_again,
-    write_marker,
-)
+from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
+from .checkpoints.emergency import write_again
+from .checkpoints.marker import Standing, read_marker, write_marker
+from .checkpoints.owed import bookkeeping_now, owe_evaluation, owed_in
+from .checkpoints.trainer_state import healing_state_of
 from .checkpoints.vetting import may_be_loaded, vet_weights
 from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
@@ -240,7 +231,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if point is not None and point.path == resumed_from:
             owed = point.pending, point.bookkeeping
             paid = instrument.reentry.continue_from(point, session.started_at)
-            if paid and not write_again(instrument, Path(point.path), session.run_id, point.leave):
+            if paid and not write_again(
+                instrument, Path(point.path), session.run_id, point.leave, later=session.checksums.put
+            ):
                 point.pending, point.bookkeeping = owed
         elif resumed_from is not None:
             marker = read_marker(Path(resumed_from))
@@ -254,7 +247,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 if owes is not None:
                     # A process that had to leave, or was killed after an exception, had no time for it.
                     leave = instrument.reentry.pay_first(resumed_from, *owes, session.started_at)
-                    write_again(instrument, Path(resumed_from), session.run_id, leave)
+                    write_again(instrument, Path(resumed_from), session.run_id, leave, later=session.checksums.put)
         session.journal.event(
             "run_started",
             int(state.global_step),
@@ -441,7 +434,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.instrument.detach()
         session.rollback.release()
         if not session.leaving:
-            wait_for_checksums()
+            session.checksums.wait()
         session.healthy_inputs = None
         if session.leaving and session.record is None and state.global_step < state.max_steps:
             session.leave(int(state.global_step), str(args.output_dir))
@@ -563,7 +556,16 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 save_generated(session.instrument.trainer, checkpoint)
                 finite = session.rollback.finite_at(int(state.global_step))
                 standing: Standing = "suspect" if finite is False else "unverified"
-                write_marker(checkpoint, session.run_id, state.global_step, exported, False, standing, finite)
+                write_marker(
+                    checkpoint,
+                    session.run_id,
+                    state.global_step,
+                    exported,
+                    emergency=False,
+                    standing=standing,
+                    finite=finite,
+                    later=session.checksums.put,
+                )
                 session.rollback.checkpoint_saved(checkpoint, int(state.global_step))
         except Exception as error:
             if session.instrument.tells_of_lost_device(error):

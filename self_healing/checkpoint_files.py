@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ EMERGENCY_DIR = "emergency"
 # Checkpoints that are to take the place of one in `emergency/`, or among the Trainer's own.
 BESIDE_DIR = os.path.join(EMERGENCY_DIR, "beside")
 
+# Bytes that are read at once.
+_PIECE = 1 << 22
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 
 
@@ -70,6 +73,16 @@ def size_of(checkpoint: Path) -> int:
 def unshared_size_of(checkpoint: Path) -> int:
     """Bytes that no other hard link holds: those that removing the checkpoint frees."""
     return sum(status.st_size for file in files_of(checkpoint) if (status := file.stat()).st_nlink == 1)
+
+
+def crc32_of(file: Path) -> int:
+    """The checksum of a file, which is read once; other threads go on meanwhile."""
+    checksum = 0
+    piece = memoryview(bytearray(_PIECE))
+    with file.open("rb") as stream:
+        while count := stream.readinto(piece):
+            checksum = zlib.crc32(piece[:count], checksum)
+    return checksum
 
 
 def share_files(one: Path, other: Path) -> bool:

@@ -134,7 +134,8 @@ def check(
     from rich.text import Text
 
     from .checkpoint_files import STATE_FILE, number_of
-    from .checkpoints.keeper import checkpoints_in, vet_all
+    from .checkpoints.choice import vet_all
+    from .checkpoints.listing import checkpoints_in
     from .checkpoints.vetting import vet
 
     named = number_of(run_dir.resolve()) is not None

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from .checkpoint_files import size_of
-from .checkpoints.keeper import expendable_checkpoint, remove_torn
+from .checkpoints.removal import expendable_checkpoint, remove_torn
 from .config import HealingConfig
 from .failures import Action, FailureType, describe_exception, text_of
 from .journal import Incident

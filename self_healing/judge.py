@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NoReturn
 
 from . import consensus
-from .checkpoints.keeper import mark_suspect, older_checkpoints
+from .checkpoints.choice import mark_suspect, older_checkpoints
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
 from .diagnosis import diagnose, diagnose_rise, diagnose_start, diagnose_stillness

@@ -8,7 +8,9 @@ from typing import Any
 from transformers import TrainingArguments
 
 from . import consensus
-from .checkpoints.keeper import newest_checkpoint_of, publish, save_emergency_checkpoint, step_of
+from .checkpoints.choice import newest_checkpoint_of
+from .checkpoints.emergency import publish, save_emergency_checkpoint
+from .checkpoints.marker import step_of
 from .config import HealingConfig
 from .failures import (
     FAILURE_RECIPES,
@@ -67,6 +69,7 @@ class LastResorts:
                 give_way=lambda: bool(rollback.give_way()),
                 about_to_write=self.session.about_to_write,
                 heals=context.error is not None,
+                later=self.session.checksums.put,
             )
         except Exception as error:
             if classify_exception(error) is FailureType.DEVICE:

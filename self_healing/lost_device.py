@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from .checkpoints.keeper import newest_marked_checkpoint_of
+from .checkpoints.choice import newest_marked_checkpoint_of
 from .failures import FAILURE_RECIPES, Action, FailureType, describe_exception, text_of
 from .journal import where_to_go_on
 from .launcher import EXIT_FOR_RESTART, end_process_with, restarts_on_exit

@@ -17,7 +17,8 @@ import psutil
 
 from . import consensus
 from .checkpoint_files import STATE_FILE, number_of
-from .checkpoints.keeper import CheckpointError, newest_verdict_of, read_marker, resolve_checkpoint, standing_of
+from .checkpoints.choice import CheckpointError, newest_verdict_of, resolve_checkpoint
+from .checkpoints.marker import read_marker, standing_of
 from .checkpoints.vetting import Verdict
 from .config import HealingConfig
 from .instrument import names_in_checkpoints

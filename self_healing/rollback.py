@@ -15,7 +15,10 @@ from typing import Any
 
 from . import consensus
 from .checkpoint_files import number_of
-from .checkpoints.keeper import CheckpointKeeper, missing_steps_in, newest_checkpoint_of, step_of
+from .checkpoints.choice import newest_checkpoint_of
+from .checkpoints.keeper import CheckpointKeeper
+from .checkpoints.marker import step_of
+from .checkpoints.trainer_state import missing_steps_in
 from .config import HealingConfig
 from .failures import FailureType, classify_exception
 from .instrument import (

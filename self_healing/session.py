@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import consensus
 from .budget import RecoveryBudget
-from .checkpoints.keeper import bookkeeping_now, newest_checkpoint_of, step_of
+from .checkpoints.checksums import ChecksumQueue
+from .checkpoints.choice import newest_checkpoint_of
+from .checkpoints.marker import step_of
+from .checkpoints.owed import bookkeeping_now
 from .config import HealingConfig
 from .data import Quarantine
 from .failures import Action, FailureType, describe_exception
@@ -99,6 +102,7 @@ class Session:
         self.saves: SaveHealer | None = None
         # What keeps trackers and Hub from training for the time of the wrapper's `train()`.
         self.reporting: Reporting | None = None
+        self.checksums = ChecksumQueue()
         self.started_at = time.time()
         self.resume_point: ResumePoint | None = None
         self.instrument: Instrument | None = None

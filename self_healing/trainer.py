@@ -17,14 +17,9 @@ from transformers.trainer_utils import TrainOutput
 from . import consensus
 from .assembly import assemble
 from .callback import SelfHealingCallback, adopt_session
-from .checkpoints.checksums import wait_for_checksums
-from .checkpoints.keeper import (
-    newest_checkpoint_of,
-    publish,
-    remove_emergency_checkpoints,
-    save_emergency_checkpoint,
-    step_of,
-)
+from .checkpoints.choice import newest_checkpoint_of
+from .checkpoints.emergency import publish, remove_emergency_checkpoints, save_emergency_checkpoint
+from .checkpoints.marker import step_of
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .earlier_attempts import take_up
@@ -277,7 +272,7 @@ class SelfHealingTrainer:
                 self._write_postmortem(session, classify_exception(error), error, why)
             session.end_attempt(Ending.GAVE_UP if gave_up else Ending.FAILED, why)
             # Those of the emergency checkpoint: the process may be about to end.
-            wait_for_checksums()
+            session.checksums.wait()
 
     def _at_the_end(self) -> bool:
         state = self.trainer.state
@@ -462,7 +457,10 @@ class SelfHealingTrainer:
         if session.instrument is not None and consensus.world_size() == 1:
             try:
                 point = save_emergency_checkpoint(
-                    session.instrument, session.run_id, about_to_write=session.about_to_write
+                    session.instrument,
+                    session.run_id,
+                    about_to_write=session.about_to_write,
+                    later=session.checksums.put,
                 )
                 path = None if point is None else publish(point.path, self.trainer.args.output_dir)
             except Exception:

@@ -17,18 +17,15 @@ from test_vetting import DAMAGES, SILENT_DAMAGES, as_just_written, resharded
 from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoints.keeper import (
+from self_healing.checkpoints.choice import (
     CheckpointError,
-    CheckpointKeeper,
     check_resumed,
-    checkpoints_in,
     find_trusted_checkpoint,
     newest_checkpoint_of,
-    read_marker,
-    set_standing,
-    write_marker,
 )
-from self_healing.checkpoints.marker import load_marker
+from self_healing.checkpoints.keeper import CheckpointKeeper
+from self_healing.checkpoints.listing import checkpoints_in
+from self_healing.checkpoints.marker import load_marker, read_marker, set_standing, write_marker
 from self_healing.checkpoints.vetting import Verdict, breach_of_marker, vet
 
 
@@ -124,7 +121,7 @@ def test_weights_in_shards_in_place_of_one_file_are_resumed_from(
 def test_the_checksums_of_large_checkpoints_follow_while_the_run_goes_on(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("self_healing.checkpoints.checksums._AT_ONCE", 0)
+    monkeypatch.setattr("self_healing.checkpoints.marker._AT_ONCE", 0)
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], save_total_limit=1, **SAVING)
     trainer.train()
     assert "crc32" in (load_marker(tmp_path / "checkpoint-6") or {})

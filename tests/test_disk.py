@@ -28,7 +28,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
 from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoints.keeper import expendable_checkpoint, remove_torn, write_marker
+from self_healing.checkpoints.marker import write_marker
+from self_healing.checkpoints.removal import expendable_checkpoint, remove_torn
 from self_healing.checkpoints.vetting import vet
 from self_healing.disk import SaveHealer
 from self_healing.failures import FailureType, classify_exception, could_not_be_written

@@ -13,8 +13,10 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer, find_trusted_checkpoint
-from self_healing.checkpoints.keeper import checkpoints_in, owed_in
-from self_healing.checkpoints.vetting import load_marker, vet
+from self_healing.checkpoints.listing import checkpoints_in
+from self_healing.checkpoints.marker import load_marker
+from self_healing.checkpoints.owed import owed_in
+from self_healing.checkpoints.vetting import vet
 from self_healing.instrument.reentry import Pending, Reentry
 
 

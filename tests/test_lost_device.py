@@ -16,7 +16,7 @@ from lost_device import LoseDevice, LostDevice
 from transformers import Trainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoints.keeper import find_trusted_checkpoint
+from self_healing.checkpoints.choice import find_trusted_checkpoint
 
 
 MICRO_BATCHES = 2

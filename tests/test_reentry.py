@@ -323,7 +323,7 @@ def test_an_emergency_checkpoint_that_fails_takes_no_other_with_it(
 
 
 def test_a_marker_holds_only_for_the_files_it_names(tmp_path: Path, tokenizer: Any) -> None:
-    from self_healing.checkpoints.keeper import read_marker
+    from self_healing.checkpoints.marker import read_marker
 
     trainer = sft_trainer(
         tmp_path, tokenizer, max_steps=2, save_strategy="steps", save_steps=2, callbacks=[SelfHealingCallback()]

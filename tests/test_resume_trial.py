@@ -15,7 +15,8 @@ from conftest import TEXTS, OutputFault, assert_same_weights, journal, sft_train
 from safetensors.torch import load_file, save_file
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.checkpoints.keeper import load_marker, mark_suspect, older_checkpoints, standing_of, write_marker
+from self_healing.checkpoints.choice import mark_suspect, older_checkpoints
+from self_healing.checkpoints.marker import load_marker, standing_of, write_marker
 
 
 STEPS = {"max_steps": 16, "save_strategy": "steps", "save_steps": 4}

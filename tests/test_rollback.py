@@ -39,7 +39,7 @@ from self_healing import (
     find_trusted_checkpoint,
 )
 from self_healing import rollback as rollback_module
-from self_healing.checkpoints.keeper import vet_all
+from self_healing.checkpoints.choice import vet_all
 
 
 class WeightFault(TrainerCallback):

@@ -20,15 +20,9 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner, Result
 
 from self_healing import SelfHealingCallback
-from self_healing.checkpoints.checksums import wait_for_checksums
-from self_healing.checkpoints.keeper import (
-    find_trusted_checkpoint,
-    newest_checkpoint_of,
-    set_standing,
-    vet_all,
-    write_marker,
-)
-from self_healing.checkpoints.marker import load_marker
+from self_healing.checkpoints.checksums import ChecksumQueue, MarkedCheckpoint
+from self_healing.checkpoints.choice import find_trusted_checkpoint, newest_checkpoint_of, vet_all
+from self_healing.checkpoints.marker import load_marker, set_standing, write_marker
 from self_healing.checkpoints.vetting import Verdict, vet
 from self_healing.cli import app
 from self_healing.instrument import names_in_checkpoints
@@ -289,12 +283,13 @@ def test_a_marker_without_checksums_is_accepted_and_said(marked: Path) -> None:
 
 
 def test_the_checksums_of_a_large_checkpoint_come_later(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("self_healing.checkpoints.checksums._AT_ONCE", 0)
+    monkeypatch.setattr("self_healing.checkpoints.marker._AT_ONCE", 0)
     checkpoint, kept = marked / "checkpoint-4", marked / "last-known-good" / "checkpoint-4"
-    write_marker(checkpoint, "run", 4, {}, emergency=False)
+    checksums = ChecksumQueue()
+    write_marker(checkpoint, "run", 4, {}, emergency=False, later=checksums.put)
     os.utime(checkpoint, (1, 1))
     shutil.copytree(checkpoint, kept)
-    wait_for_checksums()
+    checksums.wait()
     assert len(load_marker(checkpoint)["crc32"]) == len(load_marker(checkpoint)["files"]) > 8
     assert vet(checkpoint).reason == vet(kept).reason == "complete"
     # The Trainer's rotation goes by it.
@@ -307,22 +302,21 @@ def test_a_checkpoint_that_is_moved_meanwhile_gets_its_checksums(
 ) -> None:
     """An emergency one goes among the regular ones, a regular one is rotated away while it is kept."""
     waiting: list[Any] = []
-    monkeypatch.setattr("self_healing.checkpoints.checksums._AT_ONCE", 0)
-    monkeypatch.setattr("self_healing.checkpoints.checksums._QUEUE.put", waiting.append)
+    monkeypatch.setattr("self_healing.checkpoints.marker._AT_ONCE", 0)
     before = marked / place / "checkpoint-4"
     after = marked / ("checkpoint-4" if place == "emergency" else "last-known-good/checkpoint-4")
     for folder in (before.parent, after.parent):
         folder.mkdir(exist_ok=True)
     if place == "emergency":
         (marked / "checkpoint-4").rename(before)
-    write_marker(before, "run", 4, {}, emergency=False)
+    write_marker(before, "run", 4, {}, emergency=False, later=lambda *its: waiting.append(MarkedCheckpoint.of(*its)))
     before.rename(after)
     waiting[0].compute()
     assert vet(after).reason == "complete"
 
 
 def test_a_checkpoint_that_changes_meanwhile_gets_no_checksums(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("self_healing.checkpoints.checksums._AT_ONCE", 0)
+    monkeypatch.setattr("self_healing.checkpoints.marker._AT_ONCE", 0)
     checkpoint = marked / "checkpoint-4"
 
     def crc32_of(file: Path) -> int:
@@ -330,8 +324,9 @@ def test_a_checkpoint_that_changes_meanwhile_gets_no_checksums(marked: Path, mon
         return 0
 
     monkeypatch.setattr("self_healing.checkpoints.checksums.crc32_of", crc32_of)
-    write_marker(checkpoint, "run", 4, {}, emergency=False)
-    wait_for_checksums()
+    checksums = ChecksumQueue()
+    write_marker(checkpoint, "run", 4, {}, emergency=False, later=checksums.put)
+    checksums.wait()
     assert "crc32" not in load_marker(checkpoint)
     assert vet(checkpoint).usable
 

@@ -40,7 +40,7 @@ from self_healing import (
     UnrecoverableTrainingError,
     classify_exception,
 )
-from self_healing.checkpoints.keeper import CheckpointError
+from self_healing.checkpoints.choice import CheckpointError
 
 
 def digest(trainer: Any) -> str:

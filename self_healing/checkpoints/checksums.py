@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .marker import CHECKSUMS, change_marker, crc32_of
+from ..checkpoint_files import crc32_of
+from .marker import CHECKSUMS, change_marker
 
 
 logger = logging.getLogger(__name__)
 
-# Bytes that are read through in a few hundredths of a second.
-_AT_ONCE = 1 << 26
-
 
 @dataclass(frozen=True, slots=True)
-class _Checkpoint:
+class MarkedCheckpoint:
     """
     A marked checkpoint whose checksums are still to be computed.
 
@@ -42,7 +40,14 @@ class _Checkpoint:
     time: float
     files: dict[str, tuple[int, int, int]]
 
+    @classmethod
+    def of(cls, checkpoint: Path, marker: dict[str, Any], links: Sequence[Path] = ()) -> MarkedCheckpoint:
+        """A checkpoint whose marker has just been written, and says what is given here."""
+        files = identities(checkpoint, list(marker["files"]))
+        return cls(checkpoint, links, marker["run"], marker["time"], files)
+
     def compute(self) -> None:
+        """Computes them, and adds them to its marker, unless a file has changed or it is not there any more."""
         places = (self.path, *self.links)
         for place in places:
             # It may have been moved, or rotated away, since.
@@ -63,7 +68,7 @@ class _Checkpoint:
 
 class ChecksumQueue:
     """
-    Computes the checksums of large checkpoints in a thread of its own, the newest first.
+    Computes the checksums of the large checkpoints of a run in a thread of its own, the newest first.
 
     A process that ends before they are computed leaves a marker without them, which is as good as any from before
     there were checksums.
@@ -71,20 +76,32 @@ class ChecksumQueue:
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
-        self._next: _Checkpoint | None = None
+        self._next: MarkedCheckpoint | None = None
         self._busy = False
 
-    def put(self, checkpoint: _Checkpoint) -> None:
-        """Asks for the checksums of a checkpoint; one that still waits for its turn gives way."""
+    def put(self, checkpoint: Path, marker: dict[str, Any], links: Sequence[Path] = ()) -> None:
+        """
+        Computes the checksums of a checkpoint and adds them to its marker; one that still waits for its turn gives
+        way.
+
+        Args:
+            checkpoint (`Path`):
+                The checkpoint directory, whose marker is written.
+            marker (`dict`):
+                What it says.
+            links (`Sequence[Path]`):
+                Where the same checkpoint may be by then, too or instead.
+        """
+        waiting = MarkedCheckpoint.of(checkpoint, marker, links)
         with self._turn:
-            self._next = checkpoint
+            self._next = waiting
             if not self._busy:
                 self._busy = True
                 # No process waits at its end for a thread that does not have to finish.
                 threading.Thread(target=self._work, name="self-healing-checksums", daemon=True).start()
 
-    def wait(self, seconds: float) -> None:
-        """Waits until all that were asked for are computed, but no longer than so many seconds."""
+    def wait(self, seconds: float = 60.0) -> None:
+        """Waits until all that were asked for are computed, but no longer than these seconds."""
         with self._turn:
             self._turn.wait_for(lambda: not self._busy, seconds)
 
@@ -97,44 +114,13 @@ class ChecksumQueue:
             except Exception:
                 logger.warning("%s has no checksums.", checkpoint.path, exc_info=True)
 
-    def _take(self) -> _Checkpoint | None:
+    def _take(self) -> MarkedCheckpoint | None:
         with self._turn:
             taken, self._next = self._next, None
             if taken is None:
                 self._busy = False
                 self._turn.notify_all()
             return taken
-
-
-_QUEUE = ChecksumQueue()
-
-
-def checksums_at_once(checkpoint: Path, sizes: dict[str, int]) -> dict[str, int] | None:
-    """The checksums of a small checkpoint; `None` for one that a save would have to wait for."""
-    if sum(sizes.values()) > _AT_ONCE:
-        return None
-    return {name: crc32_of(checkpoint / name) for name in sizes}
-
-
-def add_checksums_later(checkpoint: Path, marker: dict[str, Any], links: Sequence[Path] = ()) -> None:
-    """
-    Computes the checksums of a checkpoint in the background and adds them to its marker.
-
-    Args:
-        checkpoint (`Path`):
-            The checkpoint directory, whose marker is written.
-        marker (`dict`):
-            What it says.
-        links (`Sequence[Path]`):
-            Where the same checkpoint may be by then, too or instead.
-    """
-    files = identities(checkpoint, list(marker["files"]))
-    _QUEUE.put(_Checkpoint(checkpoint, links, marker["run"], marker["time"], files))
-
-
-def wait_for_checksums(seconds: float = 60.0) -> None:
-    """Waits for the checksums that are still being computed, but no longer than so many seconds."""
-    _QUEUE.wait(seconds)
 
 
 def identities(checkpoint: Path, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""The marker `healing.json` of a checkpoint: what it says about the files there, and whether it can be believed."""
+"""The marker `healing.json` of a complete checkpoint: its files, its standing, and whether it can be believed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import json
 import os
 import re
 import threading
+import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from ..checkpoint_files import MARKER_FILE
+from ..checkpoint_files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR, crc32_of, files_of
 from ..files import replace_file
 
+
+Standing = Literal["unverified", "verified", "suspect"]
+# Called with a checkpoint, what its marker says, and where the same files may be by then.
+ChecksumsLater = Callable[[Path, dict[str, Any], Sequence[Path]], None]
 
 MARKER_SCHEMA = 1
 # By name of the file, for those whose checksum is known.
@@ -22,10 +27,80 @@ CHECKSUMS = "crc32"
 # Of the marker itself, at its end.
 _SEAL = "seal"
 _SEALED = re.compile(rf'(.*), "{_SEAL}": (\d+)\}}', re.DOTALL)
-_STANDINGS = ("unverified", "verified", "suspect")
-_PIECE = 1 << 22
+_STANDINGS = get_args(Standing)
+# Bytes that are read through in a few hundredths of a second.
+_AT_ONCE = 1 << 26
 # The training thread and the one that computes checksums change markers.
 _CHANGING = threading.RLock()
+
+
+def write_marker(
+    checkpoint: Path,
+    run: str,
+    step: int,
+    bookkeeping: dict[str, Any],
+    emergency: bool,
+    standing: Standing = "unverified",
+    finite: bool | None = None,
+    later: ChecksumsLater | None = None,
+) -> None:
+    """
+    Marks a checkpoint as complete, after everything else in it was written; the marker appears whole or not at all.
+
+    Args:
+        checkpoint (`Path`):
+            The checkpoint directory.
+        run (`str`):
+            The run it belongs to.
+        step (`int`):
+            Optimizer steps finished.
+        bookkeeping (`dict`):
+            Running loss, metrics and token counts as of that step.
+        emergency (`bool`):
+            Whether it was written because of an exception.
+        standing (`str`, *optional*, defaults to `"unverified"`):
+            `"verified"` once enough healthy steps came after it, `"suspect"` if it was written while the run was bad.
+        finite (`bool`, *optional*):
+            Whether every weight, buffer and optimizer state was finite when it was written; `None` if that was not
+            looked at, and then it never becomes verified.
+        later (`Callable`, *optional*):
+            Adds the checksums of a large one to its marker later, so that no step waits for them. Given the
+            checkpoint, what its marker says, and where the same files may be by then. Defaults to computing all at
+            once.
+    """
+    sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in files_of(checkpoint)}
+    content: dict[str, Any] = {
+        "schema": MARKER_SCHEMA,
+        "time": time.time(),
+        "run": run,
+        "step": step,
+        "emergency": emergency,
+        "standing": standing,
+        "finite": finite,
+        "files": sizes,
+        "bookkeeping": bookkeeping,
+    }
+    if later is None or sum(sizes.values()) <= _AT_ONCE:
+        content[CHECKSUMS] = {name: crc32_of(checkpoint / name) for name in sizes}
+        replace_marker(checkpoint, content)
+        return
+    replace_marker(checkpoint, content)
+    folder = checkpoint.parent
+    # Where it is linked or moved to before they are computed.
+    beside = folder.parent if folder.name == EMERGENCY_DIR else folder / PINNED_DIR
+    later(checkpoint, content, (beside / checkpoint.name,))
+
+
+def read_marker(checkpoint: Path) -> dict[str, Any] | None:
+    """The marker of a checkpoint, or `None` if there is none that can be read and holds for the files there."""
+    content = load_marker(checkpoint)
+    if content is None:
+        return None
+    try:
+        whole = all((checkpoint / name).stat().st_size == size for name, size in content["files"].items())
+    except OSError:
+        return None
+    return content if whole else None
 
 
 def load_marker(checkpoint: Path) -> dict[str, Any] | None:
@@ -81,14 +156,37 @@ def change_marker(checkpoint: Path, change: Callable[[dict[str, Any]], None]) ->
     return True
 
 
-def crc32_of(file: Path) -> int:
-    """The checksum of a file, which is read once; other threads go on meanwhile."""
-    checksum = 0
-    piece = memoryview(bytearray(_PIECE))
-    with file.open("rb") as stream:
-        while count := stream.readinto(piece):
-            checksum = zlib.crc32(piece[:count], checksum)
-    return checksum
+def set_standing(checkpoint: Path, standing: Standing, incident: str | None = None) -> None:
+    """
+    Changes the standing of a checkpoint; one without a marker is left as it is.
+
+    Args:
+        checkpoint (`Path`):
+            The checkpoint directory.
+        standing (`str`):
+            `"unverified"`, `"verified"` or `"suspect"`.
+        incident (`str`, *optional*):
+            The incident that made it suspect.
+    """
+
+    def change(content: dict[str, Any]) -> None:
+        content["standing"] = standing
+        content.pop("incident", None)
+        if incident is not None:
+            content["incident"] = incident
+
+    change_marker(checkpoint, change)
+
+
+def standing_of(checkpoint: str | Path) -> str:
+    """What its marker says about it; `"unmarked"` if it has none."""
+    return str((load_marker(Path(checkpoint)) or {}).get("standing", "unmarked"))
+
+
+def step_of(checkpoint: str, default: int) -> int:
+    """The step a checkpoint was written at, from its marker."""
+    marker = read_marker(Path(checkpoint))
+    return default if marker is None else int(marker["step"])
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from .marker import crc32_of
+from ..checkpoint_files import crc32_of
 
 
 # Numbers that are looked at once.
