@@ -143,6 +143,10 @@ IN_PLACE = frozenset(
 )
 
 
+# They look at a run, and leave it as it is.
+INSPECTIONS = frozenset({Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY})
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """
@@ -152,7 +156,9 @@ class Recipe:
         diagnosis (`str`):
             What it means, for a person.
         ladder (`tuple[Action, ...]`):
-            Remedies in the order they are tried.
+            Remedies in the order they are first tried. Not every one is for every run: which there are depends on the
+            settings, and on what can be done at the time. A rung further up takes earlier ones again (back to a
+            trusted state, and from there with a lower rate).
         advice (`str`):
             What to do when the ladder is spent.
         severity (`str`):
@@ -167,6 +173,21 @@ class Recipe:
     severity: str
     references: tuple[str, ...] = ()
 
+    @property
+    def inspections(self) -> tuple[Action, ...]:
+        """The rungs that look at data and model, and leave the run as it is."""
+        return tuple(action for action in self.ladder if action in INSPECTIONS)
+
+    @property
+    def reentry(self) -> Action | None:
+        """The rung that enters `train()` again after an exception; `None` for a failure that ends the run."""
+        return next((action for action in self.ladder if action in (Action.WAIT_AND_RESUME, Action.RESUME)), None)
+
+    @property
+    def saves_first(self) -> bool:
+        """Whether an emergency checkpoint is written before the run is entered again, or ends."""
+        return Action.EMERGENCY_CHECKPOINT in self.ladder
+
 
 FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.NONFINITE_TRANSIENT: Recipe(
@@ -179,7 +200,13 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.NONFINITE_POISON_ROWS: Recipe(
         diagnosis="These rows make the loss or the gradient non-finite by themselves, every time; the others do not.",
-        ladder=(Action.QUARANTINE_ROWS, Action.DROP_ROWS, Action.SKIP_STEP, Action.STOP),
+        ladder=(
+            Action.QUARANTINE_ROWS,
+            Action.DROP_ROWS,
+            Action.SKIP_STEP,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.STOP,
+        ),
         advice="Look at the rows in quarantine.jsonl: masked labels, broken characters, extreme lengths or values.",
         severity="warning",
     ),
@@ -189,6 +216,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ladder=(
             Action.SKIP_STEP,
             Action.ROLL_BACK,
+            Action.REPLAY_STEPS,
             Action.REDUCE_LEARNING_RATE,
             Action.EMERGENCY_CHECKPOINT,
             Action.STOP,
@@ -209,7 +237,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.NONFINITE_UNDIAGNOSED: Recipe(
         diagnosis="Loss or gradient norm is not finite; the cause was not looked for.",
-        ladder=(Action.SKIP_STEP, Action.STOP),
+        ladder=(Action.SKIP_STEP, Action.EMERGENCY_CHECKPOINT, Action.STOP),
         advice="Set on_nonfinite='heal' to have the cause found.",
         severity="warning",
     ),
@@ -244,7 +272,13 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.GRADIENT_SPIKE: Recipe(
         diagnosis="The gradient norm was far outside of what is usual in this run: the batch, or the place the "
         "weights have got to.",
-        ladder=(Action.CLIP_GRADIENT, Action.SKIP_STEP, Action.STOP),
+        ladder=(
+            Action.SKIP_STEP,
+            Action.CLIP_GRADIENT,
+            Action.USE_REEXECUTED_STEP,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.STOP,
+        ),
         advice="One is nothing to worry about. Where they come often, set zclip_mode='clip', lower the learning "
         "rate or max_grad_norm, and look at the batches kept below incidents/.",
         severity="warning",
@@ -293,7 +327,14 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.LEARNING_RATE: Recipe(
         diagnosis="The loss diverged again after every reduction of the learning rate that is allowed.",
-        ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY, Action.EMERGENCY_CHECKPOINT, Action.STOP),
+        ladder=(
+            Action.ROLL_BACK,
+            Action.SKIP_STEP,
+            Action.CHECK_MODEL_INIT,
+            Action.CHECK_DATA_QUALITY,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.STOP,
+        ),
         advice="Begin a new run with a learning rate well below the last one that was tried, or a longer warm-up (a "
         "resume would take the rate from the checkpoint). If that one "
         "was already low for a model like this, it is not the rate: look at what the checks of data and model say, "
@@ -346,6 +387,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         diagnosis="A metric is outside of its healthy range, and has been for long enough to mean something.",
         ladder=(
             Action.ROLL_BACK,
+            Action.REPLAY_STEPS,
             Action.SKIP_STEP,
             Action.REDUCE_LEARNING_RATE,
             Action.EMERGENCY_CHECKPOINT,
@@ -363,6 +405,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Action.CHECKPOINT_ACTIVATIONS,
             Action.ROLL_BACK,
             Action.REPLAY_STEPS,
+            Action.SKIP_STEP,
             Action.EMERGENCY_CHECKPOINT,
             Action.REDUCE_BATCH_SIZE,
             Action.STOP,

@@ -104,11 +104,10 @@ class RollbackLadder:
         return Decision((Action.ROLL_BACK, Action.SKIP_STEP, *changes), target=target)
 
     def _end(self, failure: FailureType, verdict: str) -> Decision:
-        checks = [each for each in FAILURE_RECIPES[failure].ladder if each.value.startswith("check")]
         # What is saved is the trusted state, to be resumed once somebody knows better. Where the numbers overflow, the
         # steps were left out, and the weights are as good as they were.
         back = () if self._overflows else (Action.ROLL_BACK, Action.SKIP_STEP)
-        ending = (*back, *checks, Action.EMERGENCY_CHECKPOINT, Action.STOP)
+        ending = (*back, *FAILURE_RECIPES[failure].inspections, Action.EMERGENCY_CHECKPOINT, Action.STOP)
         return Decision(ending, verdict, target=Target.NEWEST)
 
     def healed(self, failure: FailureType | None) -> None:

@@ -120,14 +120,13 @@ class StepPolicy:
             # The weights are what is wrong: nothing is saved of them.
             return Decision((Action.STOP,), FAILURE_RECIPES[failure].diagnosis)
         if failure is FailureType.DEAD_LOSS and self.config.on_dead_loss == "stop":
-            return Decision((Action.CHECK_DATA_QUALITY, Action.STOP), FAILURE_RECIPES[failure].diagnosis)
-        if failure in (FailureType.LOSS_SPIKE, FailureType.DIVERGENCE):
+            return Decision(FAILURE_RECIPES[failure].ladder, FAILURE_RECIPES[failure].diagnosis)
+        if failure is FailureType.DEAD_LOSS:
+            return Decision(())
+        if failure is FailureType.DIVERGENCE:
             return Decision((Action.HOLD_CHECKPOINTS,))
-        if failure is FailureType.PLATEAU:
-            return Decision((Action.INCREASE_LEARNING_RATE,))
-        if failure in (FailureType.VANISHING_GRADIENT, FailureType.NEVER_LEARNED):
-            return Decision((Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY))
-        return Decision(())
+        # All at once: none of them changes what has been seen.
+        return Decision(FAILURE_RECIPES[failure].ladder)
 
     def acts_on(self, action: str) -> bool:
         """Whether anything is done when a metric rule fires whose action this is."""

@@ -473,8 +473,8 @@ class SelfHealingTrainer:
             if session.batch_plan is not None:
                 return (Action.REDUCE_BATCH_SIZE,)
             return self._remedies_outside_of_the_model(session, incident, step)
-        ladder = FAILURE_RECIPES[failure].ladder
-        return tuple(action for action in (Action.WAIT_AND_RESUME, Action.RESUME) if action in ladder)[:1]
+        reentry = FAILURE_RECIPES[failure].reentry
+        return () if reentry is None else (reentry,)
 
     def _remedies_outside_of_the_model(self, session: Session, incident: Incident, step: int) -> tuple[Action, ...]:
         """
@@ -515,7 +515,7 @@ class SelfHealingTrainer:
             # Before our on_train_begin: nothing has moved, the same call can be made again.
             return resume, True
         unmoved = not instrument.reentry.moved
-        if Action.EMERGENCY_CHECKPOINT not in FAILURE_RECIPES[failure].ladder or (unmoved and resume is not None):
+        if not FAILURE_RECIPES[failure].saves_first or (unmoved and resume is not None):
             instrument.reentry.settle()
             return resume, unmoved
         context = HealingContext(incident, instrument, error=error)
@@ -557,7 +557,7 @@ class SelfHealingTrainer:
         emergency = older = None
         if session.resume_point is not None and session.resume_point.path == path:
             emergency = publish(session.resume_point.path, output_dir)
-        elif path is not None and Action.EMERGENCY_CHECKPOINT in FAILURE_RECIPES[failure].ladder:
+        elif path is not None and FAILURE_RECIPES[failure].saves_first:
             older = path
         else:
             # What this entry began with need not be the newest.

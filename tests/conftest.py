@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+
+from self_healing import FAILURE_RECIPES, Action, FailureType
 
 
 try:
@@ -631,6 +633,16 @@ def settled_imports() -> None:
     """Trainers collect garbage at each training, and a third of all time here would go into what was imported."""
     gc.collect()
     gc.freeze()
+
+
+def off_the_ladder(failure: FailureType, actions: Sequence[str]) -> str | None:
+    """How what was done about an incident departs from what its recipe declares; `None` if it does not."""
+    ladder, first = FAILURE_RECIPES[failure].ladder, [Action(action) for action in dict.fromkeys(actions)]
+    if unknown := [action.value for action in first if action not in ladder]:
+        return f"{failure.value}: {unknown} on no rung of {[action.value for action in ladder]}"
+    if first != sorted(first, key=ladder.index):
+        return f"{failure.value}: {[*map(str, first)]} is not the order of {[action.value for action in ladder]}"
+    return None
 
 
 @pytest.fixture(autouse=True)
