@@ -3,10 +3,11 @@
 from .actions import HealingActions
 from .callback import SelfHealingCallback
 from .checkpoints import CheckpointError, find_trusted_checkpoint
+from .classify import classify_exception
 from .clipping import AdaGC, ZClip
 from .config import ConfigurationError, HealingConfig
 from .dry_run import DryRunReport
-from .failures import FAILURE_RECIPES, Action, FailureType, Recipe, UnrecoverableTrainingError, classify_exception
+from .failures import FAILURE_RECIPES, Action, FailureType, Recipe, UnrecoverableTrainingError
 from .inspection import Finding, Inspection, check_data_quality, check_model_init
 from .journal import Incident
 from .report import HealingReport

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .failures import describe_exception, text_of
+from .classify import describe_exception, text_of
 from .files import append_line, parse_lines
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from . import consensus
+from .classify import describe_exception
 from .config import HealingConfig
-from .failures import Cause, FailureType, describe_exception
+from .failures import Cause, FailureType
 from .instrument import Instrument, TrainingFault, Window
 from .rollback import Rollback
 from .run.diagnosis import Diagnosis

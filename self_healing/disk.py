@@ -9,8 +9,9 @@ from pathlib import Path
 
 from .checkpoint_files import size_of
 from .checkpoints.removal import expendable_checkpoint, remove_torn
+from .classify import describe_exception, text_of
 from .config import HealingConfig
-from .failures import Action, FailureType, describe_exception, text_of
+from .failures import Action, FailureType
 from .journal import Incident
 from .session import Session
 

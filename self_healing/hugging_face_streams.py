@@ -25,8 +25,8 @@ from datasets.iterable_dataset import (
     _BaseExamplesIterable,
 )
 
+from .classify import is_error
 from .data import BadSample, preview_of, what_was_raised
-from .failures import is_error
 from .sample_guard import SUBSTITUTES, DataSourceError, Guard, LetPass, worker_id
 from .stream_reading import Reading, is_simple, place
 

@@ -26,10 +26,11 @@ import torch
 import transformers
 
 from . import consensus
+from .classify import text_of
 from .config import HealingConfig
 from .detectors import Symptom
 from .detectors.symptom import Severity
-from .failures import FAILURE_RECIPES, Action, Cause, FailureType, text_of
+from .failures import FAILURE_RECIPES, Action, Cause, FailureType
 from .files import append_line, jsonable, replace_file
 from .known_errors import match_known_error
 

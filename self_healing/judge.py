@@ -11,17 +11,11 @@ from typing import Any, NoReturn
 
 from . import consensus
 from .checkpoints.choice import mark_suspect, older_checkpoints
+from .classify import describe_exception
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
 from .diagnosis import diagnose, diagnose_rise, diagnose_start, diagnose_stillness
-from .failures import (
-    FAILURE_RECIPES,
-    Action,
-    DamagedCheckpointError,
-    FailureType,
-    UnrecoverableTrainingError,
-    describe_exception,
-)
+from .failures import FAILURE_RECIPES, Action, DamagedCheckpointError, FailureType, UnrecoverableTrainingError
 from .instrument import Instrument, TrainingFault, Window, free_memory, is_out_of_memory, let_go, memory_figures
 from .journal import Incident
 from .offending_batch import save_offending_batch

@@ -11,15 +11,9 @@ from . import consensus
 from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.emergency import publish, save_emergency_checkpoint
 from .checkpoints.marker import step_of
+from .classify import classify_exception, describe_exception
 from .config import HealingConfig
-from .failures import (
-    FAILURE_RECIPES,
-    Action,
-    FailureType,
-    UnrecoverableTrainingError,
-    classify_exception,
-    describe_exception,
-)
+from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from .instrument import Instrument
 from .journal import where_to_go_on
 from .retry import RetryPolicy

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from . import consensus
+from .classify import classify_exception
 from .config import HealingConfig
-from .failures import FAILURE_RECIPES, Action, FailureType, classify_exception
+from .failures import FAILURE_RECIPES, Action, FailureType
 from .files import replace_file
 from .instrument import (
     CannotReduce,

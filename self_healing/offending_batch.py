@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from .failures import FailureType, classify_exception
+from .classify import classify_exception
+from .failures import FailureType
 from .instrument import Window
 from .journal import Incident
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from .classify import describe_exception
 from .config import ConfigurationError
-from .failures import describe_exception
 
 
 logger = logging.getLogger("self_healing")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from .failures import describe_exception
+from .classify import describe_exception
 from .instrument import Recording, TrainingFault, Window
 from .repeatability import tolerance
 from .signals import StepSignals

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .failures import Action, FailureType, is_error, text_of
+from .classify import is_error, text_of
+from .failures import Action, FailureType
 from .journal import Incident
 from .retry import RetryPolicy
 from .session import Session

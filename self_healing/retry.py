@@ -14,8 +14,9 @@ from typing import Any, Self, TypeVar
 import tenacity
 from tenacity import RetryCallState
 
+from .classify import attribute_of, classify_exception
 from .config import HealingConfig
-from .failures import FailureType, NonFiniteReward, attribute_of, classify_exception
+from .failures import FailureType, NonFiniteReward
 
 
 T = TypeVar("T")

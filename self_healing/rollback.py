@@ -19,8 +19,9 @@ from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.keeper import CheckpointKeeper
 from .checkpoints.marker import step_of
 from .checkpoints.trainer_state import missing_steps_in
+from .classify import classify_exception
 from .config import HealingConfig
-from .failures import FailureType, classify_exception
+from .failures import FailureType
 from .instrument import (
     Control,
     Instrument,

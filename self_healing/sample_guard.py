@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from .classify import classify_exception, is_error
 from .data import BadSample, Findings, SampleName, describe_name, preview_of, what_was_raised
-from .failures import FailureType, classify_exception, is_error
+from .failures import FailureType
 from .random_state import RandomState
 
 

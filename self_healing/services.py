@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .classify import http_status, text_of
 from .config import HealingConfig
-from .failures import Action, FailureType, NonFiniteReward, http_status, text_of
+from .failures import Action, FailureType, NonFiniteReward
 from .journal import Incident
 from .retry import Retry, RetryPolicy, may_pass
 from .session import Session

@@ -18,9 +18,10 @@ from .checkpoints.checksums import ChecksumQueue
 from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.marker import step_of
 from .checkpoints.owed import bookkeeping_now
+from .classify import describe_exception
 from .config import HealingConfig
 from .data import Quarantine
-from .failures import Action, FailureType, describe_exception
+from .failures import Action, FailureType
 from .instrument import BatchPlan, Instrument, ResumePoint, Window, is_training, on_host, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Incident, Journal

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from .classify import classify_exception, is_error
 from .data import BadSample, describe_name, what_was_raised
-from .failures import FailureType, classify_exception, is_error
+from .failures import FailureType
 from .random_state import RandomState
 from .sample_guard import SUBSTITUTES, DataSourceError, Guard, LetPass, shallow_copy
 

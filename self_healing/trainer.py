@@ -20,20 +20,11 @@ from .callback import SelfHealingCallback, adopt_session
 from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.emergency import publish, remove_emergency_checkpoints, save_emergency_checkpoint
 from .checkpoints.marker import step_of
+from .classify import add_note, classify_exception, describe_exception, text_of
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .earlier_attempts import take_up
-from .failures import (
-    FAILURE_RECIPES,
-    Action,
-    DamagedCheckpointError,
-    FailureType,
-    UnrecoverableTrainingError,
-    add_note,
-    classify_exception,
-    describe_exception,
-    text_of,
-)
+from .failures import FAILURE_RECIPES, Action, DamagedCheckpointError, FailureType, UnrecoverableTrainingError
 from .instrument import CannotReduce, ReportingGuard, let_go, smaller_batch
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loader_workers import end_workers_that_failed

@@ -37,8 +37,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, default_data_collator, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing.classify import classify_exception
 from self_healing.data import POISON, BadSample, Findings, Quarantine, QuarantinedRow, why_not_appendable
-from self_healing.failures import FailureType, classify_exception
+from self_healing.failures import FailureType
 from self_healing.instrument.loader_workers import end_workers_that_failed
 from self_healing.instrument.loading import TrainingLoader
 from self_healing.retry import RetryPolicy

@@ -31,8 +31,9 @@ from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback,
 from self_healing.checkpoints.marker import write_marker
 from self_healing.checkpoints.removal import expendable_checkpoint, remove_torn
 from self_healing.checkpoints.vetting import vet
+from self_healing.classify import classify_exception, could_not_be_written
 from self_healing.disk import SaveHealer
-from self_healing.failures import FailureType, classify_exception, could_not_be_written
+from self_healing.failures import FailureType
 from self_healing.instrument import CheckpointSaving
 from self_healing.output_dir import refuse_unwritable
 from self_healing.session import Session
@@ -97,7 +98,7 @@ def test_what_safetensors_and_torch_raise_on_a_disk_that_takes_no_more_is_known(
     script = """
         import resource, signal, sys, torch
         from safetensors.torch import save_file
-        from self_healing.failures import classify_exception
+        from self_healing.classify import classify_exception
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))

@@ -36,7 +36,7 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import FailureType, HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.failures import classify_exception
+from self_healing.classify import classify_exception
 from self_healing.hang_memory import HangMemory
 from self_healing.instrument.sections import Heartbeat
 from self_healing.journal import Incident, Journal

@@ -13,7 +13,8 @@ from accelerate.data_loader import DataLoaderStateMixin, IterableDatasetShard
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
-from ..failures import FailureType, classify_exception
+from ..classify import classify_exception
+from ..failures import FailureType
 from .out_of_memory import free_memory, let_go
 from .replacing import Replacements
 

@@ -14,7 +14,8 @@ import psutil
 import torch
 from transformers import GenerationMixin, Trainer
 
-from ..failures import FailureType, classify_exception, text_of
+from ..classify import classify_exception, text_of
+from ..failures import FailureType
 
 
 _T = TypeVar("_T")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from .. import consensus
 from ..checkpoint_files import STATE_FILE
-from ..failures import could_not_be_written
+from ..classify import could_not_be_written
 from ..random_state import RandomState
 
 

@@ -17,7 +17,8 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..failures import NonFiniteReward, is_error
+from ..classify import is_error
+from ..failures import NonFiniteReward
 from ..random_state import RandomState
 from .interception import Interception
 from .replacing import Replacements

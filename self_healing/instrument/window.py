@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from .. import consensus
+from ..classify import text_of
 from ..clipping import scale_gradients
 from ..extents import Search
-from ..failures import text_of
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
 from ..random_state import RandomState
 from ..repeatability import Repeatability, StepPrint, lowest_precision

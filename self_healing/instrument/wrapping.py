@@ -15,8 +15,9 @@ import torch
 from transformers import Trainer
 
 from .. import consensus
+from ..classify import classify_exception, is_nonfinite_exception
 from ..clipping import scale_gradients
-from ..failures import FailureType, UnrecoverableTrainingError, classify_exception, is_nonfinite_exception
+from ..failures import FailureType, UnrecoverableTrainingError
 from ..objectives import objective_of
 from ..random_state import RandomState
 from .best_model import BestModel

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 
 from ..call_shape import CallShape
-from ..failures import FailureType, classify_exception, describe_exception
+from ..classify import classify_exception, describe_exception
+from ..failures import FailureType
 from ..instrument.out_of_memory import free_memory, is_out_of_memory
 from .outputs import alike, flattened, furthest, merged, without_caches
 from .recomputing import random_states_kept
