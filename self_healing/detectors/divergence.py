@@ -100,7 +100,7 @@ class DivergenceDetector:
         self._harmless = False
         self._risen = 0.0
         self._last_zs: deque[float] = deque(maxlen=_NOISE_WINDOW)
-        self._step = 0
+        self._come_to(0)
         self._since = 0
         self._back = 0
         self._first_zs: list[float] = []
@@ -115,10 +115,6 @@ class DivergenceDetector:
     def limit(self) -> float:
         """Sum at which a drift is a divergence: what was given, more where rises are usual, and late in a long run."""
         return self._rises.limit * self._caution
-
-    @property
-    def _caution(self) -> float:
-        return 1 + _CAUTION * math.log(max(self._step / _CAUTIOUS_FROM, 1.0))
 
     @property
     def suspicious(self) -> bool:
@@ -142,7 +138,7 @@ class DivergenceDetector:
         """
         if not math.isfinite(reading.value):
             return None
-        self._step = reading.step
+        self._come_to(reading.step)
         above_chance = self._observe_chance(reading.value)
         early = self._observe_early(reading)
         if reading.z is not None and not usual_spike:
@@ -193,6 +189,10 @@ class DivergenceDetector:
         """Takes the losses a run began with from a state in which more of them were known."""
         if len(first) > len(self._first):
             self._first = list(first)
+
+    def _come_to(self, step: int) -> None:
+        self._step = step
+        self._caution = 1 + _CAUTION * math.log(max(step / _CAUTIOUS_FROM, 1.0))
 
     def _add(self, z: float, stretch: float) -> None:
         self._last_zs.append(z)
@@ -327,4 +327,4 @@ class DivergenceDetector:
         self._highest, self._risen = state.get("highest", 0.0), state.get("risen", 0.0)
         self._harmless = state.get("harmless", False)
         self._last_zs = deque(state.get("last_zs", ()), maxlen=_NOISE_WINDOW)
-        self._step = state.get("step", 0)
+        self._come_to(state.get("step", 0))

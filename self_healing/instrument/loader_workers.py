@@ -64,6 +64,9 @@ class WorkerDeaths:
             self._torchs = None
 
     def _stand_before_torch(self) -> None:
+        # Where no loader has workers there is none; asking for a signal's handler takes longer than fetching a batch.
+        if not getattr(_utils.signal_handling, "_SIGCHLD_handler_set", True):
+            return
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
             return
         handler = signal.getsignal(signal.SIGCHLD)

@@ -70,7 +70,9 @@ class DataPosition:
         self.micro_batches += len(batches)
         for position in [position for position in self._sampled if position < self.micro_batches]:
             del self._sampled[position]
-        self._rows += sum(self._count_rows(batch) for batch in batches)
+        if self._streams():
+            # Elsewhere rows are known by what the batch sampler has given out.
+            self._rows += sum(self._count_rows(batch) for batch in batches)
 
     def at_epoch_end(self) -> bool:
         """Whether the epoch has no micro-batch left."""

@@ -33,6 +33,7 @@ from .live_state import (
 )
 from .loader_workers import WorkerDeaths
 from .loading import TrainingLoader
+from .on_exception import OnException
 from .origin import Origin, watching_outputs
 from .out_of_memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, let_go
 from .phase import Phase
@@ -208,18 +209,18 @@ class Instrument:
         """Takes back what [`intercept_calls`] and [`intercept`] did to some models."""
         self._replaced.give_back(models)
 
-    @contextlib.contextmanager
-    def contained(self) -> Iterator[None]:
+    def contained(self) -> OnException:
         """A failure of ours is logged, the trainer becomes its plain self again, and training goes on."""
-        try:
-            yield
-        except UnrecoverableTrainingError:
+        return OnException(self._contain)
+
+    def _contain(self, error: BaseException) -> bool:
+        if isinstance(error, UnrecoverableTrainingError):
             self.detach()
-            raise
-        except Exception as error:
-            if self._passes_on(error):
-                raise
-            self._switch_off(error)
+            return False
+        if not isinstance(error, Exception) or self._passes_on(error):
+            return False
+        self._switch_off(error)
+        return True
 
     def _passes_on(self, error: Exception) -> bool:
         """
@@ -257,15 +258,14 @@ class Instrument:
         finally:
             self.experimenting = before
 
-    @contextlib.contextmanager
-    def _leaving_on_exception(self) -> Iterator[None]:
+    def _leaving_on_exception(self) -> OnException:
         """What raises here ends `train()`, and there is no event that says so: the trainer is given back at once."""
-        try:
-            yield
-        except BaseException as error:
-            self.tells_of_lost_device(error)
-            self.detach()
-            raise
+        return OnException(self._leave_with)
+
+    def _leave_with(self, error: BaseException) -> bool:
+        self.tells_of_lost_device(error)
+        self.detach()
+        return False
 
     def _watch_the_device(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -595,7 +595,7 @@ class Instrument:
         with self.contained():
             self._hooks.before_optimizer_step()
             self._hooks.about_to_step()
-            scale = self._hooks.rate_scale(self.view.step) if self.view.can_scale_rate else 1.0
+            scale = self._scale_in_force()
         if scale == 1.0:
             return self._step_until_it_fits(original, *args, **kwargs)
         with self._rates(self.rates_in_force(scale)):
@@ -630,6 +630,10 @@ class Instrument:
         finally:
             for group, rate in zip(groups, theirs, strict=True):
                 group["lr"] = rate
+
+    def _scale_in_force(self) -> float:
+        scale = self._hooks.rate_scale(self.view.step)
+        return scale if scale == 1.0 or self.view.can_scale_rate else 1.0
 
     def rates_in_force(self, scale: float | None = None) -> list[Any]:
         """The learning rate of each parameter group: the schedule's, times the factor in force or another one."""
@@ -677,7 +681,7 @@ class Instrument:
         rate = original(*args, **kwargs)
         scale = 1.0
         with self.contained():
-            scale = self._hooks.rate_scale(self.view.step) if self.view.can_scale_rate else 1.0
+            scale = self._scale_in_force()
         return rate if scale == 1.0 else rate * scale
 
     def _prediction_step(
