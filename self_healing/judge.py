@@ -65,6 +65,9 @@ _NOT_THE_RATE = {
 # With fewer steps to try learning rates on, the ladder is climbed rung by rung.
 _LEAST_TRIAL_STEPS = 3
 
+# Steps in which other parameters may be trained without anybody having looked: fewer than a baseline is learned in.
+_LOOK_EVERY = 10
+
 
 class StepJudge:
     """
@@ -100,7 +103,7 @@ class StepJudge:
             session.numerics.repeatability.measure(window)
             signals = self._signals(window)
         session.numerics.schedule.observe(signals.step, self._instrument.view.scheduled_rate)
-        self._look_what_is_trained(signals.step)
+        self._look_what_is_trained(signals)
         incidents = len(session.journal.incidents)
         symptom = session.numerics.detector.judge(signals, window.scaler_active)
         if symptom is not None:
@@ -124,13 +127,20 @@ class StepJudge:
             leave=session.preempted,
         )
 
-    def _look_what_is_trained(self, step: int) -> None:
-        """With other parameters the gradient has another norm (gradual unfreezing): no spike, but a new usual."""
+    def _look_what_is_trained(self, signals: StepSignals) -> None:
+        """
+        With other parameters the gradient has another norm (gradual unfreezing): no spike, but a new usual.
+
+        Nothing tells when `requires_grad` changes, and asking hundreds of parameters takes as long as all detectors.
+        So they are asked while the norm is not the usual one, before anything is said about it, and now and then.
+        """
+        if signals.step % _LOOK_EVERY and self._panel.gradient_is_usual(signals):
+            return
         # Whether they may have a gradient, not whether they have one: experts that no token went to have none.
         groups = getattr(self._instrument.trainer.optimizer, "param_groups", ())
         trained = [parameter.requires_grad for group in groups for parameter in group["params"]]
         if self._trained and trained != self._trained:
-            logger.info("Step %d: other parameters are trained; what gradient is usual is learned anew.", step)
+            logger.info("Step %d: other parameters are trained; what gradient is usual is learned anew.", signals.step)
             self._panel.learn_gradients_anew()
             if self.session.numerics.clipping is not None:
                 self.session.numerics.clipping.begin_anew()

@@ -798,6 +798,23 @@ def test_layers_that_are_unfrozen_make_no_gradient_spike(tmp_path: Path, tokeniz
     assert len(callback.session.numerics.panel.gradient_trend.state_dict()["recent"]) == 10
 
 
+def test_layers_frozen_without_another_gradient_norm_are_noticed_within_ten_steps(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    class Freezing(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            # A few numbers among a hundred thousand.
+            model.model.layers[0].input_layernorm.requires_grad_(state.global_step < 33)
+
+    callback = SelfHealingCallback()
+    arguments = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "max_steps": 45}
+    sft_trainer(tmp_path, tokenizer, callbacks=[callback, Freezing()], **arguments).train()
+    assert callback.session is not None
+    assert callback.session.numerics.panel is not None
+    # Of 45, those since it was seen: in step 33 at the earliest, where the norm happened to be unusual, or in step 40.
+    assert 5 <= len(callback.session.numerics.panel.gradient_trend.state_dict()["recent"]) <= 12
+
+
 # ---- the callback, wherever it is ----
 
 

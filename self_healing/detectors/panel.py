@@ -20,6 +20,8 @@ from .usual import UsualSpikes
 # A gradient norm varies from step to step by at least 5 %, and at first, while the learning rate warms up, by 20 %.
 _GRADIENT_FLOOR, _EARLY_GRADIENT_FLOOR = 0.05, 0.2
 _FIRST_GRADIENTS = 20
+# Where four in five gradient norms lie, in scales from their baseline.
+_CLOSE = 1.3
 
 
 class DetectorPanel:
@@ -124,6 +126,11 @@ class DetectorPanel:
     def gradient_level(self) -> float | None:
         """Baseline of the gradient norm; `None` while there is none."""
         return self.gradient_trend.level if self.gradient_trend.ready else None
+
+    def gradient_is_usual(self, signals: StepSignals) -> bool:
+        """Whether the gradient norm of a step lies close to its baseline. Changes nothing."""
+        gradient = self.read(signals)[1]
+        return gradient is not None and gradient.z is not None and abs(gradient.z) <= _CLOSE
 
     @property
     def loss_is_usual(self) -> bool:

@@ -196,7 +196,8 @@ class Window:
         ranks = consensus.world_size()
 
         def numbers() -> torch.Tensor:
-            loss = torch.stack([loss.detach().float() for loss in self.losses]).sum()
+            losses = [loss.detach().float() for loss in self.losses]
+            loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
             # Without a norm the loss stands in for it, so that there is one value per place on every rank.
             norm = loss if self.grad_norm is None else _as_tensor(self.grad_norm, loss.device).float()
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
