@@ -1,0 +1,40 @@
+"""Collectives of a healthy run on two processes: one more per step with the callback, and a few per run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_distributed import on_two_processes
+
+
+# Beyond those of the plain trainer. Each one more in a step is one more wait for the slowest process.
+PER_STEP = {"c10d::allreduce_": 1}
+PER_STEP_BY_FUNCTION = {"sum_over_ranks": 1}
+# Of a run of five steps; what a broadcast of an object takes is two operations.
+PER_RUN = {"c10d::allreduce_": 8, "c10d::broadcast_": 4}
+PER_RUN_BY_FUNCTION = {"any_rank": 3, "from_first_rank": 2, "sum_over_ranks": 5}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_two_processes(Path(tmp_path_factory.mktemp("collectives")), script="collectives.py")
+
+
+def added(rank: dict[str, Any], part: str) -> dict[str, float]:
+    healed, plain = rank["healed"][part], rank["plain"][part]
+    counts = {name: healed.get(name, 0) - plain.get(name, 0) for name in healed | plain}
+    return {name: count for name, count in counts.items() if count}
+
+
+def test_a_healthy_step_takes_one_collective_more(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert added(rank, "per_step") == PER_STEP
+        assert added(rank, "per_step_by_function") == PER_STEP_BY_FUNCTION
+
+
+def test_a_healthy_run_takes_as_many_collectives_as_before(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert added(rank, "run") == PER_RUN
+        assert added(rank, "run_by_function") == PER_RUN_BY_FUNCTION
