@@ -19,6 +19,7 @@ def assemble(
     rank: int = 0,
     sleep: Callable[[float], None] | None = None,
     run_id: str | None = None,
+    may_enter_again: bool = False,
 ) -> Session:
     """
     Builds what one run remembers, with all the remedies it may need.
@@ -35,12 +36,14 @@ def assemble(
         run_id (`str`, *optional*):
             Of the run that an earlier process began; a new one otherwise, on which all ranks agree: they have to come
             here together.
+        may_enter_again (`bool`, *optional*, defaults to `False`):
+            Whether an exception may leave `train()` to be healed outside, where it is entered again.
     """
-    session = Session(config, directory, rank, sleep, run_id)
+    session = Session(config, directory, rank, sleep, run_id, may_enter_again)
     for remedies in (
         NumericsRemedies(config, session),
-        MemoryRemedies(session),
-        RowQuarantine(config, session),
+        MemoryRemedies(session.memory),
+        RowQuarantine(config, session.quarantine),
         LastResorts(config, session),
     ):
         session.remedies.offer(remedies.table())

@@ -214,7 +214,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         memory.attach()
         SampleHealer(self.config, session, session.remedies).attach()
         if self.config.on_save_failure == "continue":
-            session.saves = session.saves or SaveHealer(self.config, session)
+            session.saves = session.saves or SaveHealer(session.run, lambda: session.rollback.give_way())
             instrument.saving = CheckpointSaving(trainer, session.saves, instrument.contained)
         places = [Path(args.output_dir), Path(args.output_dir, PINNED_DIR)]
         instrument.best_model = BestModel(
@@ -340,7 +340,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def _guard_reporting(self, trainer: Any, session: Session, instrument: Instrument) -> None:
         """Without the wrapper, which guards trackers and Hub from before `train()` to its very end."""
-        reporting = Reporting(session)
+        reporting = Reporting(session.run)
         guard = ReportingGuard(trainer, reporting)
         instrument.on_detach.append(lambda: reporting.sum_up(instrument.view.step))
         instrument.on_detach.append(guard.detach)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from .checkpoint_files import size_of
 from .checkpoints.removal import expendable_checkpoint, remove_torn
 from .classify import describe_exception, text_of
-from .config import HealingConfig
 from .failures import Action, FailureType
 from .journal import Incident
-from .session import Session
+from .run.context import RunContext
 
 
 logger = logging.getLogger("self_healing")
@@ -28,15 +28,15 @@ class SaveHealer:
     The checkpoints of one run that could not be written, in one incident until the next one can.
 
     Args:
-        config ([`HealingConfig`]):
-            Whether room may be made.
-        session ([`Session`]):
-            The memory of the run.
+        run ([`RunContext`]):
+            The run; its configuration says whether room may be made.
+        give_way (`Callable[[], list[str]]`):
+            Removes the checkpoints that are kept beside those of the Trainer; the names of those that were.
     """
 
-    def __init__(self, config: HealingConfig, session: Session) -> None:
-        self.config = config
-        self._session = session
+    def __init__(self, run: RunContext, give_way: Callable[[], list[str]]) -> None:
+        self._run = run
+        self._give_way = give_way
         self._incident: Incident | None = None
         self._told = False
         self._missing: list[int] = []
@@ -59,7 +59,7 @@ class SaveHealer:
         Returns:
             Whether to write it once more, because there is more room now.
         """
-        journal, incident = self._session.journal, self._opened(error, checkpoint, step)
+        journal, incident = self._run.journal, self._opened(error, checkpoint, step)
         kept = "nothing was written to the checkpoint that was there already" if untouched else None
         why = kept or remove_torn(checkpoint)
         journal.acted(
@@ -79,7 +79,7 @@ class SaveHealer:
             )
         if self._kept_ones_give_way(incident, error, checkpoint):
             return True
-        if self.config.make_room_for_checkpoints and self._made_room_at != step:
+        if self._run.config.make_room_for_checkpoints and self._made_room_at != step:
             self._made_room_at = step
             if self._make_room(incident, error, checkpoint, best):
                 return True
@@ -100,7 +100,7 @@ class SaveHealer:
 
     def _opened(self, error: Exception, checkpoint: Path, step: int) -> Incident:
         if self._incident is None:
-            journal = self._session.journal
+            journal = self._run.journal
             why = f"The error: {describe_exception(error)[:300]}"
             evidence = {"checkpoint": str(checkpoint), "message": text_of(error)[:500], "why": why}
             self._incident = journal.open(step, type(error).__name__, evidence)
@@ -110,20 +110,20 @@ class SaveHealer:
 
     def _tell(self, incident: Incident) -> None:
         self._told = True
-        self._session.journal.dealt_with(incident)
+        self._run.journal.dealt_with(incident)
 
     def _kept_ones_give_way(self, incident: Incident, error: Exception, checkpoint: Path) -> bool:
         """They are ours, and there only because nobody needed the room: this is asked of nobody."""
         if not _is_full(error, checkpoint):
             return False
-        removed = self._session.rollback.give_way()
+        removed = self._give_way()
         if removed:
-            self._session.journal.acted(incident, Action.MAKE_ROOM.value, kept=removed)
+            self._run.journal.acted(incident, Action.MAKE_ROOM.value, kept=removed)
             incident.figures.append(f"last-known-good/ gave way: {', '.join(removed)} removed")
         return bool(removed)
 
     def _make_room(self, incident: Incident, error: Exception, checkpoint: Path, best: str | None) -> bool:
-        journal, run = self._session.journal, self._session.run_id
+        journal, run = self._run.journal, self._run.run_id
         if not _is_full(error, checkpoint):
             return False
         oldest = expendable_checkpoint(run, checkpoint.parent, best)
@@ -181,7 +181,7 @@ class SaveHealer:
                 checkpoint,
                 ", ".join(map(str, self._missing)),
             )
-        self._session.journal.closed(incident, "resolved", written=str(checkpoint), missing=list(self._missing))
+        self._run.journal.closed(incident, "resolved", written=str(checkpoint), missing=list(self._missing))
         self._incident, self._missing = None, []
 
     def run_ends(self, step: int) -> None:
@@ -195,7 +195,7 @@ class SaveHealer:
         incident = self._incident
         if incident is None:
             return
-        self._session.journal.closed(incident, "unresolved", missing=list(self._missing))
+        self._run.journal.closed(incident, "unresolved", missing=list(self._missing))
         self._incident = None
         logger.error(
             "The last checkpoint could not be written: the steps up to %d are in this process's memory only, and lost "

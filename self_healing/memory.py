@@ -99,12 +99,12 @@ class MemoryHealer:
             return
         if session.entries == 1:
             self._recall()
-        session.sizes.begin_step(instrument.view.step)
-        session.sizes.room = room_of(instrument.view.device)
-        session.sizes.failure_is_fatal = consensus.world_size() > 1
-        if session.checkpointing_activations:
+        session.memory.sizes.begin_step(instrument.view.step)
+        session.memory.sizes.room = room_of(instrument.view.device)
+        session.memory.sizes.failure_is_fatal = consensus.world_size() > 1
+        if session.memory.checkpointing_activations:
             instrument.checkpoint_activations()
-        if session.sizes.limits:
+        if session.memory.sizes.limits:
             self._watch_calls()
         if self.config.optimizer_step_backup:
             self._backup = StepBackup(instrument)
@@ -115,7 +115,7 @@ class MemoryHealer:
         """From now on every call of a model goes through [`SplitCalls`]."""
         if self._splits or not self._instrument.view.can_split_calls:
             return
-        instrument, sizes = self._instrument, self.session.sizes
+        instrument, sizes = self._instrument, self.session.memory.sizes
         view = instrument.view
         self._passes = Passes(instrument.objective.paired) if view.may_repeat_the_loss else None
         for model in view.models():
@@ -167,7 +167,7 @@ class MemoryHealer:
 
     def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """Takes the next rung of the ladder; `False` where the error has to pass."""
-        sizes = self.session.sizes
+        sizes = self.session.memory.sizes
         if self._stepping:
             # While steps are applied again: the state gone back to is good as it is.
             return False
@@ -196,7 +196,7 @@ class MemoryHealer:
 
     def _handle_oom_in_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
         """What a vLLM engine in this process lacks says nothing about sizes: once more, with the memory freed."""
-        self.session.sizes.forget_attempt()
+        self.session.memory.sizes.forget_attempt()
         why = "its engine has kept requests of the call that failed, and would mix them with the next ones"
         if self._instrument.view.engine_is_free_of_requests():
             if self._attempts == 1:
@@ -209,7 +209,7 @@ class MemoryHealer:
 
     def _take_back_the_try(self, shape: CallShape, window: Window | None) -> None:
         """A size was tried on purpose, and does not fit yet: no incident."""
-        sizes, step = self.session.sizes, self._instrument.view.step
+        sizes, step = self.session.memory.sizes, self._instrument.view.step
         sizes.failed(shape, with_gradients=window is not None)
         if window is not None:
             window.discard()
@@ -222,7 +222,7 @@ class MemoryHealer:
         What was running in this attempt: in a backward pass the last call with gradients, in generation that, else
         the last one that began. `None` where it was none of a model.
         """
-        sizes = self.session.sizes
+        sizes = self.session.memory.sizes
         if ran_out.place in ("generation", "vLLM"):
             return sizes.begun.get("generate") if ran_out.place == "generation" else None
         begun = sizes.begun.get("train") if ran_out.place == "backward" else None
@@ -258,7 +258,7 @@ class MemoryHealer:
                 why = f"{why}; the batch cannot be made smaller either: {refusal}"
             else:
                 # The wrapper takes it from here: it has to enter `train()` again. What did not help is taken back.
-                session.checkpointing_activations = False
+                session.memory.checkpointing_activations = False
                 session.handed_over = self._end()
                 return False
         context.verdict = f"out of memory in {ran_out.place}: {_sizes(shape)}; {why}; {_memory(ran_out)}"
@@ -267,7 +267,7 @@ class MemoryHealer:
         return False
 
     def _may_checkpoint_activations(self, context: HealingContext) -> bool:
-        if not self.config.oom_activation_checkpointing or self.session.checkpointing_activations:
+        if not self.config.oom_activation_checkpointing or self.session.memory.checkpointing_activations:
             return False
         done = self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)
         return bool(done["checkpointing"])
@@ -280,7 +280,7 @@ class MemoryHealer:
 
     def on_success(self) -> None:
         """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
-        sizes = self.session.sizes
+        sizes = self.session.memory.sizes
         if self._splits:
             sizes.came_through()
         for calls in self._splits:
@@ -326,7 +326,7 @@ class MemoryHealer:
                     self._instrument.view.step,
                     error,
                 )
-        self.session.sizes.begin_step(self._instrument.view.step + 1)
+        self.session.memory.sizes.begin_step(self._instrument.view.step + 1)
 
     def stepped(self) -> None:
         """The step is done."""
@@ -383,7 +383,7 @@ class MemoryHealer:
 
     def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
         """Writes down what did not fit, so that the next start of the job begins with smaller pieces."""
-        sizes = self.session.sizes
+        sizes = self.session.memory.sizes
         shape = self._shape(ran_out) or self._whole_batch(ran_out)
         if shape is None:
             logger.warning(
@@ -477,8 +477,8 @@ class MemoryHealer:
         content = {
             "version": _SIZES_VERSION,
             "for": self._instrument.view.fingerprint(),
-            "checkpointing_activations": self.session.checkpointing_activations,
-            "sizes": self.session.sizes.state_dict(),
+            "checkpointing_activations": self.session.memory.checkpointing_activations,
+            "sizes": self.session.memory.sizes.state_dict(),
         }
         try:
             replace_file(self._path, json.dumps(content, indent=1) + "\n")
@@ -492,12 +492,12 @@ class MemoryHealer:
                 content = json.loads(path.read_text(encoding="utf-8"))
                 if content["version"] != _SIZES_VERSION or content["for"] != self._instrument.view.fingerprint():
                     continue
-                self.session.sizes.load_state_dict(content["sizes"])
-                self.session.checkpointing_activations |= bool(content["checkpointing_activations"])
+                self.session.memory.sizes.load_state_dict(content["sizes"])
+                self.session.memory.checkpointing_activations |= bool(content["checkpointing_activations"])
             except Exception as error:
                 logger.warning("%s cannot be read and is not used: %s", path, error)
                 continue
-            if self.session.sizes.limits:
+            if self.session.memory.sizes.limits:
                 logger.info("%s: batches that did not fit in an earlier start are split from the beginning.", path)
 
     @property

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
 
 from .failures import Action
 from .instrument import change_batch, free_memory
+from .microbatch import SizeMemory
 from .run.remedies import CarryOut, HealingContext
-from .session import Session
+
+
+@dataclass(slots=True)
+class MemoryState:
+    """
+    What a run knows about its memory.
+
+    Args:
+        sizes ([`SizeMemory`]):
+            Which sizes of model calls fit, and which do not.
+        checkpointing_activations (`bool`, *optional*, defaults to `False`):
+            Whether activation checkpointing was switched on to make steps fit.
+    """
+
+    sizes: SizeMemory
+    checkpointing_activations: bool = False
 
 
 class MemoryRemedies:
@@ -17,12 +34,12 @@ class MemoryRemedies:
     Makes a step need less memory.
 
     Args:
-        session ([`Session`]):
-            The memory of the run.
+        state ([`MemoryState`]):
+            What is known to fit.
     """
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, state: MemoryState) -> None:
+        self.state = state
 
     def table(self) -> dict[Action, CarryOut]:
         """The actions, and what does each."""
@@ -38,7 +55,7 @@ class MemoryRemedies:
         return {}
 
     def _split_batch(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        shape, sizes = context.shape, self.session.sizes
+        shape, sizes = context.shape, self.state.sizes
         if shape is None:
             raise ValueError("split_batch needs the size of the call that did not fit")
         sizes.failed(shape, with_gradients=context.window is not None)
@@ -49,8 +66,8 @@ class MemoryRemedies:
         done = context.running.checkpoint_activations()
         if not done:
             return {"checkpointing": False, "happened": False, "why": "it is on already, or the model cannot do it"}
-        self.session.checkpointing_activations = True
-        self.session.sizes.more_room()
+        self.state.checkpointing_activations = True
+        self.state.sizes.more_room()
         context.incident.figures.append("activation checkpointing is on from here on")
         return {"checkpointing": True}
 

@@ -12,7 +12,7 @@ from .classify import is_error, text_of
 from .failures import Action, FailureType
 from .journal import Incident
 from .retry import RetryPolicy
-from .session import Session
+from .run.context import RunContext
 
 
 logger = logging.getLogger("self_healing")
@@ -41,14 +41,14 @@ class Reporting:
     not waited for, and if it takes long to fail, only every five minutes.
 
     Args:
-        session ([`Session`]):
-            The memory of the run.
+        run ([`RunContext`]):
+            The run.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
             Seconds.
     """
 
-    def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
-        self._session = session
+    def __init__(self, run: RunContext, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
         self._clock = clock
         self._services: dict[str, _Service] = {}
         self._policy = RetryPolicy(
@@ -56,7 +56,7 @@ class Reporting:
             initial_seconds=_LONGEST_WAIT,
             max_seconds=_LONGEST_WAIT,
             total_seconds=_SLOW,
-            sleep=session.sleep,
+            sleep=run.sleep,
         )
 
     def call(
@@ -133,7 +133,7 @@ class Reporting:
         if known.incident is not None:
             known.incident.evidence["missed"] = known.missed
             return
-        journal = self._session.journal
+        journal = self._run.journal
         evidence = {"service": service, "message": text_of(error)[:500], "missed": 1}
         known.incident = incident = journal.open(step, type(error).__name__, evidence)
         journal.diagnosed(incident, FailureType.REPORTING, service, {})
@@ -154,7 +154,7 @@ class Reporting:
         """
         for service, known in self._services.items():
             if known.failing:
-                self._session.journal.event("noticed", step, symptom="not_told", service=service, missed=known.missed)
+                self._run.journal.event("noticed", step, symptom="not_told", service=service, missed=known.missed)
                 logger.warning(
                     "%s was not told everything: %d of its calls failed or were left out. What was logged is in "
                     "trainer_state.json.",

@@ -8,12 +8,11 @@ from typing import Any
 from transformers import TrainingArguments
 
 from .config import HealingConfig
-from .data import QuarantinedRow
+from .data import Quarantine, QuarantinedRow
 from .failures import Action
 from .instrument import RowSource, Window
 from .objectives import content_hash, row_text
 from .run.remedies import CarryOut, HealingContext
-from .session import Session
 
 
 class RowQuarantine:
@@ -23,13 +22,13 @@ class RowQuarantine:
     Args:
         config ([`HealingConfig`]):
             Whether their text may be kept.
-        session ([`Session`]):
-            The memory of the run.
+        quarantine ([`Quarantine`]):
+            Where they are written down.
     """
 
-    def __init__(self, config: HealingConfig, session: Session) -> None:
+    def __init__(self, config: HealingConfig, quarantine: Quarantine) -> None:
         self.config = config
-        self.session = session
+        self._quarantine = quarantine
 
     def table(self) -> dict[Action, CarryOut]:
         """The action, and what does it."""
@@ -41,12 +40,12 @@ class RowQuarantine:
             raise ValueError("quarantine_rows needs the diagnosis that names the rows")
         keep_text = self.config.quarantine_text
         rows = quarantined_rows(window, diagnosis.poison, trainer.processing_class, keep_text)
-        self.session.quarantine.add(rows, window.step, window.epoch, context.incident.id)
+        self._quarantine.add(rows, window.step, window.epoch, context.incident.id)
         context.incident.evidence["rows"] = [
             {"dataset_index": row.dataset_index, "content_hash": row.content_hash, "prompt": row.prompt}
             for row in rows
         ]
-        return {"rows": context.incident.evidence["rows"], "file": str(self.session.quarantine.path)}
+        return {"rows": context.incident.evidence["rows"], "file": str(self._quarantine.path)}
 
 
 def quarantined_rows(

@@ -28,10 +28,12 @@ from .journal import Incident, Journal
 from .ladder import RollbackLadder
 from .launcher import launch_of
 from .learning_rate import LearningRateControl
+from .memory_remedies import MemoryState
 from .microbatch import SizeMemory
 from .numerics_state import NumericsState
 from .preemption import Preemption
 from .rollback import Rollback
+from .run.context import RunContext
 from .run.outcomes import Outcomes
 from .run.remedies import Remedies
 from .run_record import Ending, RunRecord, warn_about_parts
@@ -64,6 +66,8 @@ class Session:
         run_id (`str`, *optional*):
             Of the run that an earlier process began; a new one otherwise, on which all ranks agree: they have to come
             here together.
+        may_enter_again (`bool`, *optional*, defaults to `False`):
+            Whether an exception may leave `train()` to be healed outside, where it is entered again.
     """
 
     def __init__(
@@ -73,30 +77,35 @@ class Session:
         rank: int = 0,
         sleep: Callable[[float], None] | None = None,
         run_id: str | None = None,
+        may_enter_again: bool = False,
     ) -> None:
         self.config = config
-        self.directory = directory
-        self.heartbeat = Heartbeat(config.hang_learning_steps)
-        self.sleep = self.heartbeat.pausing(sleep or self._sleep_until_preempted)
-        self.run_id = run_id or new_run_id()
-        self.journal = Journal(directory, config, self.run_id, rank)
-        self.quarantine = Quarantine(directory, config.quarantine_text)
-        self.budget = RecoveryBudget(config)
-        self.remedies = Remedies(self.journal)
-        self.outcomes = Outcomes(
-            self.journal,
-            config.outcome_steps,
-            lambda: self.numerics.detector.trend(),
-            lambda: self.numerics.early_limit,
+        heartbeat = Heartbeat(config.hang_learning_steps)
+        run_id = run_id or new_run_id()
+        journal = Journal(directory, config, run_id, rank)
+        self.run = RunContext(
+            config=config,
+            directory=directory,
+            run_id=run_id,
+            started_at=time.time(),
+            may_enter_again=may_enter_again,
+            journal=journal,
+            outcomes=Outcomes(
+                journal,
+                config.outcome_steps,
+                lambda: self.numerics.detector.trend(),
+                lambda: self.numerics.early_limit,
+            ),
+            remedies=Remedies(journal),
+            budget=RecoveryBudget(config),
+            heartbeat=heartbeat,
+            sleep=heartbeat.pausing(sleep or self._sleep_until_preempted),
         )
+        self.quarantine = Quarantine(directory, config.quarantine_text)
         self.numerics = NumericsState(config, self.journal, self.budget, self.outcomes)
-        # A run that has to end, before its next step is applied.
-        self.stop_for: Incident | None = None
         self.rollback = Rollback(config, self.journal, self.numerics.remember, self.numerics.recall)
-        self.sizes = SizeMemory(config.oom_probe_steps)
-        self.checkpointing_activations = False
+        self.memory = MemoryState(SizeMemory(config.oom_probe_steps))
         self.memory_metrics: Callable[[], dict[str, float]] = dict
-        self.may_enter_again = False
         self.batch_plan: BatchPlan | None = None
         # An incident that began inside of `train()` and is healed outside of it.
         self.handed_over: Incident | None = None
@@ -104,9 +113,7 @@ class Session:
         # What keeps trackers and Hub from training for the time of the wrapper's `train()`.
         self.reporting: Reporting | None = None
         self.checksums = ChecksumQueue()
-        self.started_at = time.time()
         self.resume_point: ResumePoint | None = None
-        self.instrument: Instrument | None = None
         self.healthy_inputs: Any = None
         self.broken = False
         # What lies on the device is neither touched nor freed any more.
@@ -130,6 +137,62 @@ class Session:
         self.postmortem_path: str | None = None
         self.first_resume: str | None = None
 
+    @property
+    def directory(self) -> Path:
+        return self.run.directory
+
+    @property
+    def run_id(self) -> str:
+        return self.run.run_id
+
+    @property
+    def journal(self) -> Journal:
+        return self.run.journal
+
+    @property
+    def outcomes(self) -> Outcomes:
+        return self.run.outcomes
+
+    @property
+    def remedies(self) -> Remedies:
+        return self.run.remedies
+
+    @property
+    def budget(self) -> RecoveryBudget:
+        return self.run.budget
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        return self.run.heartbeat
+
+    @property
+    def sleep(self) -> Callable[[float], None]:
+        return self.run.sleep
+
+    @property
+    def started_at(self) -> float:
+        return self.run.started_at
+
+    @property
+    def may_enter_again(self) -> bool:
+        return self.run.may_enter_again
+
+    @property
+    def instrument(self) -> Instrument | None:
+        return self.run.attachment.instrument
+
+    @instrument.setter
+    def instrument(self, instrument: Instrument | None) -> None:
+        self.run.attachment.instrument = instrument
+
+    @property
+    def stop_for(self) -> Incident | None:
+        return self.run.stop.incident
+
+    @stop_for.setter
+    def stop_for(self, incident: Incident | None) -> None:
+        self.run.stop.incident = incident
+
     def watch_for_hangs(self, instrument: Instrument) -> None:
         """Watches the signs of life of one `train()` call, until the trainer is itself again."""
         if self.watchdog is None:
@@ -140,7 +203,7 @@ class Session:
                 hand_over=self._hand_over,
                 may_recover=lambda: self.may_enter_again,
                 before_exit=self.about_to_be_restarted,
-                step=lambda: 0 if self.instrument is None else self.instrument.view.step,
+                step=lambda: self.run.step,
                 still_training=self._still_training,
                 at_the_end=lambda: self.instrument is not None and self.instrument.view.at_the_end,
                 over=self._ended_without_a_word,
@@ -180,7 +243,7 @@ class Session:
     def _ended_without_a_word(self) -> None:
         self.preemption.forget()
         if self.status is not None:
-            step = 0 if self.instrument is None else self.instrument.view.step
+            step = self.run.step
             self.status.end(RunState.STOPPED, step, "an exception that this callback was not told of")
 
     def _hand_over(self, incident: Incident | None) -> None:
@@ -253,7 +316,7 @@ class Session:
         raise SystemExit(code)
 
     def _end_at_the_deadline(self, why: str) -> None:
-        self.journal.event("preemption_deadline", 0 if self.instrument is None else self.instrument.view.step, why=why)
+        self.journal.event("preemption_deadline", self.run.step, why=why)
         self.end_attempt(Ending.PREEMPTED, why)
 
     # ---- outcomes ----
@@ -263,7 +326,7 @@ class Session:
         if not window.objective.online:
             inputs = window.inputs(0)
             self.healthy_inputs = on_host(inputs) if self.rollback.batches_on_host else inputs
-        self.outcomes.take_in(signals.loss, 0 if self.instrument is None else self.instrument.view.step)
+        self.outcomes.take_in(signals.loss, self.run.step)
         self.numerics.policy.note(skipped=False, explained=True)
 
     def free_batches(self, of_host: bool) -> int:
@@ -283,7 +346,7 @@ class Session:
                 default, for the next process to judge.
         """
         # No healthy step has come after them.
-        self.numerics.repeatability.tell(0 if self.instrument is None else self.instrument.view.step)
+        self.numerics.repeatability.tell(self.run.step)
         self.outcomes.close(unfollowed)
         self.numerics.watch.end()
 

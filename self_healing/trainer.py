@@ -169,10 +169,9 @@ class SelfHealingTrainer:
         args = self.trainer.args
         session, start = self._open_session(resume_from_checkpoint)
         theirs = args.eval_on_start, args.ignore_data_skip
-        session.may_enter_again = consensus.world_size() == 1
         self._memory_ran_out_at = -1
         self._entered_in_vain = False
-        session.reporting = reporting = Reporting(session)
+        session.reporting = reporting = Reporting(session.run)
         guard = ReportingGuard(self.trainer, reporting)
         try:
             guard.attach()
@@ -222,7 +221,9 @@ class SelfHealingTrainer:
         args = self.trainer.args
         start = find_start(self.trainer, self.config, requested)
         directory = Path(self.config.healing_dir or args.output_dir)
-        self._session = session = assemble(self.config, directory, args.process_index, self._sleep, start.run)
+        self._session = session = assemble(
+            self.config, directory, args.process_index, self._sleep, start.run, consensus.world_size() == 1
+        )
         record = start.record or RunRecord(Path(args.output_dir), session.run_id, kept=not start.beside)
         session.keep_record(record, taken_up=start.record is not None)
         if args.process_index == 0:

@@ -117,7 +117,7 @@ def test_a_lasting_failure_ends_the_run_and_says_nothing_about_the_batch(
         (SelfHealingTrainer(trainer) if wrapped else trainer).train()
     assert callback.session is not None
     # What training needs was learned from training.
-    sizes = callback.session.sizes.state_dict()
+    sizes = callback.session.memory.sizes.state_dict()
     assert [rows for rows, _ in sizes["train"]["fails"]] == [4]
     assert not sizes["generate"]["fails"]
     assert not sizes["forward"]["fails"]

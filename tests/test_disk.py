@@ -250,7 +250,7 @@ def test_a_checkpoint_of_an_earlier_run_stays_when_nothing_was_written_to_it(tmp
     def not_allowed(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    healer = SaveHealer(HealingConfig(), Session(HealingConfig(), tmp_path))
+    healer = SaveHealer(Session(HealingConfig(), tmp_path).run, list)
     assert not CheckpointSaving(trainer, healer, contextlib.nullcontext).write(not_allowed, None, None)
     assert vet(tmp_path / "checkpoint-2").usable
 

@@ -53,7 +53,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.journal import Journal
+from self_healing.assembly import assemble
 from self_healing.reporting import Reporting
 from self_healing.retry import Retry, RetryPolicy, may_pass, retry_after
 from self_healing.session import Session
@@ -243,10 +243,10 @@ def test_the_run_s_random_states_are_not_drawn_from() -> None:
 def test_waiting_to_resume_leaves_the_run_s_generators_alone(tmp_path: Path) -> None:
     waits: list[float] = []
     config = HealingConfig(retry_initial_seconds=2.0, retry_max_seconds=10.0)
-    log = Journal(tmp_path, config, "run")
-    session = SimpleNamespace(journal=log, budget=SimpleNamespace(used=3), sleep=waits.append, instrument=None)
-    actions: Any = HealingActions(config, SimpleNamespace(session=session))  # type: ignore[arg-type]
-    context = HealingContext(log.open(1, "ConnectionError", {}))
+    session = assemble(config, tmp_path, sleep=waits.append)
+    session.budget.used = 3
+    actions: Any = HealingActions(session)
+    context = HealingContext(session.journal.open(1, "ConnectionError", {}))
     for _ in range(20):
         random.seed(0)
         before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
@@ -769,7 +769,7 @@ class Tracked:
         self.now, self.waits, self.calls = 0.0, list[float](), 0
         self.fails, self.takes = True, 0.0
         session = Session(HealingConfig(), directory, sleep=self.waits.append)
-        self.reporting = Reporting(session, clock=lambda: self.now)
+        self.reporting = Reporting(session.run, clock=lambda: self.now)
         self.incidents = session.journal.incidents
 
     def _send(self) -> str:

@@ -1,0 +1,100 @@
+"""`RunContext`: what all families of failures know of the run they heal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..budget import RecoveryBudget
+from ..config import HealingConfig
+from ..instrument import Instrument
+from ..instrument.sections import Heartbeat
+from ..journal import Incident, Journal
+from .outcomes import Outcomes
+from .remedies import Remedies
+
+
+@dataclass(slots=True)
+class Attachment:
+    """
+    The trainer that is healed, for the time of one `train()` call.
+
+    Args:
+        instrument ([`Instrument`], *optional*):
+            Attached to it; `None` before the first call, and between two.
+    """
+
+    instrument: Instrument | None = None
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """
+    A run that has to end, before its next step is applied.
+
+    Args:
+        incident ([`Incident`], *optional*):
+            Why; `None` for a run that goes on.
+    """
+
+    incident: Incident | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """
+    One run, however often `train()` is entered.
+
+    Args:
+        config ([`HealingConfig`]):
+            The configuration in force.
+        directory (`Path`):
+            Where journal, quarantine and postmortem go.
+        run_id (`str`):
+            Names the run, in each of its processes.
+        started_at (`float`):
+            When this process began its part in it, in seconds since the epoch.
+        may_enter_again (`bool`):
+            Whether an exception may leave `train()` to be healed outside, where it is entered again.
+        journal ([`Journal`]), outcomes ([`Outcomes`]), remedies ([`Remedies`]):
+            Where incidents are written down, what becomes of them, and how they are healed.
+        budget ([`RecoveryBudget`]):
+            How often the run may be brought back.
+        heartbeat ([`Heartbeat`]):
+            Signs of life of the training thread.
+        sleep (`Callable[[float], None]`):
+            How waiting is done, in seconds.
+    """
+
+    config: HealingConfig
+    directory: Path
+    run_id: str
+    started_at: float
+    may_enter_again: bool
+    journal: Journal
+    outcomes: Outcomes
+    remedies: Remedies
+    budget: RecoveryBudget
+    heartbeat: Heartbeat
+    sleep: Callable[[float], None]
+    attachment: Attachment = field(default_factory=Attachment)
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished; 0 while no trainer is attached."""
+        instrument = self.attachment.instrument
+        return 0 if instrument is None else instrument.view.step
+
+    @property
+    def instrument(self) -> Instrument:
+        """
+        The instrument of the trainer that is attached.
+
+        Raises:
+            RuntimeError: If there is none.
+        """
+        if self.attachment.instrument is None:
+            raise RuntimeError("the callback is not attached to a running trainer")
+        return self.attachment.instrument
