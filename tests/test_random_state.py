@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from self_healing.instrument import RandomState
+from self_healing.random_state import RandomState
 
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_the_second_of_a_pair_of_normal_numbers_is_noticed() -> None:
 
 
 def test_another_generator_of_numpy_is_not_looked_into(monkeypatch) -> None:
-    monkeypatch.setattr("self_healing.instrument.random_state._bit_generator", lambda: np.random.PCG64(0))
+    monkeypatch.setattr("self_healing.random_state._bit_generator", lambda: np.random.PCG64(0))
     first = RandomState.capture(CPU)
     second = RandomState.capture(CPU, since=first)
 
