@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 # Before anything reads it: nothing is asked of the Hub, and cuBLAS can be told to repeat itself.
@@ -45,7 +46,7 @@ from transformers import (
 
 import self_healing
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.host_copies import DEVICE_COPIES
+from self_healing.host_copies import copies_of
 
 
 HERE = Path(__file__)
@@ -525,17 +526,12 @@ def side_stream(setting: Setting) -> dict[str, Any]:
     rows = setting.pick(8, 2)
     settings = {"max_steps": steps, "harder_from": int(0.7 * steps) * rows, "per_device_train_batch_size": rows}
     settings["learning_rate"] = 3e-4 if setting.on_gpu else 3e-3
-    copies = DEVICE_COPIES.get("cuda")
     with repeatable_kernels():
         plain = finish(setting, trainer_of(setting, "plain", **settings))
-        try:
-            if setting.on_gpu:
-                DEVICE_COPIES["cuda"] = SlowCopies(copies, 500_000_000)  # type: ignore[assignment]
+        slow = {"cuda": SlowCopies(copies_of("cuda"), 500_000_000)}.get if setting.on_gpu else copies_of
+        with mock.patch("self_healing.snapshots.copies_of", slow):
             config = HealingConfig(snapshot_interval=4, snapshot_verify_steps=2)
             ours = finish(setting, trainer_of(setting, "ours", [SelfHealingCallback(config)], **settings))
-        finally:
-            if copies is not None:
-                DEVICE_COPIES["cuda"] = copies
     same = largest_difference(plain, ours) == 0.0
     return {
         # Where nothing was suspected, nothing was put in place either.

@@ -111,11 +111,22 @@ def _succeeded(result: Any) -> bool:
     return False
 
 
-# By type of device; from all others, and the CPU itself, is copied at once.
-DEVICE_COPIES: dict[str, DeviceCopies] = {"cuda": _CudaCopies()}
+def copies_of(kind: str) -> DeviceCopies | None:
+    """
+    What a kind of device can do beside computing.
+
+    Args:
+        kind (`str`):
+            The type of a [`torch.device`].
+
+    Returns:
+        `None` where copies are made at once, as they are from the CPU.
+    """
+    return _CudaCopies() if kind == "cuda" else None
 
 
-# Of this process, and those of the process it was forked from.
+# Of this process, and those of the process it was forked from: they are the process's because a fork copies all of it,
+# whatever owns a block.
 _blocks: weakref.WeakSet[HostBlock] = weakref.WeakSet()
 _of_the_parent: list[HostBlock] = []
 if hasattr(os, "register_at_fork"):

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from .extents import Extent, Search, extent_of
-from .host_copies import DEVICE_COPIES, HostBlock, SideStream, Transfer, aligned
+from .host_copies import HostBlock, SideStream, Transfer, aligned, copies_of
 from .instrument.live_state import LiveState, local
 
 
@@ -270,7 +270,7 @@ class SnapshotRing:
             snapshot.wait()
 
     def _stream_of(self, device: torch.device) -> SideStream | None:
-        copies = DEVICE_COPIES.get(device.type)
+        copies = copies_of(device.type)
         if copies is not None and device not in self._streams:
             self._streams[device] = copies.stream(device)
         return self._streams.get(device)
@@ -423,7 +423,7 @@ class _Writer:
     def allocate(self) -> None:
         """Takes memory for what has none yet, in one piece."""
         nbytes = sum(aligned(tensor) for _, _, tensor in self._missing)
-        copies = next((DEVICE_COPIES[kind] for kind in self._devices() if kind in DEVICE_COPIES), None)
+        copies = next((found for kind in self._devices() if (found := copies_of(kind)) is not None), None)
         block = HostBlock(nbytes, copies) if nbytes else None
         for key, kept, tensor in self._missing:
             if block is None or tensor.numel() == 0:

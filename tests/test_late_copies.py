@@ -17,7 +17,6 @@ from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.diagnosis import diagnose_rise, diagnose_stillness
-from self_healing.host_copies import DEVICE_COPIES
 from self_healing.instrument import Window
 from self_healing.instrument.live_state import LiveState
 from self_healing.rate_trial import try_rates
@@ -69,7 +68,7 @@ class LateCopies:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
     late = LateCopies()
-    monkeypatch.setitem(DEVICE_COPIES, "cpu", late)
+    monkeypatch.setattr("self_healing.snapshots.copies_of", {"cpu": late}.get)
     return late
 
 
@@ -199,7 +198,9 @@ def test_memory_is_given_back_after_the_copy(late: LateCopies, release: Callable
     assert all(transfer.complete for transfer in late.started)
 
 
-def test_a_copy_that_cannot_be_started_leaves_none_under_way(late: LateCopies) -> None:
+def test_a_copy_that_cannot_be_started_leaves_none_under_way(
+    late: LateCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, _, live = training()
 
     class Failing(LateCopies):
@@ -208,13 +209,10 @@ def test_a_copy_that_cannot_be_started_leaves_none_under_way(late: LateCopies) -
 
     ring = SnapshotRing()
     ring._streams = {torch.device("meta"): Failing()}
-    DEVICE_COPIES["meta"] = late
-    try:
-        live.parameters["elsewhere"] = torch.empty(3, device="meta")
-        with pytest.raises(RuntimeError, match="out of memory"):
-            ring.take(live, 1, {})
-    finally:
-        del DEVICE_COPIES["meta"]
+    monkeypatch.setattr("self_healing.snapshots.copies_of", {"cpu": late, "meta": late}.get)
+    live.parameters["elsewhere"] = torch.empty(3, device="meta")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        ring.take(live, 1, {})
     assert all(transfer.complete for transfer in late.started)
     assert ring.candidate is None
 

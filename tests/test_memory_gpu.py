@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.host_copies import DEVICE_COPIES, DeviceCopies, SideStream, Transfer
+from self_healing.host_copies import DeviceCopies, SideStream, Transfer, copies_of
 from self_healing.instrument.live_state import live_state_of
 from self_healing.memory import SIZES_FILE
 from self_healing.random_state import RandomState
@@ -434,7 +434,9 @@ class TestCopies:
             for tensor in live.parameters.values():
                 tensor.add_(1.0)
         expected = {name: tensor.detach().clone() for name, tensor in live.parameters.items()}
-        monkeypatch.setitem(DEVICE_COPIES, "cuda", Slow(DEVICE_COPIES["cuda"]))
+        cuda = copies_of("cuda")
+        assert cuda is not None
+        monkeypatch.setattr("self_healing.snapshots.copies_of", {"cuda": Slow(cuda)}.get)
         ring._streams.clear()
         aside = ring.take(live, 3, {})
         ring.restore(trusted, live)

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Adafactor
 
-from self_healing.host_copies import DEVICE_COPIES, HostBlock
+from self_healing.host_copies import HostBlock, copies_of
 from self_healing.instrument.live_state import LiveState, live_state_of
 from self_healing.snapshots import SnapshotRing, size_of
 
@@ -424,7 +424,7 @@ class TestPinnedMemory:
     @linux
     def test_is_one_block_of_the_size_of_the_state(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pinning = Pinning()
-        monkeypatch.setitem(DEVICE_COPIES, "cpu", pinning)
+        monkeypatch.setattr("self_healing.snapshots.copies_of", {"cpu": pinning}.get)
         state = self.state()
         ring = SnapshotRing()
         ring.take(state, 0, {})
@@ -434,7 +434,7 @@ class TestPinnedMemory:
     @linux
     def test_is_let_go_of_before_it_is_unmapped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pinning = Pinning()
-        monkeypatch.setitem(DEVICE_COPIES, "cpu", pinning)
+        monkeypatch.setattr("self_healing.snapshots.copies_of", {"cpu": pinning}.get)
         ring = SnapshotRing()
         ring.take(self.state(), 0, {})
         (address,) = pinning.pinned
@@ -444,7 +444,7 @@ class TestPinnedMemory:
     def test_that_cannot_be_had_is_ordinary_memory(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setitem(DEVICE_COPIES, "cpu", Pinning(can=False))
+        monkeypatch.setattr("self_healing.snapshots.copies_of", {"cpu": Pinning(can=False)}.get)
         state = self.state()
         with caplog.at_level("INFO", logger="self_healing"):
             snapshot = SnapshotRing().take(state, 0, {})
@@ -453,7 +453,7 @@ class TestPinnedMemory:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs CUDA to fail")
     def test_neither_is_it_where_cuda_fails(self) -> None:
-        assert not HostBlock(4096, DEVICE_COPIES["cuda"]).pinned
+        assert not HostBlock(4096, copies_of("cuda")).pinned
 
     @linux
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
