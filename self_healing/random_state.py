@@ -44,13 +44,13 @@ class RandomState:
     _numpy_words: bytes | None = field(default=None, repr=False)
 
     @classmethod
-    def capture(cls, device: torch.device, since: RandomState | None = None) -> RandomState:
+    def capture(cls, device: torch.device | None = None, since: RandomState | None = None) -> RandomState:
         """
         The states as of now; on a GPU they lie in host memory, so nothing waits for the device.
 
         Args:
-            device (`torch.device`):
-                Of the run.
+            device (`torch.device`, *optional*):
+                Of the run. Defaults to none: what is watched draws on the host alone.
             since ([`RandomState`], *optional*):
                 An earlier capture: what has not been drawn from since then is shared with it. numpy takes 0.1 ms to
                 tell its state, longer than all the others together.
@@ -63,7 +63,7 @@ class RandomState:
             numpy=np.random.get_state() if drawn or since is None else since.numpy,
             cpu=torch.get_rng_state(),
             devices=_on_devices(device),
-            device_type=device.type,
+            device_type="cpu" if device is None else device.type,
             _numpy_words=words,
         )
 
@@ -93,8 +93,8 @@ def _numpy_words() -> bytes | None:
     )
 
 
-def _on_devices(device: torch.device) -> list[torch.Tensor]:
-    if device.type == "cpu":
+def _on_devices(device: torch.device | None) -> list[torch.Tensor]:
+    if device is None or device.type == "cpu":
         return []
     module = torch.get_device_module(device)
     # A model spread over several devices (`device_map`, `nn.DataParallel`) draws on each of them.

@@ -51,7 +51,6 @@ _GIVE_UP_AFTER = 3
 _NOTHING_COUNTS = -100
 _CAUSES = 10
 # Whose generators a collator may draw from.
-_HOST = torch.device("cpu")
 
 
 class DataSourceError(RuntimeError):
@@ -637,7 +636,7 @@ class GuardedCollator(PassesThrough):
     @staticmethod
     def _undisturbed(function: Callable[[], T]) -> T:
         """Without a trace in the generators the run draws from."""
-        state = RandomState.capture(_HOST)
+        state = RandomState.capture()
         try:
             return function()
         finally:
@@ -648,7 +647,7 @@ class GuardedCollator(PassesThrough):
         if all(_own_labels_count_nothing(sample) for sample in samples):
             return False
         if not self.draws:
-            before = RandomState.capture(_HOST)
+            before = RandomState.capture()
             # One of its own would be drawn from for good.
             self.draws = _has_generator(self.wrapped) or (
                 not counts_nothing(self.guard.attempt(self._on_copies, samples).value) or _has_moved(before)
@@ -708,7 +707,7 @@ def _has_generator(collator: Any) -> bool:
 
 def _has_moved(before: RandomState) -> bool:
     """Whether a generator of the run has been drawn from."""
-    now = RandomState.capture(_HOST)
+    now = RandomState.capture()
     return (
         now.python != before.python
         or not torch.equal(now.cpu, before.cpu)

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from .classify import classify_exception, is_error
 from .data import BadSample, describe_name, what_was_raised
 from .failures import FailureType
@@ -18,7 +16,6 @@ from .sample_guard import SUBSTITUTES, DataSourceError, Guard, LetPass, shallow_
 
 
 # What a source that shuffles by itself may draw from.
-_HOST = torch.device("cpu")
 # Failures of one iterator after which its source is read again up to there, to see what became of the sample. Later it
 # is known to be past what it raised for.
 _CHECKED = 3
@@ -78,7 +75,7 @@ class Reading:
     def __next__(self) -> Any:
         failure: BaseException | None = None
         if self.source is None:
-            self._random = RandomState.capture(_HOST)
+            self._random = RandomState.capture()
             self.source = self._guard.call(self._open)
         while self._next:
             given = self._next.popleft()
@@ -203,7 +200,7 @@ class Reading:
         """What the source, opened anew, gives before that one: samples, and the failed that raise there as well."""
         if self._apart is not None and not self._apart():
             return [*failed]
-        before = RandomState.capture(_HOST)
+        before = RandomState.capture()
         came: list[Any] = []
         try:
             source = self._brought_back()
@@ -231,7 +228,7 @@ class Reading:
 
     def _again(self) -> Any:
         """The sample that raised, from the source opened anew and brought to where it was."""
-        before = RandomState.capture(_HOST)
+        before = RandomState.capture()
         try:
             source = self._brought_back()
             given = next(source)
