@@ -28,13 +28,14 @@ from .instrument import (
     record_memory_history,
     room_of,
     smaller_batch,
+    with_room,
     write_memory_snapshot,
 )
 from .journal import Incident
 from .microbatch import CallShape, ComputedOtherwise, Passes, SplitCalls, SplitGeneration
 from .run.remedies import HealingContext, Remedies
 from .session import Session
-from .step_backup import StepBackup
+from .snapshots import SnapshotRing
 
 
 logger = logging.getLogger("self_healing")
@@ -86,7 +87,8 @@ class MemoryHealer:
         self._failed: set[CallShape] = set()
         self._passed: deque[int] = deque(maxlen=_OFTEN)
         self._began = 0.0
-        self._backup: StepBackup | None = None
+        # The state right before the step that is being taken.
+        self._backup: SnapshotRing | None = None
         self._snapshot_written = False
         self._alloc_retries: int | None = None
 
@@ -107,7 +109,7 @@ class MemoryHealer:
         if session.memory.sizes.limits:
             self._watch_calls()
         if self.config.optimizer_step_backup:
-            self._backup = StepBackup(instrument)
+            self._backup = SnapshotRing(generations=1)
         if self.config.oom_memory_snapshot:
             record_memory_history(instrument.view.device)
 
@@ -315,7 +317,8 @@ class MemoryHealer:
         """Notes, or keeps, what is needed to undo a step that runs out of memory half-way."""
         if self._backup is not None:
             try:
-                self._backup.take()
+                view = self._instrument.view
+                self._backup.take(view.live_state(), view.step, {}).wait()
             except Exception as error:
                 if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
                     raise
@@ -369,9 +372,12 @@ class MemoryHealer:
             return "put back from the copy made before the step", True
         return "some may be updated and others not", False
 
-    def _put_back(self, backup: StepBackup) -> bool:
+    def _put_back(self, backup: SnapshotRing) -> bool:
+        before, view = backup.candidate, self._instrument.view
+        if before is None:
+            return False
         try:
-            backup.put_back()
+            with_room(lambda: backup.restore(before, view.live_state()), view.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
