@@ -16,7 +16,7 @@ from self_healing import SelfHealingCallback
 from self_healing.extents import _AT_A_TIME, Search, extent_of
 from self_healing.instrument.live_state import nonfinite_tensors
 from self_healing.instrument.origin import nonfinite_in
-from self_healing.judge import StepJudge
+from self_healing.nonfinite import NonfiniteHealer
 
 
 class Seen(TorchDispatchMode):
@@ -136,7 +136,7 @@ def test_a_diagnosis_waits_equally_often_however_many_tensors_there_are(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, strike: Callable[[int], bool]
 ) -> None:
     waits: list[int] = []
-    diagnose = StepJudge._diagnose
+    diagnose = NonfiniteHealer._diagnose
 
     def counting(judge: Any, window: Any) -> Any:
         with Seen() as seen:
@@ -144,7 +144,7 @@ def test_a_diagnosis_waits_equally_often_however_many_tensors_there_are(
         waits.append(seen.waits)
         return found
 
-    monkeypatch.setattr(StepJudge, "_diagnose", counting)
+    monkeypatch.setattr(NonfiniteHealer, "_diagnose", counting)
     for layers in (1, 4):
         model = tiny_model(tokenizer, num_hidden_layers=layers)
         trainer = sft_trainer(

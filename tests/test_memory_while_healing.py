@@ -32,6 +32,7 @@ from self_healing.instrument import Instrument, Window, bookkeeping, wrapping
 from self_healing.instrument import window as window_module
 from self_healing.judge import StepJudge
 from self_healing.microbatch import additivity
+from self_healing.nonfinite import NonfiniteHealer
 from self_healing.snapshots import Snapshot, SnapshotRing
 
 
@@ -402,7 +403,7 @@ def test_a_failure_of_ours_lets_no_step_through_that_would_be_left_out(
         raise KeyError("a mistake of ours")
 
     case = transient(tmp_path, tokenizer, on_nonfinite=on_nonfinite)
-    monkeypatch.setattr(StepJudge, "_heal_nonfinite", fail)
+    monkeypatch.setattr(NonfiniteHealer, "heal", fail)
     train(case)
 
     assert "has switched itself off" in caplog.text
