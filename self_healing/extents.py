@@ -1,4 +1,4 @@
-"""Whether tensors are finite: each looked at in place, and one wait for the device however many there are."""
+"""Searches tensors for NaN and Inf: each in place, with one wait for the device however many there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 
-# Elements that are converted or laid out anew at a time, where that has to be.
+# Elements that are converted or laid out again at a time, where that has to be.
 _AT_A_TIME = 1 << 22
 # Packed 4-bit numbers have no NaN, and no arithmetic of their own either.
 _ALWAYS_FINITE = frozenset({getattr(torch, "float4_e2m1fn_x2", None)})

@@ -30,7 +30,7 @@ class Transfer(Protocol):
         """Returns once it is complete: the seconds it took."""
 
     def join(self) -> None:
-        """Whatever the device is given to do from now on comes after it; the host does not wait."""
+        """Orders all later work of the device after it; the host does not wait."""
 
 
 class SideStream(Protocol):
@@ -56,7 +56,7 @@ class DeviceCopies(Protocol):
 class _CudaTransfer:
     def __init__(self, device: torch.device, work: Callable[[], None], began: Any, done: Any) -> None:
         self._device, self._began, self._done = device, began, done
-        # A tensor that is freed meanwhile would be given to somebody who writes to it.
+        # A tensor that is freed meanwhile would be given to other work, which writes to it.
         self._work: Callable[[], None] | None = work
 
     def wait(self) -> float:
@@ -85,7 +85,7 @@ class _CudaStream:
                 work()
                 done.record(self._stream)
         except BaseException:
-            # Nobody waits for what was begun.
+            # No transfer is returned that could be waited for.
             self._stream.synchronize()
             raise
         return _CudaTransfer(self._device, work, began, done)
@@ -105,7 +105,7 @@ class _CudaCopies:
 def _succeeded(result: Any) -> bool:
     if int(result) == 0:
         return True
-    # CUDA keeps an error for whoever asks for the last one, and torch does after its next kernel: let it be this one.
+    # CUDA keeps an error until it is asked for, and torch asks after its next kernel: let it be this one.
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
     return False

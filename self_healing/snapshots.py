@@ -55,7 +55,7 @@ class _Copy:
     may_be_infinite: bool
     extent: Extent | None = None
     # Memory that moves between host and device by itself (bitsandbytes' paged optimizers) looks like host memory, and
-    # is taken by whoever made it: the tensor itself is kept, to be written to again.
+    # belongs to the optimizer: the tensor itself is kept, to be written to again.
     paged: torch.Tensor | None = None
 
 
@@ -140,7 +140,7 @@ class Snapshot:
         self.sources = []
 
     def join(self) -> None:
-        """Whatever the devices are given to do from now on comes after the copy; the host does not wait."""
+        """Orders all later work of the devices after the copy; the host does not wait."""
         self.torn |= any(tensor._version != version for tensor, version in self.sources)
         self.sources = []
         for transfer in self.under_way:
@@ -342,7 +342,7 @@ class SnapshotRing:
     def restore(self, snapshot: Snapshot, live: LiveState) -> None:
         """
         Writes a state into the live tensors, which stay the same objects. Optimizer state that did not exist when the
-        snapshot was taken is removed, so that the optimizer makes it anew.
+        snapshot was taken is removed, so that the optimizer makes it again.
 
         Copies of what is overwritten, into any snapshot, are waited for before; the host memory may be written to
         again as soon as this returns.
@@ -388,7 +388,7 @@ class _Writer:
         self._pending: list[tuple[_Copy, torch.Tensor]] = []
 
     def pending(self) -> list[tuple[_Copy, torch.Tensor]]:
-        """What was saved since the last time, to be copied once there is memory for it."""
+        """Returns what was saved since the last call, to be copied once there is memory for it."""
         pending, self._pending = self._pending, []
         return pending
 
@@ -456,7 +456,7 @@ def _copy_all(pairs: Sequence[tuple[_Copy, torch.Tensor]], non_blocking: bool) -
 
 
 def _put_back(live: Any, saved: Any) -> Any:
-    """Writes saved values into what is there, and makes anew what is not there any more."""
+    """Writes saved values into what is there, and makes again what is not there any more."""
     if isinstance(saved, _Assembled):
         return saved.put_back(live)
     if isinstance(saved, _Copy):
@@ -521,7 +521,7 @@ def free_host_memory() -> int:
         limit = (group / "memory.max").read_text().strip()
         if limit != "max":
             statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # Cached files count as used, and are given up when somebody needs the memory.
+            # Cached files count as used, and are given up when the memory is needed.
             used = int((group / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
             free = min(free, int(limit) - used)
     except (OSError, ValueError):

@@ -124,7 +124,7 @@ class ChecksumQueue:
 
 
 def identities(checkpoint: Path, names: Sequence[str]) -> dict[str, tuple[int, int, int]]:
-    """What tells whether a file was written to: inode, size and time of change."""
+    """Inode, size and time of change of files, which tell whether one was written to."""
     found = {}
     for name in names:
         status = os.stat(checkpoint / name)

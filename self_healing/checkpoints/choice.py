@@ -58,7 +58,7 @@ def resolve_checkpoint(
     model: ModelNames | None = None,
 ) -> Verdict | None:
     """
-    The checkpoint that a request to resume means.
+    Finds the checkpoint that a request to resume means.
 
     Args:
         requested (`str`, `PathLike` or `bool`):
@@ -127,7 +127,7 @@ def _none_at_all(output_dir: str | Path, passed_over: list[Verdict]) -> str:
 
 def check_resumed(checkpoint: Path, output_dir: str | Path) -> str | None:
     """
-    Looks at a checkpoint that the plain Trainer has loaded, by what is known about it.
+    Checks a checkpoint that the plain Trainer has loaded against its marker.
 
     Args:
         checkpoint (`Path`):
@@ -136,7 +136,7 @@ def check_resumed(checkpoint: Path, output_dir: str | Path) -> str | None:
             Of the run.
 
     Returns:
-        What whoever trains on from it should be told, if anything.
+        A warning for the user who trains on from it; `None` if there is nothing to say.
 
     Raises:
         CheckpointError: If it is not what its marker says was written.
@@ -182,8 +182,8 @@ def newest_verdict_of(
     wrote: Callable[[Path], bool] = lambda _: False,
 ) -> Verdict | None:
     """
-    The same as [`newest_checkpoint_of`], with what is to be thought of it; `wrote` says of one without a marker
-    whether it is of this run all the same.
+    The same as [`newest_checkpoint_of`], with the verdict on it; `wrote` says of one without a marker whether it is of
+    this run all the same.
     """
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)

@@ -33,8 +33,8 @@ def save_emergency_checkpoint(
     later: ChecksumsLater | None = None,
 ) -> ResumePoint | None:
     """
-    After an exception left `train()`: writes the state as of the last finished step, so that a resume, ours or the
-    plain Trainer's, continues bit for bit. What fails is tried once more.
+    Writes the state as of the last finished step, after an exception left `train()`: a resume, ours or the plain
+    Trainer's, continues from it bit for bit. What fails is tried once more.
 
     Args:
         instrument ([`Instrument`]):
@@ -56,10 +56,10 @@ def save_emergency_checkpoint(
     """
     if consensus.world_size() > 1:
         return None
-    settled = instrument.reentry.settle()
-    if settled is None:
+    finished = instrument.reentry.settle()
+    if finished is None:
         return None
-    bookkeeping, pending, leave = settled
+    bookkeeping, pending, leave = finished
     path = Path(instrument.reentry.checkpoint_path())
     # An earlier attempt of this step may have left one: it is there until the new one is whole.
     new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
@@ -103,7 +103,7 @@ def _write_emergency(
         if new != path:
             _switch(new, path)
     except Exception:
-        # Half a checkpoint is worse than none: somebody may resume from it.
+        # Half a checkpoint is worse than none: it may be resumed from.
         shutil.rmtree(new, ignore_errors=True)
         raise
 
@@ -112,8 +112,8 @@ def write_again(
     instrument: Instrument, checkpoint: Path, run: str, leave: Leave, later: ChecksumsLater | None = None
 ) -> bool:
     """
-    What a checkpoint owed is done: writes it once more with what came of that, beside the one before, which is removed
-    when the new one is whole. A process that is killed at any time leaves one of them.
+    Writes a checkpoint once more after what it owed is done, beside the one before, which is removed when the new one
+    is whole. A process that is killed at any time leaves one of them.
 
     Args:
         instrument ([`Instrument`]):

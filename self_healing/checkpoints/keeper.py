@@ -97,7 +97,7 @@ class CheckpointKeeper:
         with self._contained("Making room for a checkpoint"):
             if not stale.is_dir():
                 return
-            # Without its trainer_state.json, which is written last, nobody takes it for complete.
+            # Without its trainer_state.json, which is written last, it is not taken for complete.
             for file in (stale / MARKER_FILE, stale / STATE_FILE):
                 file.unlink(missing_ok=True)
             for file in files_of(stale):
@@ -139,7 +139,7 @@ class CheckpointKeeper:
             self.leave_room()
 
     def leave_room(self) -> None:
-        """Kept checkpoints give way, the oldest first, until one more checkpoint fits beside them."""
+        """Removes kept checkpoints, the oldest first, until one more checkpoint fits beside them."""
         # Of a run that has not written any yet: what an earlier one has kept is about as large.
         size = self._size or max((size_of(pin) for _, pin in numbered(self.directory)), default=0)
         needed = int(_GROWTH * size)
@@ -151,10 +151,10 @@ class CheckpointKeeper:
 
     def give_way(self) -> list[Path]:
         """
-        After a checkpoint did not fit: all kept ones that free anything are removed.
+        Removes all kept checkpoints that free anything, after a checkpoint did not fit.
 
         Returns:
-            `list[Path]`: those that were.
+            `list[Path]`: those that were removed.
         """
         given_up = []
         with self._contained("Making room for a checkpoint"):
@@ -215,8 +215,8 @@ class CheckpointKeeper:
 
     def verified_up_to(self, step: int) -> None:
         """
-        Enough healthy steps came after this one: the run's checkpoints up to it are good, if they are finite. A NaN
-        in a row of an embedding that no batch reads is seen in no loss.
+        Marks the run's checkpoints up to a step as verified, if they are finite: enough healthy steps came after it. A
+        NaN in a row of an embedding that no batch reads is seen in no loss.
 
         Args:
             step (`int`):
@@ -238,7 +238,7 @@ class CheckpointKeeper:
 
     def distrust(self, after: int, until: int, incident: str, verified: bool = False) -> list[int]:
         """
-        The run goes back: what was written between the state it goes back to and the fault is not to be resumed from.
+        Marks as suspect what was written between the state the run goes back to and the fault.
 
         Args:
             after (`int`):
@@ -246,7 +246,7 @@ class CheckpointKeeper:
             until (`int`):
                 The step of the fault: checkpoints of later steps do not hold it.
             incident (`str`):
-                What it was, for those who ask why.
+                Its id, which the marker names.
             verified (`bool`, *optional*, defaults to `False`):
                 Whether verified ones are suspect, too: states as good as they were have turned out to be bad.
 
@@ -271,7 +271,7 @@ class CheckpointKeeper:
         return suspects
 
     def reinstate(self, steps: Iterable[int]) -> list[int]:
-        """Those of some suspect checkpoints that were found to be finite are not suspect any more."""
+        """Takes back the suspicion of those checkpoints that were found to be finite; returns their steps."""
         good = [number for number in steps if self._followed[number].finite]
         for number in good:
             self._mark(number, "unverified")

@@ -179,7 +179,7 @@ def set_standing(checkpoint: Path, standing: Standing, incident: str | None = No
 
 
 def standing_of(checkpoint: str | Path) -> str:
-    """What its marker says about it; `"unmarked"` if it has none."""
+    """The standing that its marker gives a checkpoint; `"unmarked"` if it has none."""
     return str((load_marker(Path(checkpoint)) or {}).get("standing", "unmarked"))
 
 

@@ -31,7 +31,7 @@ def owe_evaluation(checkpoint: Path) -> None:
 
 
 def owed_in(bookkeeping: Mapping[str, Any]) -> tuple[Pending, Leave] | None:
-    """What a marker says is still to be done for the step of its checkpoint; `None` if it is nothing."""
+    """Reads from a marker what is still to be done for the step of its checkpoint; `None` if it is nothing."""
     try:
         entry = bookkeeping.get(_OWES) or {}
         pending = Pending.from_dict(entry.get("pending", {}))

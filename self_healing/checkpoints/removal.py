@@ -12,7 +12,7 @@ from .marker import read_marker
 
 def remove_torn(checkpoint: Path) -> str | None:
     """
-    Removes a checkpoint so that nobody takes what is left of it for a whole one, however far that gets.
+    Removes a checkpoint; what is left of it, however far that gets, is not taken for a whole one.
 
     Returns:
         Why not all of it is gone; `None` if it is.
@@ -36,7 +36,7 @@ def remove_torn(checkpoint: Path) -> str | None:
 
 def expendable_checkpoint(run: str, output_dir: Path, best: str | None) -> Path | None:
     """
-    The oldest checkpoint of a run whose removal makes room, and loses nothing that is known to be good.
+    Finds the oldest checkpoint of a run whose removal makes room, and loses nothing that is known to be good.
 
     Args:
         run (`str`), output_dir (`Path`):

@@ -1,4 +1,4 @@
-"""Files with tensors: that they are whole, what they were when they were written, and finite."""
+"""Checks files with tensors: that they are whole, as they were written, and finite."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Unusable(Exception):
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Whatever reading a file raises is a reason against the checkpoint."""
+    """Turns an exception of reading a file into the reason against its checkpoint."""
     try:
         yield
     except Unusable:

@@ -11,7 +11,7 @@ from ..checkpoint_files import STATE_FILE
 
 
 def healing_state_of(stateful_callbacks: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the callback keeps in a trainer's state, whatever it is called; `None` if there is none."""
+    """The state that the callback keeps in a trainer's, whatever its class is called; `None` if there is none."""
     for entry in stateful_callbacks.values():
         attributes = entry.get("attributes") if isinstance(entry, Mapping) else None
         state = attributes.get("healing_state") if isinstance(attributes, Mapping) else None
@@ -21,7 +21,7 @@ def healing_state_of(stateful_callbacks: Mapping[str, Any]) -> dict[str, Any] | 
 
 
 def missing_steps_in(checkpoint: str) -> int:
-    """How many of the steps up to a checkpoint are not in its weights; 0 where that is not known."""
+    """Counts the steps up to a checkpoint that are not in its weights; 0 where that is not known."""
     try:
         state = json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))
         kept = healing_state_of(state["stateful_callbacks"]) or {}

@@ -1,4 +1,4 @@
-"""Whether a directory can be resumed from, judged by what is in it and by nothing else."""
+"""Judges whether a directory can be resumed from, by what is in it and by nothing else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CHANGED_CHARACTERS = 3
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """
-    What is to be thought of a checkpoint.
+    The judgement of a checkpoint.
 
     Args:
         path (`str`):
@@ -58,7 +58,7 @@ class Verdict:
             `"verified"` (healthy steps came after it), `"unverified"`, `"suspect"`, or `"unmarked"` (written without
             this library).
         doubts (`tuple[str, ...]`):
-            What whoever resumes from it should be told.
+            Warnings for the user who resumes from it.
     """
 
     path: str
@@ -71,7 +71,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Findings:
-    """What a usable checkpoint's reason has to mention: what was not looked at, and what is odd."""
+    """Remarks in the reason of a usable checkpoint: what was not looked at, and what is odd."""
 
     notes: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ def vet(checkpoint: Path, model: ModelNames | None = None) -> Verdict:
 
 def vet_weights(checkpoint: Path) -> str | None:
     """
-    Looks at the weights of a checkpoint alone, for those who load them and nothing else.
+    Looks at the weights of a checkpoint alone, for a caller that loads nothing else.
 
     Returns:
         Why they cannot be loaded; `None` if they can.
@@ -137,7 +137,7 @@ def may_be_loaded(checkpoint: Path) -> bool:
 
 def breach_of_marker(checkpoint: Path) -> str | None:
     """
-    What is no longer as the marker of a checkpoint says: files that are gone, of another length, or changed.
+    Finds what is no longer as the marker of a checkpoint says: files that are gone, of another length, or changed.
 
     Returns:
         The first such thing; `None` if all is as it was, or if there is no marker to compare with.
@@ -159,7 +159,7 @@ def breach_of_marker(checkpoint: Path) -> str | None:
 def _examine(
     checkpoint: Path, marker: Mapping[str, Any] | None, model: ModelNames | None, findings: _Findings
 ) -> None:
-    """What is cheap to see comes first."""
+    """Looks at everything in a checkpoint; what is cheap to see comes first."""
     weights = _weight_files(checkpoint, findings)
     for file in weights:
         if file.suffix == ".safetensors":
@@ -333,7 +333,7 @@ def _check_marked_files(
 
 
 def _replaced(checkpoint: Path, files: Collection[str], weights: list[Path], findings: _Findings) -> set[str]:
-    """What `save_pretrained` has written over or made needless, if the weights that a resume reads are others."""
+    """Names of files that `save_pretrained` has replaced or made needless, if a resume reads other weights."""
     marked = {name for name in files if _WEIGHTS.fullmatch(name)}
     read = {str(file.relative_to(checkpoint)) for file in weights}
     if not marked or not read or read & marked or not all(_WEIGHTS.fullmatch(name) for name in read):
@@ -421,7 +421,7 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def _check_configs(checkpoint: Path) -> None:
-    """As the Trainer reads it when it resumes."""
+    """Reads the configurations as the Trainer does when it resumes."""
     for file in (checkpoint / "config.json", *sorted(checkpoint.glob("**/adapter_config.json"))):
         if file.is_file():
             with reading(file):
@@ -431,7 +431,7 @@ def _check_configs(checkpoint: Path) -> None:
 
 
 def _check_state(file: Path) -> None:
-    """As the Trainer reads it, and each value of the kind that it will be taken for."""
+    """Reads the state as the Trainer does, and checks that each value is of the kind it will be taken for."""
     with reading(file):
         state = TrainerState.load_from_json(str(file))
     hints = typing.get_type_hints(TrainerState)

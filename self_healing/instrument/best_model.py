@@ -82,10 +82,10 @@ class BestModel:
         name = str(self._trainer.args.metric_for_best_model or "loss")
         return name if name.startswith("eval_") else f"eval_{name}"
 
-    def settle(self) -> None:
+    def choose(self) -> None:
         """
-        At the end of the run, before the best model is loaded: a checkpoint that is torn or not finite gives way to
-        the next best, or to the weights of the last step. With several processes the first one decides. Collective.
+        Chooses the checkpoint to load at the end of the run: in place of one that is torn or not finite the next best,
+        or the weights of the last step. With several processes the first one decides. Collective.
         """
         args, state = self._trainer.args, self._trainer.state
         if not args.load_best_model_at_end:
@@ -119,7 +119,7 @@ class BestModel:
         return BestChoice(None, None, None, refused)
 
     def _evaluations(self) -> list[tuple[float, int]]:
-        """What evaluations gave, and at which step, the best one first."""
+        """The metric of each evaluation, with its step, the best one first."""
         name, history = self._metric, self._trainer.state.log_history
         logged = {int(entry["step"]): entry[name] for entry in history if isinstance(entry.get(name), int | float)}
         found = [(float(value), step) for step, value in (logged | self._noted).items() if math.isfinite(value)]

@@ -41,7 +41,7 @@ def _inside(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def fingerprint(trainer: Any) -> dict[str, Any]:
-    """What has to be the same for a size that fitted in one process to fit in another."""
+    """Figures that have to be the same for a size that fitted in one process to fit in another."""
     parameters = list(trainer.model.parameters())
     device = trainer.accelerator.device
     return {
@@ -57,7 +57,7 @@ def fingerprint(trainer: Any) -> dict[str, Any]:
 
 
 def autocast_dtype(trainer: Any) -> torch.dtype | None:
-    """What the calls of a trainer's models are cast to; accelerate does it inside of their forward."""
+    """The dtype that calls of a trainer's models are cast to; accelerate does it inside of their forward."""
     precision = str(trainer.accelerator.mixed_precision)
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)
 

@@ -13,20 +13,23 @@ from ..classify import could_not_be_written
 from ..random_state import RandomState
 
 
-class SaveRelief(Protocol):
-    """What is done about checkpoints that cannot be written."""
+class SaveOutcomes(Protocol):
+    """Told how each save of a checkpoint went."""
 
     def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool) -> bool:
         """
-        There is part of a checkpoint on disk, at most, unless what was there before is untouched; whether to write it
-        once more. `best` must not be lost.
+        Called when a checkpoint could not be written. There is part of it on disk, at most, unless what was there
+        before is untouched. `best` must not be lost.
+
+        Returns:
+            Whether to write it once more.
         """
 
     def not_rotated(self, error: Exception, checkpoint: Path, step: int) -> None:
-        """The checkpoint is written; an older one could not be removed."""
+        """Called when a checkpoint was written, and an older one could not be removed."""
 
     def saved(self, checkpoint: Path, step: int) -> None:
-        """A checkpoint was written."""
+        """Called when a checkpoint was written."""
 
 
 class CheckpointSaving:
@@ -36,17 +39,17 @@ class CheckpointSaving:
     Args:
         trainer ([`~transformers.Trainer`]):
             The trainer.
-        relief ([`SaveRelief`]):
-            What is done when one cannot be written.
+        outcomes ([`SaveOutcomes`]):
+            Decides what happens when one cannot be written.
         contained (`Callable[[], ContextManager]`):
             Around what may fail of ours.
     """
 
     def __init__(
-        self, trainer: Any, relief: SaveRelief, contained: Callable[[], contextlib.AbstractContextManager[None]]
+        self, trainer: Any, outcomes: SaveOutcomes, contained: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
         self._trainer = trainer
-        self._relief = relief
+        self._outcomes = outcomes
         self._contained = contained
         self._best: tuple[float | None, int | None] = (None, None)
 
@@ -82,14 +85,14 @@ class CheckpointSaving:
                 written, again = _was_rotating(error), None
                 with self._contained():
                     if written:
-                        self._relief.not_rotated(error, checkpoint, step)
+                        self._outcomes.not_rotated(error, checkpoint, step)
                     else:
                         rewind()
                         best = trainer.state.best_model_checkpoint
-                        # One that is to be written anew may have been marked as incomplete before.
+                        # One that is to be written again may have been marked as incomplete before.
                         complete = str(checkpoint / STATE_FILE) in before
                         untouched = complete and _files_of(checkpoint) == before
-                        again = self._relief.failed(error, checkpoint, step, best, untouched)
+                        again = self._outcomes.failed(error, checkpoint, step, best, untouched)
                 if written:
                     return True
                 if again is None:
@@ -101,11 +104,11 @@ class CheckpointSaving:
                     return False
             else:
                 with self._contained():
-                    self._relief.saved(checkpoint, step)
+                    self._outcomes.saved(checkpoint, step)
                 return True
 
     def _mark(self) -> Callable[[], None]:
-        """What saving changes beside files; what it gives puts it back."""
+        """Notes what saving changes beside files; the function it returns puts that back."""
         state = self._trainer.state
         best = state.best_model_checkpoint
         callbacks = {
@@ -124,7 +127,7 @@ class CheckpointSaving:
 
 
 def _files_of(checkpoint: Path) -> dict[str, tuple[int, int, int]]:
-    """What tells whether a file was written to; nothing for a checkpoint that is not there."""
+    """Inode, size and time of change of all files; none for a checkpoint that is not there."""
     found: dict[str, tuple[int, int, int]] = {}
     for path in checkpoint.rglob("*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What the Trainer uploads to the Hub, without the files of self_healing."""
+"""Leaves the files of self_healing out of what the Trainer uploads to the Hub."""
 
 from __future__ import annotations
 

@@ -872,7 +872,7 @@ class Instrument:
                 self.reentry.finalizing()
                 self._cover_the_whole_run(logs)
                 if self.best_model is not None:
-                    self.best_model.settle()
+                    self.best_model.choose()
         return original(logs, *args, **kwargs)
 
     def _load_best_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
