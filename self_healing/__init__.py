@@ -8,8 +8,8 @@ from .clipping import AdaGC, ZClip
 from .config import ConfigurationError, HealingConfig
 from .dry_run import DryRunReport
 from .failures import FAILURE_RECIPES, Action, FailureType, Recipe, UnrecoverableTrainingError
+from .incident import Incident
 from .inspection import Finding, Inspection, check_data_quality, check_model_init
-from .journal import Incident
 from .report import HealingReport
 from .rollback import Target
 from .run.remedies import HealingContext

@@ -30,6 +30,7 @@ from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
 from .disk import SaveHealer
 from .failures import FailureType, UnrecoverableTrainingError
+from .incident import Incident
 from .instrument import (
     BestChoice,
     BestModel,
@@ -45,7 +46,6 @@ from .instrument import (
     load_generated,
     save_generated,
 )
-from .journal import Incident
 from .judge import StepJudge
 from .memory import MemoryHealer
 from .output_dir import refuse_unwritable

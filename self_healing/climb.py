@@ -9,8 +9,8 @@ from . import consensus
 from .config import HealingConfig
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .failures import FAILURE_RECIPES, Action, Cause, FailureType
+from .incident import Incident
 from .instrument import TrainingFault, Window
-from .journal import Incident
 from .numerics_healer import NumericsHealer
 from .rate_trial import try_rates
 from .rollback import Target, WentBack

@@ -8,8 +8,8 @@ from . import consensus
 from .climb import RollbackClimb
 from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, Cause, FailureType
+from .incident import Incident
 from .instrument import Window
-from .journal import Incident
 from .numerics_healer import NumericsHealer
 from .rollback import Target, WentBack
 from .run.remedies import HealingContext, Remedies

@@ -45,7 +45,8 @@ from trl import SFTConfig, SFTTrainer
 
 from .config import HealingConfig
 from .failures import FailureType
-from .journal import EVENTS_FILE, Incident
+from .incident import Incident
+from .journal import EVENTS_FILE
 from .trainer import SelfHealingTrainer
 
 

@@ -12,7 +12,7 @@ from .checkpoint_files import size_of
 from .checkpoints.removal import expendable_checkpoint, remove_torn
 from .classify import describe_exception, text_of
 from .failures import Action, FailureType
-from .journal import Incident
+from .incident import Incident
 from .run.context import RunContext
 
 

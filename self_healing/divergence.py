@@ -11,8 +11,8 @@ from .config import HealingConfig
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .diagnosis import diagnose_rise, diagnose_stillness
 from .failures import Action, Cause, FailureType
+from .incident import Incident
 from .instrument import Window
-from .journal import Incident
 from .numerics_healer import NumericsHealer
 from .run.diagnosis import Diagnosis
 from .run.remedies import HealingContext, Remedies

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from .checkpoint_files import STATE_FILE
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
-from .journal import POSTMORTEM_FILE
+from .postmortem import POSTMORTEM_FILE
 from .restart import Start
 from .run.outcomes import may_be_repeated
 from .run_record import Attempt, Ending, RunRecord

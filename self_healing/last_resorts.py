@@ -15,7 +15,7 @@ from .classify import classify_exception, describe_exception
 from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from .instrument import Instrument
-from .journal import where_to_go_on
+from .postmortem import where_to_go_on
 from .retry import RetryPolicy
 from .rollback import Target
 from .run.remedies import CarryOut, HealingContext

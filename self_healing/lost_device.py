@@ -13,8 +13,8 @@ from typing import Any
 from .checkpoints.choice import newest_marked_checkpoint_of
 from .classify import describe_exception, text_of
 from .failures import FAILURE_RECIPES, Action, FailureType
-from .journal import where_to_go_on
 from .launcher import EXIT_FOR_RESTART, end_process_with, restarts_on_exit
+from .postmortem import where_to_go_on
 from .run_record import Ending
 from .session import Session
 

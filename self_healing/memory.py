@@ -17,6 +17,7 @@ from .classify import classify_exception
 from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, FailureType
 from .files import replace_file
+from .incident import Incident
 from .instrument import (
     CannotReduce,
     Instrument,
@@ -31,7 +32,6 @@ from .instrument import (
     with_room,
     write_memory_snapshot,
 )
-from .journal import Incident
 from .microbatch import CallShape, ComputedOtherwise, Passes, SplitCalls, SplitGeneration
 from .run.remedies import HealingContext, Remedies
 from .session import Session

@@ -9,8 +9,8 @@ from typing import NoReturn
 from . import consensus
 from .classify import describe_exception
 from .failures import Action, FailureType, UnrecoverableTrainingError
+from .incident import Incident
 from .instrument import TrainingFault, Window, free_memory, is_out_of_memory, let_go, memory_figures
-from .journal import Incident
 from .numerics_healer import NumericsHealer
 from .run.remedies import HealingContext
 

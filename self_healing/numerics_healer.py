@@ -9,8 +9,8 @@ from . import consensus
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
 from .failures import FailureType
+from .incident import Incident
 from .instrument import Instrument, Window
-from .journal import Incident
 from .offending_batch import save_offending_batch
 from .run.remedies import Remedies
 from .session import Session

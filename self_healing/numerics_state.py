@@ -10,8 +10,9 @@ from .budget import RecoveryBudget
 from .config import HealingConfig
 from .detectors import DetectorPanel, NonFiniteDetector
 from .detectors.rules import MetricRule, MetricRules, rules_for
+from .incident import Incident
 from .instrument import Instrument
-from .journal import Incident, Journal
+from .journal import Journal
 from .ladder import RollbackLadder
 from .learning_rate import LearningRateControl, ScheduleWatch
 from .missing_steps import MissingSteps

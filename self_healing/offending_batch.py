@@ -9,8 +9,8 @@ import torch
 
 from .classify import classify_exception
 from .failures import FailureType
+from .incident import Incident
 from .instrument import Window
-from .journal import Incident
 
 
 logger = logging.getLogger("self_healing")

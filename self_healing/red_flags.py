@@ -9,8 +9,8 @@ from typing import Any
 from .climb import RollbackClimb
 from .config import HealingConfig
 from .failures import Action, FailureType
+from .incident import Incident
 from .instrument import Window
-from .journal import Incident
 from .numerics_healer import NumericsHealer
 from .run.remedies import HealingContext, Remedies
 from .session import Session

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 from . import consensus
+from .incident import Incident
 from .instrument import Window
-from .journal import Incident, Journal
+from .journal import Journal
 from .repeatability import Repeatability
 
 

@@ -12,7 +12,9 @@ from typing import Any
 from rich.table import Table
 
 from .files import parse_lines
-from .journal import EVENTS_FILE, POSTMORTEM_FILE, Incident
+from .incident import Incident
+from .journal import EVENTS_FILE
+from .postmortem import POSTMORTEM_FILE
 from .run_status import RunState, RunStatus, read_status
 
 

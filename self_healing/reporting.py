@@ -10,7 +10,7 @@ from typing import Any
 
 from .classify import is_error, text_of
 from .failures import Action, FailureType
-from .journal import Incident
+from .incident import Incident
 from .retry import RetryPolicy
 from .run.context import RunContext
 

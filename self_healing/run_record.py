@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from .files import jsonable, replace_file
-from .journal import Incident
+from .incident import Incident
 from .saved_state import completed
 
 

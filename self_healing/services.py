@@ -12,7 +12,7 @@ from typing import Any
 from .classify import http_status, text_of
 from .config import HealingConfig
 from .failures import Action, FailureType, NonFiniteReward
-from .journal import Incident
+from .incident import Incident
 from .retry import Retry, RetryPolicy, may_pass
 from .session import Session
 

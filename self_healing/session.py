@@ -22,9 +22,10 @@ from .classify import describe_exception
 from .config import HealingConfig
 from .data import Quarantine
 from .failures import Action, FailureType
+from .incident import Incident
 from .instrument import BatchPlan, Instrument, ResumePoint, Window, is_training, on_host, save_generated
 from .instrument.sections import Heartbeat
-from .journal import Incident, Journal
+from .journal import Journal
 from .ladder import RollbackLadder
 from .launcher import launch_of
 from .learning_rate import LearningRateControl

@@ -10,8 +10,8 @@ from .config import HealingConfig
 from .detectors import Symptom
 from .divergence import DivergenceHealer
 from .failures import Action, Cause, FailureType
+from .incident import Incident
 from .instrument import Window
-from .journal import Incident
 from .numerics_healer import NumericsHealer
 from .run.remedies import HealingContext, Remedies
 from .session import Session

@@ -25,12 +25,13 @@ from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .earlier_attempts import take_up
 from .failures import FAILURE_RECIPES, Action, DamagedCheckpointError, FailureType, UnrecoverableTrainingError
+from .incident import Incident
 from .instrument import CannotReduce, ReportingGuard, let_go, smaller_batch
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loader_workers import end_workers_that_failed
 from .instrument.loading import loading_twice_at_most, skipping_any_loader
-from .journal import Incident, where_to_go_on
 from .lost_device import leave_lost_device, write_down_lost_device
+from .postmortem import where_to_go_on
 from .random_state import RandomState
 from .report import HealingReport
 from .reporting import Reporting

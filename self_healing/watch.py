@@ -12,7 +12,8 @@ from typing import Any
 from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
 from .failures import FailureType
-from .journal import Incident, Journal
+from .incident import Incident
+from .journal import Journal
 from .run.outcomes import Outcomes
 
 

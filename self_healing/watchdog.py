@@ -27,9 +27,10 @@ import psutil
 from .config import HealingConfig
 from .failures import Action, FailureType, Interruption
 from .hang_memory import HangMemory
+from .incident import Incident
 from .instrument.loader_workers import end_awaited_workers
 from .instrument.sections import BETWEEN, Heartbeat
-from .journal import Incident, Journal
+from .journal import Journal
 from .launcher import EXIT_FOR_RESTART, restarts_on_exit
 
 

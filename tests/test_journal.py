@@ -36,7 +36,8 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
 )
-from self_healing.journal import Journal, describe
+from self_healing.incident import describe
+from self_healing.journal import Journal
 
 
 def struck(output_dir: Path, tokenizer: Any, config: HealingConfig | None = None, **arguments: Any) -> Any:

@@ -19,9 +19,10 @@ from self_healing.data import QUARANTINE_FILE
 from self_healing.hang_memory import HANGS_FILE
 from self_healing.instrument import leave_out_of_uploads
 from self_healing.instrument.generated import GENERATED_FILE
-from self_healing.journal import EVENTS_FILE, POSTMORTEM_FILE
+from self_healing.journal import EVENTS_FILE
 from self_healing.memory import SIZES_FILE
 from self_healing.own_files import GITIGNORE, hide_from_uploads, is_own, own_patterns
+from self_healing.postmortem import POSTMORTEM_FILE
 from self_healing.run_record import PROGRESS_FILE, RECORD_FILE
 
 

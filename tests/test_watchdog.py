@@ -38,8 +38,9 @@ from transformers import TrainerCallback
 from self_healing import FailureType, HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.classify import classify_exception
 from self_healing.hang_memory import HangMemory
+from self_healing.incident import Incident
 from self_healing.instrument.sections import Heartbeat
-from self_healing.journal import Incident, Journal
+from self_healing.journal import Journal
 from self_healing.sample_guard import Guard
 from self_healing.stream_reading import Reading
 from self_healing.watchdog import TrainingHang, Watchdog

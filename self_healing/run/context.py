@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ..budget import RecoveryBudget
 from ..config import HealingConfig
+from ..incident import Incident
 from ..instrument import Instrument
 from ..instrument.sections import Heartbeat
-from ..journal import Incident, Journal
+from ..journal import Journal
 from .outcomes import Outcomes
 from .remedies import Remedies
 

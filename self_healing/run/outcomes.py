@@ -9,7 +9,8 @@ from typing import Any
 
 from ..failures import Action, FailureType
 from ..files import jsonable
-from ..journal import Incident, Journal
+from ..incident import Incident
+from ..journal import Journal
 
 
 @dataclass(slots=True)

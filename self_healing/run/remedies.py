@@ -10,8 +10,9 @@ from transformers import TrainingArguments
 
 from ..call_shape import CallShape
 from ..failures import IN_PLACE, Action
+from ..incident import Incident
 from ..instrument import BatchPlan, Instrument, Window
-from ..journal import Incident, Journal
+from ..journal import Journal
 from ..rollback import Target, WentBack
 from .diagnosis import Diagnosis
 
