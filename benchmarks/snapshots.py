@@ -23,6 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback
+from self_healing.instrument import reload_checkpoint
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -85,7 +86,7 @@ class Rounds(TrainerCallback):
             ("snapshot", take),
             ("restore", restore),
             ("save_checkpoint", lambda: trainer._save_checkpoint(trainer.model, trial=None)),
-            ("load_checkpoint", lambda: session.instrument.reload(checkpoint)),
+            ("load_checkpoint", lambda: reload_checkpoint(session.instrument.trainer, checkpoint)),
         ):
             self._time(name, operation, counted)
 

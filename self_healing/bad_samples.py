@@ -136,7 +136,7 @@ class SampleHealer:
         if broken is not None:
             self._end_for_the_source(broken)
         elif instrument.attached:
-            with instrument.contained():
+            with instrument.failsafe.contained():
                 self._take_stock(len(fetched[0]))
         return fetched
 

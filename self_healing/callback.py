@@ -184,7 +184,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         )
         # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
         before = session.instrument
-        instrument.weights_moved |= before.weights_moved if before is not None else int(state.global_step) > 0
+        moved = before.optimizer_step.weights_moved if before is not None else int(state.global_step) > 0
+        instrument.optimizer_step.weights_moved |= moved
         session.instrument = instrument
         # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
         # does not know (Trainer._save_checkpoint, 5.23).
@@ -215,7 +216,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         SampleHealer(self.config, session, session.remedies).attach()
         if self.config.on_save_failure == "continue":
             session.saves = session.saves or SaveHealer(session.run, lambda: session.rollback.give_way())
-            instrument.saving = CheckpointSaving(trainer, session.saves, instrument.contained)
+            instrument.saves.writer = CheckpointSaving(trainer, session.saves, instrument.failsafe.contained)
         places = [Path(args.output_dir), Path(args.output_dir, PINNED_DIR)]
         instrument.best_model = BestModel(
             trainer, places, vet_weights, may_be_loaded, partial(self._tell_of_best_model, session)
@@ -408,7 +409,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if session is None or session.instrument is None:
             return
         if not session.broken and session.instrument.attached and self._judge is not None:
-            with session.instrument.contained(), session.heartbeat.section("judge"):
+            with session.instrument.failsafe.contained(), session.heartbeat.section("judge"):
                 self._judge.run_ends()
                 if not session.leaving:
                     self._judge.stop_unless_trained()
@@ -429,7 +430,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if session.status is not None and not session.leaving:
             session.status.end(RunState.ENDED, int(state.global_step))
         self._sum_up(session, int(state.global_step))
-        if session.leaving and session.instrument.owes_evaluation and args.should_save:
+        if session.leaving and session.instrument.leaving.owes_evaluation and args.should_save:
             owe_evaluation(Path(args.output_dir or ".") / f"checkpoint-{state.global_step}")
         session.instrument.detach()
         session.rollback.release()
@@ -498,7 +499,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session, instrument = self.session, self._instrument
         if session is not None and instrument is not None and instrument.attached:
             instrument.step_begins()
-            with instrument.contained():
+            with instrument.failsafe.contained():
                 session.rollback.step_begins(int(state.global_step), session.numerics.calm)
 
     def on_pre_optimizer_step(
@@ -517,13 +518,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             return
         if session.record is not None:
             session.record.note_step(int(state.global_step))
-        if instrument.leaves(session.preempted):
+        if instrument.leaving.leaves(session.preempted):
             session.leaving = True
             # Saved now, whatever the schedule of checkpoints is; there is no time for an evaluation.
             control.should_save = control.should_training_stop = True
             if control.should_evaluate:
                 control.should_evaluate = False
-                instrument.owe_evaluation()
+                instrument.leaving.owe_evaluation()
         instrument.step_ends()
 
     def on_epoch_end(
@@ -537,7 +538,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     ) -> None:
         instrument, judge = self._instrument, self._judge
         if instrument is not None and instrument.attached and judge is not None and logs:
-            with instrument.contained():
+            with instrument.failsafe.contained():
                 judge.read_logs(int(state.global_step), logs)
 
     # ---- checkpoints and callbacks ----
@@ -568,7 +569,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 )
                 session.rollback.checkpoint_saved(checkpoint, int(state.global_step))
         except Exception as error:
-            if session.instrument.tells_of_lost_device(error):
+            if session.instrument.failsafe.tells_of_lost_device(error):
                 raise
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
 

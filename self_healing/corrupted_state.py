@@ -74,7 +74,7 @@ class CorruptedStateHealer(NumericsHealer):
         session.journal.closed(incident, "resolved")
         if consensus.from_first_rank(bool(went.suspects) and not session.rollback.has_good_checkpoint(step)):
             # Otherwise a resume would go back to before the fault.
-            instrument.write_checkpoint()
+            instrument.saves.write_checkpoint()
 
     def _undo_corruption(self, incident: Incident, window: Window, step: int) -> WentBack | None:
         """Between two steps: back to the newest trusted state, and the finished steps since then applied again."""
@@ -108,7 +108,7 @@ class CorruptedStateHealer(NumericsHealer):
         if not finite:
             finite = self._heal_state_to_be_saved(found)
         if not finite:
-            instrument.disown_best()
+            instrument.saves.disown_best()
         session.rollback.note_scan(instrument.view.step, finite)
         self._told_of_state = not finite
 
@@ -143,7 +143,7 @@ class CorruptedStateHealer(NumericsHealer):
             return False
         if incident.steps_lost:
             # It is not what was evaluated.
-            instrument.disown_best()
+            instrument.saves.disown_best()
             session.rollback.settled(step - 1)
             self.numerics.went_back(incident)
             session.outcomes.wait_for(incident)
@@ -169,7 +169,7 @@ class CorruptedStateHealer(NumericsHealer):
                 "neither in memory nor on disk"
             )
             self.actions.apply(Action.STOP, context, self.args)
-        self.instrument.step_undone()
+        self.instrument.optimizer_step.undone()
         # Where the steps since then could not be applied again the first time, they are lost.
         replaying = () if context.window.skipped else (Action.REPLAY_STEPS,)
         self.actions.apply((Action.ROLL_BACK, *replaying), context, self.args)

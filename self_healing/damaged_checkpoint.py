@@ -42,7 +42,7 @@ class DamagedCheckpointHealer(NumericsHealer):
         resumed, incident = session.first_resume, context.incident
         if not self.numerics.on_trial or resumed is None or window is None or not instrument.view.can_reexecute:
             return
-        moved = instrument.weights_moved
+        moved = instrument.optimizer_step.weights_moved
         trial = try_older_checkpoints(
             window,
             session.rollback,
@@ -53,7 +53,7 @@ class DamagedCheckpointHealer(NumericsHealer):
             unmoved=self.numerics.missing.trained(window.step) <= self.numerics.missing.trained_at_entry,
         )
         # The updates of the experiment are none of the run's.
-        instrument.weights_moved = moved
+        instrument.optimizer_step.weights_moved = moved
         if trial.tried:
             incident.evidence["with_checkpoints"] = trial.tried
             self._compute_anew(window)

@@ -110,7 +110,7 @@ def _poison_rows(
         return _numerical("no row is non-finite by itself")
     if count > config.max_poison_fraction * total:
         # Many bad rows look the same as a model that overflows on most of them. Rows that are fine tell.
-        controls = instrument.rows_elsewhere(window, _CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
+        controls = window.rows_elsewhere(_CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
         tried = _fewest_of_ranks(len(controls), device)
         if not any(_is_finite_on_all_ranks(window, control, device) for control in controls[:tried]):
             found = _numerical(f"{count} of {total} rows are non-finite, and {_compared(healthy_inputs, tried)}")

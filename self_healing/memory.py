@@ -105,7 +105,7 @@ class MemoryHealer:
         session.memory.sizes.room = room_of(instrument.view.device)
         session.memory.sizes.failure_is_fatal = consensus.world_size() > 1
         if session.memory.checkpointing_activations:
-            instrument.checkpoint_activations()
+            instrument.activation_checkpointing.switch_on()
         if session.memory.sizes.limits:
             self._watch_calls()
         if self.config.optimizer_step_backup:
@@ -237,7 +237,7 @@ class MemoryHealer:
 
     def _climb(self, ran_out: OutOfMemory, context: HealingContext, shape: CallShape | None) -> bool:
         """Beyond splitting."""
-        if self._instrument.experimenting:
+        if self._instrument.retry.experimenting:
             # The run does not need it: nothing that lasts is done for it, and nothing is saved while it goes on.
             return False
         session, incident = self.session, context.incident
@@ -349,7 +349,7 @@ class MemoryHealer:
         self._stepping = True
         context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {_memory(ran_out)}"
         context.incident.evidence["remedy"] = _OPTIMIZER_ADVICE
-        untouched = instrument.undo_optimizer_step()
+        untouched = instrument.optimizer_step.undo()
         self._free(context, ran_out)
         weights, undone = self._undo_step(untouched)
         if context.incident.evidence.get("weights") != weights:
@@ -357,7 +357,7 @@ class MemoryHealer:
             self.session.journal.diagnosed(context.incident, FailureType.OUT_OF_MEMORY, cause, {"weights": weights})
         if not undone:
             self._go_back(context)
-        if self._attempts == 3 and instrument.update_one_by_one():
+        if self._attempts == 3 and instrument.optimizer_step.update_one_by_one():
             context.incident.figures.append("weights are updated one by one from here on (foreach=False)")
         elif self._attempts >= 3:
             self._stop(context, ran_out)
@@ -368,7 +368,7 @@ class MemoryHealer:
         if untouched:
             return "untouched: the optimizer was making its state", True
         if self._backup is not None and self._put_back(self._backup):
-            self._instrument.step_undone()
+            self._instrument.optimizer_step.undone()
             return "put back from the copy made before the step", True
         return "some may be updated and others not", False
 

@@ -63,7 +63,7 @@ class MemoryRemedies:
         return {"call": shape.kind, "did_not_fit": [shape.rows, shape.length], "at_a_time": at_a_time}
 
     def _checkpoint_activations(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        done = context.running.checkpoint_activations()
+        done = context.running.activation_checkpointing.switch_on()
         if not done:
             return {"checkpointing": False, "happened": False, "why": "it is on already, or the model cannot do it"}
         self.state.checkpointing_activations = True

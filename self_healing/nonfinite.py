@@ -65,7 +65,7 @@ class NonfiniteHealer(NumericsHealer):
             self._climb.take_rung(context, diagnosis.failure)
             self._climb.rolled_back(incident, began, window)
             return
-        if diagnosis.everywhere and not self.instrument.weights_moved:
+        if diagnosis.everywhere and not self.instrument.optimizer_step.weights_moved:
             self._stop_at_the_start(context, began)
         decision = self.numerics.policy.decide(diagnosis, acts=self.acts)
         if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT:
@@ -86,7 +86,7 @@ class NonfiniteHealer(NumericsHealer):
         )
         if stop is not None:
             if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and self.numerics.policy.out_of_patience:
-                if not self.instrument.weights_moved:
+                if not self.instrument.optimizer_step.weights_moved:
                     self._stop_at_the_start(context, began)
                 self._climb.take_rung(context, diagnosis.failure, verdict=stop)
                 self._climb.rolled_back(incident, began, window)

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from .config import HealingConfig
 from .failures import Action, FailureType
 from .inspection import check_data_quality, check_model_init
-from .instrument import Instrument
+from .instrument import Instrument, reset_moments
 from .run.remedies import CarryOut, HealingContext
 from .session import Session
 
@@ -159,7 +159,7 @@ class NumericsRemedies:
 
     def _reset_moments(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = context.running
-        if not instrument.reset_moments():
+        if not reset_moments(instrument.trainer):
             why = "this optimizer is not known to make its state anew, and was left as it is"
             return {"why": why, "happened": False}
         steps = self.session.numerics.learning_rate.warm_up_again(instrument.view.step)

@@ -30,6 +30,8 @@ from .instrument import (
     free_memory,
     is_out_of_memory,
     let_go,
+    optimizer_in_training_mode,
+    reload_checkpoint,
     with_room,
 )
 from .journal import Journal
@@ -442,7 +444,7 @@ class Rollback:
     def _take(self, step: int) -> None:
         instrument = self._running
         # A schedule-free optimizer swaps the weights in place between training and evaluation.
-        instrument.optimizer_in_training_mode()
+        optimizer_in_training_mode(instrument.trainer)
         extras = self._remember() | {"rng": RandomState.capture(self._device), "control": self._control}
         live = instrument.view.live_state()
         self._last_taken = step
@@ -601,17 +603,17 @@ class Rollback:
         return WentBack(snapshot.step, target, lost, snapshot.step - snapshot.extras["missing"])
 
     def _restore(self, snapshot: Snapshot) -> None:
-        if self._running.device_lost:
+        if self._running.failsafe.device_lost:
             return
         running = self._running
         with_room(
             lambda: self.ring.restore(snapshot, running.view.live_state()), self._device, give_up=self._give_up_memory
         )
-        self._running.optimizer_in_training_mode()
+        optimizer_in_training_mode(self._running.trainer)
 
     def _give_up_memory(self) -> None:
         """What is not needed to put a state in place: the gradients are those of the state that is left."""
-        self._running.discard_gradients()
+        self._running.engine.discard()
         self.free_batches(of_host=False)
 
     def _restored(self, snapshot: Snapshot) -> bool:
@@ -746,7 +748,7 @@ class Rollback:
         try:
             self._reload(checkpoint)
         except Exception as error:
-            if self._running.tells_of_lost_device(error):
+            if self._running.failsafe.tells_of_lost_device(error):
                 raise
             failed = True
             logger.warning("%s could not be loaded.", checkpoint, exc_info=True)
@@ -761,11 +763,11 @@ class Rollback:
             self.displaced = False
 
     def _reload(self, checkpoint: str) -> None:
-        if self._running.device_lost:
+        if self._running.failsafe.device_lost:
             return
         # It is written over what may still be being copied.
         self.ring.wait()
-        self._running.reload(checkpoint)
+        reload_checkpoint(self._running.trainer, checkpoint)
 
     def try_on(self, snapshot: Snapshot) -> Control | None:
         """Puts a state in place for an experiment; a healthy step from before it, to compare with. Collective."""

@@ -190,7 +190,7 @@ class ServiceCalls:
 
     def _contained(self) -> contextlib.AbstractContextManager[None]:
         instrument = self._session.instrument
-        return contextlib.nullcontext() if instrument is None else instrument.contained()
+        return contextlib.nullcontext() if instrument is None else instrument.failsafe.contained()
 
     def _acted(self, failures: _Failures, incident: Incident) -> None:
         attempts = failures.attempts + 1

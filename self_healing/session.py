@@ -130,7 +130,7 @@ class Session:
         self.preemption = Preemption(
             config.preemption_deadline,
             self._may_be_interrupted,
-            lambda: 0.0 if self.instrument is None else self.instrument.longest_save,
+            lambda: 0.0 if self.instrument is None else self.instrument.saves.longest,
             self._still_training,
             self._end_at_the_deadline,
         )
@@ -238,7 +238,7 @@ class Session:
     def _left(self, instrument: Instrument) -> None:
         """The trainer is given back; without the wrapper, an exception on its way out of `train()` is the end."""
         error = sys.exc_info()[1]
-        if error is not None and not instrument.switched_off and self.status is not None:
+        if error is not None and not instrument.failsafe.switched_off and self.status is not None:
             self.status.end(RunState.STOPPED, instrument.view.step, describe_exception(error))
 
     def _ended_without_a_word(self) -> None:

@@ -27,9 +27,10 @@ from test_memory import HalfWay, TooManyRows
 from test_resume_trial import damage_weights
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.instrument import Instrument, Window, bookkeeping, wrapping
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError, rollback
+from self_healing.instrument import Window, bookkeeping, view
 from self_healing.instrument import window as window_module
+from self_healing.instrument.accelerate_engine import AccelerateEngine
 from self_healing.judge import StepJudge
 from self_healing.microbatch import additivity
 from self_healing.nonfinite import NonfiniteHealer
@@ -250,28 +251,28 @@ PLACES = {
     ),
     "computing again: the numbers that judge it": Place(transient, window_module, "_as_tensor", "stopped"),
     "computing again: whether that repeats": Place(transient, Window, "_compute_once_more", "stopped"),
-    "poison rows: the search for NaN": Place(poisoned, wrapping, "nonfinite_tensors", "stopped"),
+    "poison rows: the search for NaN": Place(poisoned, view, "nonfinite_tensors", "stopped"),
     "poison rows: picking some": Place(poisoned, window_module, "select_rows", "ended"),
     "poison rows: a probe": Place(poisoned, Window, "_probe_once", "ended"),
     "poison rows: what is left": Place(poisoned, Window, "_count_items", "stopped"),
-    "NaN weights: the search for NaN": Place(nan_weights, wrapping, "nonfinite_tensors", "stopped"),
+    "NaN weights: the search for NaN": Place(nan_weights, view, "nonfinite_tensors", "stopped"),
     "NaN weights: putting a state back": Place(nan_weights, SnapshotRing, "restore", "stopped", repairs=True),
     "NaN weights: applying steps again": Place(nan_weights, Window, "_run_again", "ended"),
-    "NaN weights: the update of such a step": Place(nan_weights, Instrument, "step_again", "ended"),
+    "NaN weights: the update of such a step": Place(nan_weights, AccelerateEngine, "_clip", "ended"),
     "NaN weights: the buffers they leave": Place(nan_weights, bookkeeping.Ledger, "with_buffers_of_now", "ended"),
-    "before a save: the search for NaN": Place(nan_before_a_save, wrapping, "nonfinite_tensors", "stopped"),
+    "before a save: the search for NaN": Place(nan_before_a_save, view, "nonfinite_tensors", "stopped"),
     "before a save: putting a state back": Place(nan_before_a_save, SnapshotRing, "restore", "stopped", repairs=True),
     "before a save: applying steps again": Place(nan_before_a_save, Window, "_run_again", "ended"),
-    "at the end: the search for NaN": Place(nan_at_the_end, wrapping, "nonfinite_tensors", "stopped"),
+    "at the end: the search for NaN": Place(nan_at_the_end, view, "nonfinite_tensors", "stopped"),
     "at the end: putting a state back": Place(nan_at_the_end, SnapshotRing, "restore", "stopped", repairs=True),
     "at the end: applying steps again": Place(nan_at_the_end, Window, "_run_again", "ended"),
     "trusted weights: setting the state aside": Place(scrambled_layer, SnapshotRing, "take", "ended"),
     "trusted weights: putting them in place": Place(scrambled_layer, SnapshotRing, "restore", "stopped"),
     "trusted weights: the batch with them": Place(scrambled_layer, Window, "_call", "stopped"),
     "learning rates: a step with one": Place(too_high_a_rate, Window, "_run_again", "ended"),
-    "learning rates: its update": Place(too_high_a_rate, Instrument, "step_again", "stopped"),
+    "learning rates: its update": Place(too_high_a_rate, AccelerateEngine, "_clip", "stopped"),
     "learning rates: the state they begin from": Place(too_high_a_rate, SnapshotRing, "restore", "stopped"),
-    "older checkpoints: loading one": Place(resumed_from_damage, Instrument, "reload", "stopped"),
+    "older checkpoints: loading one": Place(resumed_from_damage, rollback, "reload_checkpoint", "stopped"),
     "older checkpoints: setting the state aside": Place(resumed_from_damage, SnapshotRing, "take", "stopped"),
     "older checkpoints: the batch with one": Place(resumed_from_damage, Window, "begin_anew", "stopped"),
     "harder data: the control batch": Place(harder_data, Window, "_run_again", "ended"),

@@ -64,7 +64,7 @@ def save_emergency_checkpoint(
     # An earlier attempt of this step may have left one: it is there until the new one is whole.
     new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
     for attempt in range(1, _WRITES + 1):
-        finite = instrument.finite_once_healed(bookkeeping) if heals else not instrument.view.nonfinite_tensors()
+        finite = instrument.saves.finite_once_healed(bookkeeping) if heals else not instrument.view.nonfinite_tensors()
         if not finite:
             return None
         exported = instrument.ledger.export() | owing(pending, leave)

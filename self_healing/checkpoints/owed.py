@@ -18,7 +18,7 @@ _OWES = "owes"
 
 def bookkeeping_now(instrument: Instrument) -> dict[str, Any]:
     """Running losses, metrics, and what is still to be done for the step, as a marker says them."""
-    return instrument.ledger.export() | {_OWES_EVALUATION: instrument.owes_evaluation}
+    return instrument.ledger.export() | {_OWES_EVALUATION: instrument.leaving.owes_evaluation}
 
 
 def owe_evaluation(checkpoint: Path) -> None:

@@ -12,7 +12,8 @@ from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
 from .best_model import BestChoice, BestModel
 from .discovery import find_resume_path, find_trainer, is_training
 from .generated import load_generated, save_generated
-from .hooks import Hooks, StepPasses
+from .hooks import Hooks
+from .live_state import optimizer_in_training_mode, reload_checkpoint, reset_moments
 from .models import names_in_checkpoints
 from .out_of_memory import (
     OutOfMemory,
@@ -31,9 +32,11 @@ from .reentry import Leave, Pending, ResumePoint
 from .row_sources import RowSource
 from .saving import CheckpointSaving
 from .services import ReportingGuard, ServiceGuard
+from .step_engine import StepEngine, StepPasses
+from .training_fault import TrainingFault
 from .uploads import leave_out_of_uploads
 from .view import TrainerView
-from .window import Control, Recording, TrainingFault, Window, on_host
+from .window import Control, Recording, Window, on_host
 from .wrapping import Instrument
 
 
@@ -54,6 +57,7 @@ __all__ = [
     "ResumePoint",
     "RowSource",
     "ServiceGuard",
+    "StepEngine",
     "StepPasses",
     "TrainerView",
     "TrainingFault",
@@ -71,8 +75,11 @@ __all__ = [
     "memory_figures",
     "names_in_checkpoints",
     "on_host",
+    "optimizer_in_training_mode",
     "preserved",
     "record_memory_history",
+    "reload_checkpoint",
+    "reset_moments",
     "room_of",
     "save_generated",
     "smaller_batch",

@@ -2,38 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
-
-import torch
-
 from .out_of_memory import OutOfMemory
+from .step_engine import StepPasses
 from .window import Window
-
-
-class StepPasses(Protocol):
-    """Computes a training step in several passes over its rows."""
-
-    def look_at(self, loss: Any) -> None:
-        """Looks at the loss of a pass, before its backward; raises where the step cannot be computed in passes."""
-
-    def run(
-        self,
-        first: Callable[[], torch.Tensor],
-        again: Callable[[], torch.Tensor],
-        plain: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        """
-        Computes the step.
-
-        Args:
-            first (`Callable`):
-                Computes the first pass.
-            again (`Callable`):
-                Computes each later one, on the rows that were prepared in the first.
-            plain (`Callable`):
-                Computes the step as if there had not been any pass.
-        """
 
 
 class Hooks:

@@ -140,6 +140,13 @@ def beta2_of(optimizer: Any) -> float | None:
     return float(betas[1]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else None
 
 
+def optimizer_in_training_mode(trainer: Any) -> None:
+    """Switches a schedule-free optimizer, which keeps other weights for evaluation, to those that are trained."""
+    switch = getattr(trainer.optimizer, "train", None)
+    if switch is not None:
+        switch()
+
+
 def reset_moments(trainer: Any) -> bool:
     """
     Makes the optimizer forget everything, so that it begins as in the first step.

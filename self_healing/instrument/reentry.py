@@ -21,7 +21,8 @@ from .gradients import discard_gradients
 from .out_of_memory import free_memory
 from .phase import Phase
 from .row_sources import DataPosition
-from .window import TrainingFault, Window
+from .training_fault import TrainingFault
+from .window import Window
 
 
 # What is written again once what a step owed is done; all other files are those of the checkpoint before.

@@ -200,7 +200,7 @@ class ServiceGuard:
         stores = self._instrument.ledger.mark_stores()
 
         def rewind() -> None:
-            with self._instrument.contained():
+            with self._instrument.failsafe.contained():
                 put_back()
                 rng.restore()
                 self._instrument.ledger.rewind_stores(stores)

@@ -36,7 +36,7 @@ class TrainerView:
 
     def __init__(self, trainer: Any, objective: Objective, replaced: Replacements) -> None:
         self._trainer = trainer
-        self._objective = objective
+        self.objective = objective
         self._replaced = replaced
 
     # ---- where the run is ----
@@ -92,7 +92,7 @@ class TrainerView:
         own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
         # Replaced on this one trainer.
         own = own or "compute_loss" in vars(trainer)
-        return self._objective.name == "generic" and not own
+        return self.objective.name == "generic" and not own
 
     @property
     def may_repeat_the_loss(self) -> bool:
@@ -100,7 +100,7 @@ class TrainerView:
         Whether the loss of a training step can be computed several times for one backward pass over all rows: it is a
         loss of the libraries, which treats rows (pairs) one by one, and no other process takes part in it.
         """
-        known = self._objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
+        known = self.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
         own = has_own_loss(self._trainer) or "compute_loss" in vars(self._trainer)
         return known and not own and consensus.world_size() == 1
 
@@ -163,11 +163,11 @@ class TrainerView:
     @property
     def vocabulary(self) -> int | None:
         """Tokens the model knows, if the loss is a mean cross-entropy per token; `None` for any other loss."""
-        if "above_chance" not in self._objective.detectors:
+        if "above_chance" not in self.objective.detectors:
             return None
         model = self._trainer.model
         inner = getattr(model, "get_base_model", lambda: model)()
-        if self._objective.name == "sft":
+        if self.objective.name == "sft":
             counts_tokens = getattr(self._trainer.args, "loss_type", "nll") == "nll"
         else:
             counts_tokens = type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))

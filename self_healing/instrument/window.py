@@ -10,28 +10,23 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from .. import consensus
-from ..classify import text_of
-from ..clipping import scale_gradients
 from ..extents import Search
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
 from ..random_state import RandomState
-from ..repeatability import Repeatability, StepPrint, lowest_precision
+from ..repeatability import Repeatability, StepPrint
 from ..signals import StepSignals
-from .bookkeeping import Bookkeeping
-from .gradients import discard_gradients, gradients_of
+from .bookkeeping import Bookkeeping, Ledger
+from .loading import TrainingLoader
 from .origin import Origin, nonfinite_in
-from .out_of_memory import free_memory, is_out_of_memory, with_room
-from .phase import Phase
-from .row_sources import RowSource
-
-
-if TYPE_CHECKING:
-    from .wrapping import Instrument
+from .out_of_memory import free_memory, with_room
+from .row_sources import DataPosition, RowSource
+from .step_engine import Call, StepEngine
+from .training_fault import TrainingFault
 
 
 logger = logging.getLogger(__name__)
@@ -39,14 +34,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 HOST = torch.device("cpu")
-
-
-class TrainingFault(Exception):
-    """Carries an exception of the user's training code out of our own, so that it is not taken for a bug of ours."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(text_of(error))
-        self.error = error
 
 
 @dataclass(slots=True)
@@ -63,7 +50,7 @@ class Control:
             Memory their inputs take.
     """
 
-    calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]
+    calls: list[Call]
     loss: float
     nbytes: int
 
@@ -109,15 +96,21 @@ class Window:
     One optimizer step: its micro-batches, what came out of them, and the state they started from.
 
     Args:
-        instrument ([`Instrument`]):
-            The instrument of the trainer the step belongs to.
+        engine ([`StepEngine`]):
+            Computes and applies the steps of the trainer.
+        ledger ([`Ledger`]):
+            What the trainer counts.
+        position ([`DataPosition`]):
+            Where the trainer is in its data.
         size (`int`):
             Number of micro-batches in the step.
     """
 
-    def __init__(self, instrument: Instrument, size: int) -> None:
-        self._instrument = instrument
-        self._trainer = instrument.trainer
+    def __init__(self, engine: StepEngine, ledger: Ledger, position: DataPosition, size: int) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self._position = position
+        self._trainer = engine.trainer
         self.size = size
         self.step = int(self._trainer.state.global_step)
         self.epoch = self._trainer.state.epoch
@@ -128,8 +121,8 @@ class Window:
         self.skipped = False
         self.stop_wanted = self.rollback_wanted = self.leave_wanted = False
         self.prepared: dict[int, Any] = {}
-        self.objective: Objective = instrument.objective
-        self._calls: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.objective: Objective = engine.view.objective
+        self._calls: list[Call] = []
         self._start: Bookkeeping | None = None
         self._generated: tuple[Any, Bookkeeping] | None = None
         self._raised = False
@@ -218,17 +211,16 @@ class Window:
 
     def _with_room(self, compute: Callable[[], _T]) -> _T:
         # With several processes the norm may be a collective, which one of them cannot begin again.
-        return compute() if consensus.world_size() > 1 else with_room(compute, self._trainer.accelerator.device)
+        return compute() if consensus.world_size() > 1 else with_room(compute, self._engine.view.device)
 
     def experiment(self) -> contextlib.AbstractContextManager[None]:
-        """What is computed inside may come to nothing: [`Instrument.experiment`]."""
-        return self._instrument.experiment()
+        """Marks what is computed inside as not needed by the run: [`StepEngine.experiment`]."""
+        return self._engine.experiment()
 
     @property
     def scaler_active(self) -> bool:
         """Whether a GradScaler looks after overflowing gradients (fp16)."""
-        scaler = self._trainer.accelerator.scaler
-        return scaler is not None and scaler.is_enabled()
+        return self._engine.scaler_active
 
     # ---- computing it again ----
 
@@ -266,29 +258,7 @@ class Window:
         return self.signals()
 
     def _until_it_fits(self, compute: Callable[[], _T]) -> _T:
-        """Something that begins with rewinding the step: it can be begun again with more memory, or once more."""
-        repeated = False
-        while True:
-            try:
-                result = compute()
-            except TrainingFault as fault:
-                error = fault.error
-            except Exception as ours:
-                # What is computed around the training step: rows picked, buffers put back, the gradient norm.
-                if not is_out_of_memory(ours):
-                    raise
-                error = ours
-            else:
-                self._instrument.on_success()
-                return result
-            # Outside of the handler: what the failed attempt held is gone, but for its gradients.
-            if is_out_of_memory(error):
-                self.discard()
-            if self._instrument.may_try_again(error):
-                continue
-            if repeated or not self._instrument.may_have_passed(error):
-                raise TrainingFault(error) from error
-            repeated = True
+        return self._engine.until_it_fits(compute, self.discard)
 
     def _reexecute(self, keep: Mapping[int, Sequence[int]] | None) -> None:
         # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.
@@ -302,10 +272,8 @@ class Window:
         losses: list[torch.Tensor] = []
         emptied = [index for index, rows in keep.items() if not rows]
         last = max((index for index in range(self.size) if index not in emptied), default=-1)
-        accumulation = self._trainer.current_gradient_accumulation_steps
-        if emptied and not self.objective.counts_own_tokens:
-            self._trainer.current_gradient_accumulation_steps = max(self.size - len(emptied), 1)
-        try:
+        fewer = emptied and not self.objective.counts_own_tokens
+        with self._engine.accumulating(max(self.size - len(emptied), 1) if fewer else None):
             for index in range(self.size):
                 if index in emptied:
                     self._advance_without(index)
@@ -321,8 +289,6 @@ class Window:
 
                 items = None if counts is None else counts.items
                 losses.append(self._run(index, pick, last=index == last, items=items))
-        finally:
-            self._trainer.current_gradient_accumulation_steps = accumulation
         self.losses = losses
         self.grad_norm = self._measure()
 
@@ -355,10 +321,10 @@ class Window:
         for index, call in enumerate(self._calls):
             before = state.num_input_tokens_seen
             if index == 0 and generated is not None:
-                with self._instrument.preparing(lambda batch: batch, prepared=generated[0]):
-                    losses.append(self._call(*call, last=self.size == 1))
+                with self._engine.preparing(lambda batch: batch, prepared=generated[0]):
+                    losses.append(self._call(call, last=self.size == 1))
             else:
-                losses.append(self._call(*call, last=index == self.size - 1))
+                losses.append(self._call(call, last=index == self.size - 1))
             if index == 0:
                 state.num_input_tokens_seen += of_generation
             added = state.num_input_tokens_seen - before
@@ -397,13 +363,13 @@ class Window:
 
     @property
     def precision(self) -> torch.dtype:
-        """What the step is computed in."""
-        return lowest_precision(self._trainer.model.parameters(), self._instrument.view.autocast_dtype)
+        """The lowest precision that the step is computed in."""
+        return self._engine.precision
 
     def _print(self) -> StepPrint | None:
         try:
             loss = torch.stack([loss.detach().double() for loss in self.losses]).sum()
-            return StepPrint.of(float(loss), gradients_of(self._trainer.model))
+            return StepPrint.of(float(loss), self._engine.gradients())
         except Exception:
             logger.info("Step %d: it cannot be told whether it repeats.", self.step, exc_info=True)
             return None
@@ -419,7 +385,7 @@ class Window:
             return True
         # Outside of the handler: what the failed attempt held is gone.
         self.discard()
-        free_memory(self._trainer.accelerator.device)
+        free_memory(self._engine.view.device)
         self._until_it_fits(self._compute_once_more)
         return False
 
@@ -442,7 +408,7 @@ class Window:
 
     def probe_batch(self, inputs: Any) -> bool:
         """Whether another micro-batch, as the data loader gave it, is finite with the weights as they are."""
-        return self._probe(self.size - 1, lambda: self._instrument.prepare_inputs(copy.copy(inputs)))
+        return self._probe(self.size - 1, lambda: self._engine.prepare_inputs(copy.copy(inputs)))
 
     def _probe(self, index: int, rows: Callable[[], Any]) -> bool:
         return self._until_it_fits(lambda: self._probe_once(index, rows()))
@@ -479,7 +445,7 @@ class Window:
             return batch
 
         try:
-            with self._instrument.watching_outputs() as seen:
+            with self._engine.watching_outputs() as seen:
                 loss = self._run(index, look, last=True, synchronise=False)
             if spoiled:
                 return Origin("inputs", tuple(spoiled))
@@ -503,7 +469,7 @@ class Window:
         Raises:
             TrainingFault: An exception of the training code.
         """
-        with self._instrument.full_precision() as changed:
+        with self._engine.full_precision() as changed:
             if not changed:
                 return None
             self.reexecute()
@@ -512,12 +478,7 @@ class Window:
         return finite
 
     def _is_finite(self, loss: torch.Tensor) -> bool:
-        if not math.isfinite(float(loss)):
-            return False
-        gradients = gradients_of(self._trainer.model)
-        if self.scaler_active or not gradients:
-            return True
-        return math.isfinite(float(_as_tensor(torch.nn.utils.get_total_norm(gradients), loss.device)))
+        return math.isfinite(float(loss)) and self._engine.gradients_are_finite()
 
     def _run(
         self,
@@ -530,21 +491,11 @@ class Window:
         model, inputs, args, kwargs = self._calls[index]
         if items is not None:
             args, kwargs = _with_items(args, kwargs, items)
-        with self._instrument.preparing(lambda batch: self._note(index, batch, pick)):
-            return self._call(model, inputs, args, kwargs, last, synchronise)
+        with self._engine.preparing(lambda batch: self._note(index, batch, pick)):
+            return self._call((model, inputs, args, kwargs), last, synchronise)
 
-    def _call(
-        self, model: Any, inputs: Any, args: Any, kwargs: Any, last: bool, synchronise: bool = True
-    ) -> torch.Tensor:
-        accelerator = self._trainer.accelerator
-        accelerator.gradient_state._set_sync_gradients(last)
-        with contextlib.nullcontext() if last and synchronise else accelerator.no_sync(model=model):
-            try:
-                return self._instrument.call_training_step(self, model, copy.copy(inputs), *args, **kwargs)
-            except Exception as error:
-                if self._instrument.tells_of_lost_device(error):
-                    raise
-                raise TrainingFault(error) from error
+    def _call(self, call: Call, last: bool, synchronise: bool = True) -> torch.Tensor:
+        return self._engine.compute(call, last, self.note_exception, synchronise)
 
     def _note(self, index: int, batch: Any, pick: Callable[[Any], Any]) -> Any:
         # A copy: `compute_loss` may pop keys from the batch it is given.
@@ -554,12 +505,12 @@ class Window:
     def _advance_without(self, index: int) -> None:
         """Lets a trainer that generates its own rows do so for a micro-batch nothing of which is trained on."""
         if self.objective.online:
-            self._instrument.prepare_inputs(copy.copy(self._calls[index][1]))
+            self._engine.prepare_inputs(copy.copy(self._calls[index][1]))
             self._trainer._step += 1
 
     def _count_items(self, keep: Mapping[int, Sequence[int]], layouts: Mapping[int, Layout | None]) -> _Items:
         """What the loss is divided by once rows are gone."""
-        dropped = torch.zeros((), device=self._trainer.accelerator.device)
+        dropped = torch.zeros((), device=self._engine.view.device)
         batches = []
         for index in range(self.size):
             batch, rows, layout = self.prepared[index], keep.get(index), layouts.get(index)
@@ -582,25 +533,21 @@ class Window:
     def discard(self) -> None:
         """Drops what there is of its gradients: it is computed again, or left out."""
         self._touched = True
-        discard_gradients(self._trainer.model)
+        self._engine.discard()
 
     def _rewind(self, to: Bookkeeping | None = None) -> None:
         assert self._start is not None
         to = to or self._start
         self.discard()
-        scaler = self._trainer.accelerator.scaler
-        if scaler is not None:
-            # `unscale_` refuses to run twice for one optimizer; what it noted belongs to gradients that are gone.
-            scaler._per_optimizer_states.clear()
         tokens = self._trainer.state.num_input_tokens_seen - self._tokens_inside
-        self._instrument.ledger.rewind_step(to)
+        self._ledger.rewind_step(to)
         self._trainer.state.num_input_tokens_seen = tokens
         self._tokens_inside = 0
 
     def restore_buffers(self) -> None:
         """Buffers that a forward pass changes (batch norm statistics) as they were when the step began."""
         if self._start is not None:
-            self._instrument.ledger.restore_buffers(self._start)
+            self._ledger.restore_buffers(self._start)
 
     def control(self, loss: float, largest: int) -> Control | None:
         """
@@ -622,8 +569,8 @@ class Window:
         if self._start is None or self._thinned or getattr(self._trainer.args, "sync_ref_model", False):
             # A reference model that follows the model does so in a callback, which is not called again.
             return None
-        rates = self._instrument.rates_in_force()
-        options = self._instrument.group_options()
+        rates = self._engine.rates_in_force()
+        options = self._engine.group_options()
         return Recording(self.step, control, self._start.rng, rates, self._scaled_by, options)
 
     def loss_of(self, control: Control) -> float:
@@ -670,20 +617,10 @@ class Window:
         try:
             loss = self._until_it_fits(compute)
             if math.isfinite(loss):
-                self._step_again(self._instrument.rates_in_force(scale))
+                self._engine.step_again(self._engine.rates_in_force(scale))
         finally:
             self._rewind()
         return loss
-
-    def _step_again(self, rates: Sequence[Any], recording: Recording | None = None) -> float | None:
-        try:
-            if recording is None:
-                return self._instrument.step_again(rates)
-            return self._instrument.step_again(rates, recording.scaled_by, recording.options)
-        except Exception as error:
-            if self._instrument.tells_of_lost_device(error):
-                raise
-            raise TrainingFault(error) from error
 
     def replay(self, recording: Recording) -> StepSignals:
         """
@@ -696,10 +633,10 @@ class Window:
         state = self._trainer.state
         tokens, step, norm = state.num_input_tokens_seen, state.global_step, None
         # Once the step has been applied, what was logged and counted since then is as it should be.
-        counts = self._start if step == self.step else self._instrument.ledger.capture()
+        counts = self._start if step == self.step else self._ledger.capture()
 
         def compute() -> float:
-            discard_gradients(self._trainer.model)
+            self._engine.discard()
             recording.rng.restore()
             return self._run_again(recording.control)
 
@@ -708,11 +645,11 @@ class Window:
             state.global_step = recording.step
             loss = self._until_it_fits(compute)
             if math.isfinite(loss):
-                norm = self._step_again(recording.rates, recording)
+                norm = self._engine.step_again(recording.rates, recording.scaled_by, recording.options)
         finally:
             state.global_step = step
-            discard_gradients(self._trainer.model)
-            self._instrument.ledger.rewind_counts(counts)
+            self._engine.discard()
+            self._ledger.rewind_counts(counts)
             state.num_input_tokens_seen = tokens
         return StepSignals(recording.step, loss, norm)
 
@@ -723,22 +660,14 @@ class Window:
     def begin_anew(self) -> None:
         """After a replay: this step starts from the state there is now."""
         if self._start is not None:
-            self._start = self._instrument.ledger.with_buffers_of_now(self._start)
+            self._start = self._ledger.with_buffers_of_now(self._start)
 
     def _run_again(self, control: Control) -> float:
         """Forward and backward of an earlier step; its loss, over all ranks."""
         self._touched = True
-        trainer = self._trainer
-        if trainer.accelerator.scaler is not None:
-            # `unscale_` refuses to run twice for one optimizer.
-            trainer.accelerator.scaler._per_optimizer_states.clear()
-        accumulation = trainer.current_gradient_accumulation_steps
-        trainer.current_gradient_accumulation_steps = len(control.calls)
-        try:
-            last = len(control.calls) - 1
-            losses = [self._call(*call, last=index == last) for index, call in enumerate(control.calls)]
-        finally:
-            trainer.current_gradient_accumulation_steps = accumulation
+        last = len(control.calls) - 1
+        with self._engine.accumulating(len(control.calls)):
+            losses = [self._call(call, last=index == last) for index, call in enumerate(control.calls)]
         total = torch.stack([loss.detach().float() for loss in losses]).sum()
         return float(consensus.sum_over_ranks(total)) / consensus.world_size()
 
@@ -758,7 +687,7 @@ class Window:
             always (`bool`, *optional*, defaults to `True`):
                 Whether this belongs to the step, and not to what was wrong with it this time.
         """
-        scale_gradients(self._trainer.model, factor)
+        self._engine.scale_gradients(factor)
         if always:
             self._scaled_by *= factor
 
@@ -777,27 +706,18 @@ class Window:
         if not keep_buffers:
             self.restore_buffers()
         self._catch_up_generation()
-        discard_gradients(self._trainer.model)
+        self._engine.discard()
         total = torch.stack([loss.detach().float() for loss in self.losses]).sum()
-        if self.scaler_active:
-            norm = None if self.grad_norm is None else float(_as_tensor(self.grad_norm, total.device))
-            gradient_is_finite = norm is not None and math.isfinite(norm)
-            self._skip_scaled_step(overflowed=math.isfinite(float(total)) and not gradient_is_finite)
+        self._engine.leave_out(overflowed=self.scaler_active and self._overflowed(total))
         if math.isfinite(float(total)):
             self._set_running_loss(self.losses)
         else:
             self._set_running_loss([] if substitute_loss is None else [torch.full_like(total, substitute_loss)])
 
-    def _skip_scaled_step(self, overflowed: bool) -> None:
-        """A GradScaler refuses to step without gradients, so neither it nor the optimizer is called for this step."""
-        accelerator = self._trainer.accelerator
-        scaler = accelerator.scaler
-        scaler._per_optimizer_states.clear()
-        if overflowed:
-            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-        # The Trainer sets it anew at the next micro-batch.
-        accelerator.gradient_state._set_sync_gradients(False)
-        self._instrument.reentry.phase = Phase.STEPPED
+    def _overflowed(self, loss: torch.Tensor) -> bool:
+        norm = None if self.grad_norm is None else float(_as_tensor(self.grad_norm, loss.device))
+        gradient_is_finite = norm is not None and math.isfinite(norm)
+        return math.isfinite(float(loss)) and not gradient_is_finite
 
     def _catch_up_generation(self) -> None:
         """A trainer that generates its rows counts the micro-batches it has used up: those of a skipped step, too."""
@@ -816,9 +736,15 @@ class Window:
         norms = [] if self.grad_norm is None or hasattr(self.grad_norm, "full_tensor") else [self.grad_norm]
         return all(math.isfinite(float(value)) for value in (*self.losses, *norms))
 
-    def abandon(self) -> None:
-        """After a failure of our own: leaves a step out that is not sound, if any is left out at all."""
-        if self._touched or (self._instrument.leaves_out_nonfinite and not self.sound):
+    def abandon(self, leave_out_nonfinite: bool) -> None:
+        """
+        After a failure of our own: leaves a step out whose gradients are not the Trainer's.
+
+        Args:
+            leave_out_nonfinite (`bool`):
+                Whether one that is not finite is left out as well.
+        """
+        if self._touched or (leave_out_nonfinite and not self.sound):
             self.skip(None)
 
     def _set_running_loss(self, losses: Sequence[torch.Tensor]) -> None:
@@ -836,7 +762,25 @@ class Window:
         layout = self.layout(index)
         if layout is None:
             return []
-        return self._instrument.position.sources(layout, index, [self.inputs(before) for before in range(index)])
+        return self._position.sources(layout, index, [self.inputs(before) for before in range(index)])
+
+    def rows_elsewhere(self, count: int) -> list[Any]:
+        """
+        Batches of one row each from all over the training data, none of them in this step, for each twice the same:
+        what is computed from a batch may need more than one. Empty for a stream, and where rows are generated.
+
+        Args:
+            count (`int`):
+                How many, at most.
+        """
+        if self.objective.online:
+            return []
+        taken = self._position.sampled(self.size)
+        try:
+            return TrainingLoader(self._trainer).rows_elsewhere(count, taken)
+        except Exception:
+            logger.info("Other rows of the data could not be loaded to compare with.", exc_info=True)
+            return []
 
     def inputs(self, index: int) -> Any:
         """The micro-batch as the data loader gave it."""

@@ -1,0 +1,190 @@
+"""`AccelerateEngine`: optimizer steps of accelerate's own loop."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ..clipping import scale_gradients
+from .failsafe import Failsafe
+from .gradients import discard_gradients, gradients_of
+from .hooks import Hooks
+from .memory_retry import MemoryRetry
+from .phase import Phase
+from .rates import Rates
+from .reentry import Reentry
+from .replacing import Replacements
+from .step_engine import Call, StepEngine
+from .training_call import TrainingCall
+from .training_fault import TrainingFault
+from .view import TrainerView
+
+
+_T = TypeVar("_T")
+
+
+class AccelerateEngine(StepEngine):
+    """
+    Runs the optimizer steps of a trainer whose gradients lie in its parameters: one process, DDP, FSDP.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        view ([`TrainerView`]):
+            Of it.
+        replaced ([`Replacements`]):
+            Its methods that are wrapped.
+        hooks ([`Hooks`]):
+            Told of each step.
+        failsafe ([`Failsafe`]):
+            Looks at what training code raises.
+        retry ([`MemoryRetry`]):
+            Handles memory that runs out.
+        call ([`TrainingCall`]):
+            Calls `training_step`.
+        rates ([`Rates`]):
+            Sets the rates of a step.
+        reentry ([`Reentry`]):
+            Told of the phase.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        view: TrainerView,
+        *,
+        replaced: Replacements,
+        hooks: Hooks,
+        failsafe: Failsafe,
+        retry: MemoryRetry,
+        call: TrainingCall,
+        rates: Rates,
+        reentry: Reentry,
+    ) -> None:
+        super().__init__(trainer, view)
+        self._replaced = replaced
+        self._hooks = hooks
+        self._failsafe = failsafe
+        self._retry = retry
+        self._training_call = call
+        self._rates = rates
+        self._reentry = reentry
+
+    @contextlib.contextmanager
+    def _raising_faults(self) -> Iterator[None]:
+        """Marks what training code raises as such; that the device is lost concerns everything."""
+        try:
+            yield
+        except Exception as error:
+            if self._failsafe.tells_of_lost_device(error):
+                raise
+            raise TrainingFault(error) from error
+
+    def compute(
+        self, call: Call, last: bool, on_nonfinite: Callable[[], None], synchronise: bool = True
+    ) -> torch.Tensor:
+        model, inputs, args, kwargs = call
+        accelerator = self.trainer.accelerator
+        accelerator.gradient_state._set_sync_gradients(last)
+        alone = contextlib.nullcontext() if last and synchronise else accelerator.no_sync(model=model)
+        with alone, self._raising_faults():
+            return self._training_call.run((model, copy.copy(inputs), args, kwargs), on_nonfinite)
+
+    def prepare_inputs(self, inputs: Any) -> Any:
+        with self._raising_faults():
+            self.trainer.model.train()
+            return self.trainer._prepare_inputs(inputs)
+
+    def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
+        return self._retry.until_it_fits(compute, discard)
+
+    def experiment(self) -> contextlib.AbstractContextManager[None]:
+        return self._retry.experiment()
+
+    def discard(self) -> None:
+        discard_gradients(self.trainer.model)
+        self._forget_unscaled()
+
+    def _forget_unscaled(self) -> None:
+        scaler = self.trainer.accelerator.scaler
+        if scaler is not None:
+            # `unscale_` refuses to run twice for one optimizer; what it noted belongs to gradients that are gone.
+            scaler._per_optimizer_states.clear()
+
+    @property
+    def scaler_active(self) -> bool:
+        scaler = self.trainer.accelerator.scaler
+        return scaler is not None and scaler.is_enabled()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return gradients_of(self.trainer.model)
+
+    def gradients_are_finite(self) -> bool:
+        gradients = self.gradients()
+        if self.scaler_active or not gradients:
+            return True
+        norm: Any = torch.nn.utils.get_total_norm(gradients)
+        return math.isfinite(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+
+    def scale_gradients(self, factor: float) -> None:
+        scale_gradients(self.trainer.model, factor)
+
+    def rates_in_force(self, scale: float | None = None) -> list[Any]:
+        return self._rates.in_force(scale)
+
+    def group_options(self) -> list[dict[str, Any]]:
+        return self._rates.options()
+
+    def step_again(
+        self, rates: Sequence[Any], scaled_by: float = 1.0, options: Sequence[Mapping[str, Any]] = ()
+    ) -> float | None:
+        with self._raising_faults():
+            norm = self._clip()
+            if scaled_by != 1.0:
+                self.scale_gradients(scaled_by)
+            self._hooks.before_optimizer_step()
+            phase = self._reentry.phase
+            try:
+                with self._rates.set(rates, options):
+                    self._replaced.original(self.trainer.optimizer, "step")()
+            finally:
+                self._reentry.phase = phase
+            return None if norm is None else float(norm)
+
+    def _clip(self) -> Any:
+        trainer, limit = self.trainer, self.view.max_grad_norm
+        if limit <= 0:
+            return None
+        return self._replaced.original(trainer.accelerator, "clip_grad_norm_")(trainer.model.parameters(), limit)
+
+    def leave_out(self, overflowed: bool) -> None:
+        # Without gradients `optimizer.step()` does nothing; but a GradScaler refuses to step without any, so neither
+        # it nor the optimizer is called for this step.
+        if not self.scaler_active:
+            return
+        accelerator = self.trainer.accelerator
+        scaler = accelerator.scaler
+        scaler._per_optimizer_states.clear()
+        if overflowed:
+            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        # The Trainer sets it again at the next micro-batch.
+        accelerator.gradient_state._set_sync_gradients(False)
+        self._reentry.phase = Phase.STEPPED
+
+    @contextlib.contextmanager
+    def full_precision(self) -> Iterator[bool]:
+        model = self.trainer.model
+        mixed, plain = vars(model).get("forward"), vars(model).get("_original_forward")
+        if mixed is None or plain is None:
+            yield False
+            return
+        model.forward = plain
+        try:
+            yield True
+        finally:
+            model.forward = mixed

@@ -1,0 +1,116 @@
+"""`Failsafe`: keeps failures of this library away from training, and gives the trainer back before one leaves it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ..classify import classify_exception
+from ..failures import FailureType, UnrecoverableTrainingError
+from .hooks import Hooks
+from .on_exception import OnException
+from .replacing import Replacements
+
+
+logger = logging.getLogger(__name__)
+
+
+class Failsafe:
+    """
+    Decides what becomes of an exception that is raised in, or passes through, the wrapped methods of a trainer.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        hooks ([`Hooks`]):
+            Told of a lost device, and of a failure of this library.
+        replaced ([`Replacements`]):
+            The methods that are wrapped.
+        give_back (`Callable[[], None]`):
+            Makes the trainer its plain self again.
+    """
+
+    def __init__(self, trainer: Any, hooks: Hooks, replaced: Replacements, give_back: Callable[[], None]) -> None:
+        self._trainer = trainer
+        self._hooks = hooks
+        self._replaced = replaced
+        self.give_back = give_back
+        # Whether code of ours has failed: training goes on without it.
+        self.switched_off = False
+        self._told_of_lost_device: BaseException | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether the methods of the trainer are wrapped."""
+        return bool(self._replaced)
+
+    @property
+    def device_lost(self) -> bool:
+        """Whether nothing can be computed any more, not even to put back what an experiment has changed."""
+        return self._told_of_lost_device is not None
+
+    def contained(self) -> OnException:
+        """Logs a failure of ours and makes the trainer its plain self again; training goes on."""
+        return OnException(self._contain)
+
+    def _contain(self, error: BaseException) -> bool:
+        if not isinstance(error, Exception) or self.lets_pass(error):
+            return False
+        self.switch_off(error)
+        return True
+
+    def lets_pass(self, error: Exception) -> bool:
+        """
+        Whether an exception in code of ours is no failure of it, and ends `train()`; the trainer is given back. Torch
+        raises that a data loader worker has died wherever the main thread is, and that the device is lost wherever it
+        is waited for.
+        """
+        meant = isinstance(error, UnrecoverableTrainingError) or self.tells_of_lost_device(error)
+        if not meant and classify_exception(error) is not FailureType.PROCESS_DIED:
+            return False
+        self.give_back()
+        return True
+
+    def switch_off(self, error: Exception) -> None:
+        """Logs a failure of ours, and makes the trainer its plain self again for the rest of the run."""
+        logger.error(
+            "self_healing failed at step %s and has switched itself off; training goes on without it. "
+            "Please report this traceback.",
+            self._trainer.state.global_step,
+            exc_info=error,
+        )
+        self.switched_off = True
+        self.give_back()
+        self._hooks.broken()
+
+    def tells_of_lost_device(self, error: BaseException) -> bool:
+        """Whether an exception says so; if it does, that is written down before anything else is done."""
+        if classify_exception(error) is not FailureType.DEVICE:
+            return False
+        self._told_of_lost_device = self._told_of_lost_device or error
+        self._hooks.device_lost(error)
+        return True
+
+    def leaving_on_exception(self) -> OnException:
+        """Gives the trainer back on any exception: it ends `train()`, and there is no event that says so."""
+        return OnException(self._leave_with)
+
+    def _leave_with(self, error: BaseException) -> bool:
+        self.tells_of_lost_device(error)
+        self.give_back()
+        return False
+
+    def watch_the_device(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps a part of `train()` that calls all the others: what is raised between them is seen as well."""
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            if not self.tells_of_lost_device(error):
+                raise
+            self.give_back()
+            first = self._told_of_lost_device
+            if first is None or first is error:
+                raise
+        # What was raised on the way out says less than what came first.
+        raise first

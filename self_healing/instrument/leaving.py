@@ -1,0 +1,78 @@
+"""`Leaving`: a run that was asked to end before its last step, and what it leaves to the one that takes it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .. import consensus
+from .row_sources import DataPosition
+from .view import TrainerView
+from .window import Window
+
+
+class Leaving:
+    """
+    Ends one trainer's run with the step that is under way.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        view ([`TrainerView`]):
+            Of it.
+        position ([`DataPosition`]):
+            Where it is in its data.
+        window (`Callable[[], Window | None]`):
+            Gives the step, in which the ranks have told whether they have to leave.
+    """
+
+    def __init__(
+        self, trainer: Any, view: TrainerView, position: DataPosition, window: Callable[[], Window | None]
+    ) -> None:
+        self._trainer = trainer
+        self._view = view
+        self._position = position
+        self._window = window
+        self._theirs: tuple[Any, Any] | None = None
+        # Whether the run ends with the step that is under way.
+        self.begun = False
+        # Whether the evaluation that was due is left to the process that takes the run up.
+        self.owes_evaluation = False
+
+    def leaves(self, asked: bool) -> bool:
+        """Whether the run ends with this step, because some process (`asked`: this one) has to leave."""
+        if consensus.world_size() > 1:
+            window = self._window()
+            asked = window is not None and window.leave_wanted
+        if self._view.last_step_done:
+            # What is left is the end of the run, with the last evaluation and the best model, and not to be cut short.
+            return False
+        if asked and not self.begun:
+            self.begun = True
+            self._keep_what_is_saved()
+        return asked
+
+    def _keep_what_is_saved(self) -> None:
+        """A run that leaves is not at its end: its newest checkpoint is not to give way to the best one."""
+        args = self._trainer.args
+        self._theirs = args.load_best_model_at_end, args.save_total_limit
+        args.load_best_model_at_end, args.save_total_limit = False, None
+
+    def detach(self) -> None:
+        """Gives the training arguments back as they were."""
+        if self._theirs is not None:
+            args = self._trainer.args
+            args.load_best_model_at_end, args.save_total_limit = self._theirs
+            self._theirs = None
+
+    def owe_evaluation(self) -> None:
+        """Leaves the evaluation that is due, for which there is no time, to the process that takes the run up."""
+        self.owes_evaluation = consensus.world_size() == 1
+
+    def epoch_ended(self, control: Any) -> None:
+        """Called once callbacks were told that an epoch is over, which it need not be; the checkpoint is written."""
+        if not self.begun:
+            return
+        if control.should_evaluate and self._position.at_epoch_end():
+            self.owe_evaluation()
+        control.should_log = control.should_evaluate = control.should_save = False

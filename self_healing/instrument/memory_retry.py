@@ -1,0 +1,168 @@
+"""`MemoryRetry`: what ran out of memory is computed again, in whatever way fits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from .. import consensus
+from ..classify import classify_exception
+from ..failures import FailureType
+from .failsafe import Failsafe
+from .hooks import Hooks
+from .out_of_memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, let_go
+from .sections import Heartbeat
+from .training_fault import TrainingFault
+from .view import TrainerView
+from .window import Window
+
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class MemoryRetry:
+    """
+    Asks whether to try again where memory ran out.
+
+    Args:
+        view ([`TrainerView`]):
+            Of the trainer.
+        hooks ([`Hooks`]):
+            Asked to make room.
+        failsafe ([`Failsafe`]):
+            Around them.
+        heartbeat ([`Heartbeat`]):
+            Told that parts of a step take longer from here on.
+        window (`Callable[[], Window | None]`):
+            Gives the step that is being computed; `None` once the trainer was given back.
+    """
+
+    def __init__(
+        self,
+        view: TrainerView,
+        hooks: Hooks,
+        failsafe: Failsafe,
+        heartbeat: Heartbeat,
+        window: Callable[[], Window | None],
+    ) -> None:
+        self._view = view
+        self._hooks = hooks
+        self._failsafe = failsafe
+        self._heartbeat = heartbeat
+        self._window = window
+        # Whether what is computed is an experiment, which may come to nothing: the run must not.
+        self.experimenting = False
+
+    def caught(self, error: Exception, place: Place | None = None) -> OutOfMemory | None:
+        """Takes an exception as an out-of-memory error to be handled; `None` for any other one."""
+        if not self._failsafe.attached or not self._view.can_reexecute or not self._hooks.heals_memory:
+            return None
+        found = caught(error, self._view.device, place)
+        if found is not None and consensus.world_size() > 1:
+            with self._failsafe.contained():
+                self._hooks.oom_on_one_rank(found)
+            return None
+        return found
+
+    def handled(self, ran_out: OutOfMemory) -> bool:
+        """Whether there is more memory now for a training step that lacked some."""
+        return self._handled(lambda: self._hooks.handle_oom(ran_out, self._window()))
+
+    def handled_in_evaluation(self, ran_out: OutOfMemory) -> bool:
+        """As [`handled`], for a batch of an evaluation."""
+        return self._handled(lambda: self._hooks.handle_oom(ran_out, None))
+
+    def handled_in_optimizer_step(self, ran_out: OutOfMemory) -> bool:
+        """As [`handled`], for `optimizer.step()`, which may have changed some weights."""
+        return self._handled(lambda: self._hooks.handle_oom_in_optimizer_step(ran_out, self._window()))
+
+    def _handled(self, handle: Callable[[], bool]) -> bool:
+        for section in ("step", "optimizer", "prediction", "generate"):
+            # Row by row, a part takes many times as long.
+            self._heartbeat.be_patient(section)
+        handled = False
+        with self._failsafe.contained():
+            handled = handle()
+        return handled
+
+    def on_success(self) -> None:
+        """Tells that something that may have run out of memory before has been computed."""
+        with self._failsafe.contained():
+            self._hooks.on_success()
+
+    def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
+        """
+        Computes something that begins with rewinding the step: it can be begun again with more memory, or once more.
+
+        Args:
+            compute (`Callable`):
+                The computation.
+            discard (`Callable[[], None]`):
+                Drops the gradients of an attempt that ran out of memory.
+
+        Raises:
+            TrainingFault: The exception that is left.
+        """
+        repeated = False
+        while True:
+            try:
+                result = compute()
+            except TrainingFault as fault:
+                error = fault.error
+            except Exception as ours:
+                # What is computed around the training step: rows picked, buffers put back, the gradient norm.
+                if not is_out_of_memory(ours):
+                    raise
+                error = ours
+            else:
+                self.on_success()
+                return result
+            # Outside of the handler: what the failed attempt held is gone, but for its gradients.
+            if is_out_of_memory(error):
+                discard()
+            ran_out = self.caught(error)
+            if ran_out is not None and self.handled(ran_out):
+                continue
+            if repeated or not self._may_have_passed(error):
+                raise TrainingFault(error) from error
+            repeated = True
+
+    def _may_have_passed(self, error: Exception) -> bool:
+        """
+        Whether a computation that is to heal another fault is tried once more after an exception. Not for memory,
+        about which all has been done that can be, nor on several processes, where the others are waiting.
+        """
+        if consensus.world_size() > 1:
+            return False
+        if is_out_of_memory(error) and not self._hooks.heals_memory:
+            # Nothing is to be done where training runs out of memory; but this is none of what it computes.
+            let_go(error)
+            free_memory(self._view.device)
+            return True
+        lasting = (FailureType.OUT_OF_MEMORY, FailureType.DEVICE, FailureType.PROCESS_DIED)
+        if classify_exception(error) in lasting:
+            return False
+        logger.info("Step %d: computed once more.", self._view.step, exc_info=error)
+        return True
+
+    @contextlib.contextmanager
+    def experiment(self) -> Iterator[None]:
+        """
+        Marks what is computed inside as not needed by the run: where memory runs out in it, it comes to nothing.
+
+        Raises:
+            TrainingFault: Also where memory ran out in code of ours.
+        """
+        before, self.experimenting = self.experimenting, True
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingFault(error) from error
+        finally:
+            self.experimenting = before

@@ -1,0 +1,148 @@
+"""`OptimizerStep`: the trainer's `optimizer.step()`, taken with the rates in force, and again where memory ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .failsafe import Failsafe
+from .hooks import Hooks
+from .less_memory import UpdateOneByOne
+from .live_state import innermost
+from .memory_retry import MemoryRetry
+from .phase import Phase
+from .rates import Rates
+from .reentry import Reentry
+from .step_mark import StepMark
+from .window import Window
+
+
+class OptimizerStep:
+    """
+    Wraps the optimizer steps of one trainer's loop.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        hooks ([`Hooks`]):
+            Told of each step.
+        failsafe ([`Failsafe`]):
+            Around them.
+        retry ([`MemoryRetry`]):
+            Handles memory that runs out.
+        rates ([`Rates`]):
+            The rates in force.
+        reentry ([`Reentry`]):
+            Told of the phase.
+        window (`Callable[[], Window | None]`):
+            Gives the step that is applied.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        hooks: Hooks,
+        failsafe: Failsafe,
+        retry: MemoryRetry,
+        rates: Rates,
+        reentry: Reentry,
+        window: Callable[[], Window | None],
+    ) -> None:
+        self._hooks = hooks
+        self._failsafe = failsafe
+        self._retry = retry
+        self._rates = rates
+        self._reentry = reentry
+        self._window = window
+        self._mark = StepMark(trainer.optimizer)
+        self._one_by_one = UpdateOneByOne(trainer.optimizer)
+        inner = innermost(trainer.optimizer)
+        self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
+        self._handles: list[Any] = []
+        # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
+        self.weights_moved = self._optimizer is None
+
+    def attach(self) -> None:
+        """Follows the optimizer from inside, where also steps are seen that do not go through [`step`]."""
+        if self._optimizer is not None:
+            self._handles.append(self._optimizer.register_step_pre_hook(self._begins))
+            self._handles.append(self._optimizer.register_step_post_hook(self._ends))
+
+    def detach(self) -> None:
+        """Leaves the optimizer as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._one_by_one.switch_off()
+
+    def _begins(self, *_: Any) -> None:
+        self._reentry.phase = Phase.STEPPING
+
+    def _ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._reentry.phase = Phase.STEPPED
+        if self.weights_moved:
+            return
+        window = self._window()
+        if window is None or not window.skipped:
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            self.weights_moved = any(rate is None or float(rate) != 0.0 for rate in rates)
+
+    # ---- wrapped methods ----
+
+    def step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps `optimizer.step`: takes the step with the rates in force."""
+        scale = 1.0
+        with self._failsafe.contained():
+            self._hooks.before_optimizer_step()
+            self._hooks.about_to_step()
+            scale = self._rates.scale()
+        if scale == 1.0:
+            return self._until_it_fits(original, *args, **kwargs)
+        with self._rates.set(self._rates.in_force(scale)):
+            return self._until_it_fits(original, *args, **kwargs)
+
+    def _until_it_fits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        while True:
+            self._mark.set()
+            try:
+                result = original(*args, **kwargs)
+            except Exception as error:
+                ran_out = self._retry.caught(error, place="optimizer step")
+                if ran_out is None:
+                    raise
+            else:
+                with self._failsafe.contained():
+                    self._hooks.stepped()
+                return result
+            with self._failsafe.leaving_on_exception():
+                again = self._retry.handled_in_optimizer_step(ran_out)
+            if not again:
+                raise ran_out.error
+
+    def learning_rate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps `_get_learning_rate`, which the Trainer logs: gives the rate in force, not the schedule's."""
+        rate = original(*args, **kwargs)
+        scale = 1.0
+        with self._failsafe.contained():
+            scale = self._rates.scale()
+        return rate if scale == 1.0 else rate * scale
+
+    # ---- after a step that raised ----
+
+    def undo(self) -> bool:
+        """Takes back a step that raised before it changed any weight; whether it did. It can be taken again then."""
+        if not self._mark.undo():
+            return False
+        self.undone()
+        return True
+
+    def undone(self) -> None:
+        """Notes that the weights are as before a step that raised."""
+        self._reentry.phase = Phase.COMPUTING
+
+    def update_one_by_one(self) -> bool:
+        """Makes the optimizer update parameter by parameter, with less memory at a time; whether it did not before."""
+        return self._one_by_one.switch_on()

@@ -1,0 +1,67 @@
+"""The learning rates that optimizer steps are taken with, put in place for one step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .hooks import Hooks
+from .view import TrainerView
+
+
+class Rates:
+    """
+    Sets rates and options of the parameter groups for one step. Before and after it, the groups hold the schedule's,
+    so that schedulers which compute from the current rate, and checkpoints, see nothing of it.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        view ([`TrainerView`]):
+            Of it.
+        hooks ([`Hooks`]):
+            Asked for the factor in force.
+    """
+
+    def __init__(self, trainer: Any, view: TrainerView, hooks: Hooks) -> None:
+        self._trainer = trainer
+        self._view = view
+        self._hooks = hooks
+
+    def scale(self) -> float:
+        """The factor in force on the schedule's rates."""
+        scale = self._hooks.rate_scale(self._view.step)
+        return scale if scale == 1.0 or self._view.can_scale_rate else 1.0
+
+    def in_force(self, scale: float | None = None) -> list[Any]:
+        """The rate of each parameter group: the schedule's, times the factor in force or another one."""
+        if scale is None:
+            scale = self.scale()
+        rates = [group["lr"] for group in self._trainer.optimizer.param_groups]
+        # Not even multiplied by 1: a rate kept as a tensor would have to be read.
+        return rates if scale == 1.0 or not self._view.can_scale_rate else [rate * scale for rate in rates]
+
+    def options(self) -> list[dict[str, Any]]:
+        """Settings of each parameter group that schedules change beside the rate (one-cycle momentum)."""
+        return [
+            {name: group[name] for name in ("betas", "momentum", "weight_decay") if name in group}
+            for group in self._trainer.optimizer.param_groups
+        ]
+
+    @contextlib.contextmanager
+    def set(self, rates: Sequence[Any], options: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
+        """Puts rates, and options where there are any, in place for the time of a step."""
+        groups, theirs_before = self._trainer.optimizer.param_groups, self.options() if options else []
+        theirs = [group["lr"] for group in groups]
+        try:
+            for group, chosen in zip(groups, options, strict=False):
+                group.update(chosen)
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            yield
+        finally:
+            for group, rate in zip(groups, theirs, strict=True):
+                group["lr"] = rate
+            for group, before in zip(groups, theirs_before, strict=False):
+                group.update(before)

@@ -1,0 +1,217 @@
+"""`StepEngine`: how an optimizer step is computed, discarded, measured and applied."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ..repeatability import lowest_precision
+from .origin import Origin, watching_outputs
+from .preparing import preparing
+from .view import TrainerView
+
+
+_T = TypeVar("_T")
+
+# One call of `training_step`: model, inputs, arguments.
+Call = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]
+
+
+class StepPasses(Protocol):
+    """Computes a training step in several passes over its rows."""
+
+    def look_at(self, loss: Any) -> None:
+        """Looks at the loss of a pass, before its backward; raises where the step cannot be computed in passes."""
+
+    def run(
+        self,
+        first: Callable[[], torch.Tensor],
+        again: Callable[[], torch.Tensor],
+        plain: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """
+        Computes the step.
+
+        Args:
+            first (`Callable`):
+                Computes the first pass.
+            again (`Callable`):
+                Computes each later one, on the rows that were prepared in the first.
+            plain (`Callable`):
+                Computes the step as if there had not been any pass.
+        """
+
+
+class StepEngine(ABC):
+    """
+    Runs the optimizer steps of one trainer for a [`Window`], which knows nothing of the library that owns the backward
+    pass. What the Trainer does in front of every such library is here; the rest is for each of them:
+
+    - accelerate's own loop ([`AccelerateEngine`]): gradients lie in the parameters, the Trainer measures and clips
+      them, and calls `optimizer.step()`.
+    - An engine of its own (DeepSpeed) would step inside the last backward, keep gradients in partitions, and measure
+      their norm itself: there [`compute`] holds the step back, [`discard`] undoes what the engine has counted, and
+      [`step_again`] and [`leave_out`] let it step, or not.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        view ([`TrainerView`]):
+            Of it.
+    """
+
+    def __init__(self, trainer: Any, view: TrainerView) -> None:
+        self.trainer = trainer
+        self.view = view
+
+    # ---- compute ----
+
+    @abstractmethod
+    def compute(
+        self, call: Call, last: bool, on_nonfinite: Callable[[], None], synchronise: bool = True
+    ) -> torch.Tensor:
+        """
+        Computes forward and backward of one micro-batch; its gradients are added to those there are.
+
+        Args:
+            call (`Call`):
+                The call of `training_step`.
+            last (`bool`):
+                Whether it is the last of its step.
+            on_nonfinite (`Callable[[], None]`):
+                Called if it ends in an exception that stands for a NaN; its loss is one then.
+            synchronise (`bool`, *optional*, defaults to `True`):
+                Whether gradients are summed over ranks with the last one.
+
+        Returns:
+            Its loss, which stays what it is until the step is judged.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+
+    @abstractmethod
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """
+        Prepares a micro-batch as the trainer does (online trainers: generates).
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+
+    def preparing(self, change: Callable[[Any], Any], prepared: Any = None) -> contextlib.AbstractContextManager[None]:
+        """Passes what the trainer prepares, or has prepared before, through `change`, once."""
+        return preparing(self.trainer, change, prepared)
+
+    @contextlib.contextmanager
+    def accumulating(self, micro_batches: int | None) -> Iterator[None]:
+        """Divides losses by another number of micro-batches; `None`: by that of the step."""
+        trainer = self.trainer
+        theirs = trainer.current_gradient_accumulation_steps
+        if micro_batches is not None:
+            trainer.current_gradient_accumulation_steps = micro_batches
+        try:
+            yield
+        finally:
+            trainer.current_gradient_accumulation_steps = theirs
+
+    @abstractmethod
+    def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
+        """
+        Computes something that begins with rewinding the step: it can be begun again with more memory, or once more.
+
+        Args:
+            compute (`Callable`):
+                The computation.
+            discard (`Callable[[], None]`):
+                Drops the gradients of an attempt that ran out of memory.
+
+        Raises:
+            TrainingFault: The exception that is left.
+        """
+
+    @abstractmethod
+    def experiment(self) -> contextlib.AbstractContextManager[None]:
+        """Marks what is computed inside as not needed by the run: where memory runs out in it, it comes to nothing."""
+
+    # ---- discard ----
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Drops all gradients there are, and what is known of them."""
+
+    # ---- measure ----
+
+    @property
+    @abstractmethod
+    def scaler_active(self) -> bool:
+        """Whether a GradScaler looks after overflowing gradients (fp16)."""
+
+    @abstractmethod
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients there are on this rank."""
+
+    @abstractmethod
+    def gradients_are_finite(self) -> bool:
+        """Whether they are on all ranks; where a GradScaler looks after them, they count as finite."""
+
+    @abstractmethod
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies them by a factor."""
+
+    # ---- apply ----
+
+    @abstractmethod
+    def rates_in_force(self, scale: float | None = None) -> list[Any]:
+        """The learning rate of each parameter group: the schedule's, times the factor in force or another one."""
+
+    @abstractmethod
+    def group_options(self) -> list[dict[str, Any]]:
+        """Settings of each parameter group that schedules change beside the rate (one-cycle momentum)."""
+
+    @abstractmethod
+    def step_again(
+        self, rates: Sequence[Any], scaled_by: float = 1.0, options: Sequence[Mapping[str, Any]] = ()
+    ) -> float | None:
+        """
+        Clips and applies the gradients there are with given rates, as the Trainer would; their norm before.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+
+    @abstractmethod
+    def leave_out(self, overflowed: bool) -> None:
+        """
+        Has the Trainer's next `optimizer.step()` apply nothing; the gradients are discarded by then.
+
+        Args:
+            overflowed (`bool`):
+                Whether it was the gradients that were not finite, so that a GradScaler lowers its scale.
+        """
+
+    # ---- look ----
+
+    def watching_outputs(self) -> contextlib.AbstractContextManager[list[Origin]]:
+        """Notes the modules whose outputs are not finite, in the order in which they are computed."""
+        models = self.view.models()
+        named = {name: value for name, value in vars(self.trainer).items() if isinstance(value, torch.nn.Module)}
+
+        def prefix(model: torch.nn.Module) -> str:
+            return next((name for name, value in named.items() if value is model), type(model).__name__)
+
+        trained, *others = models
+        return watching_outputs({"": trained} | {prefix(model): model for model in others})
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The lowest precision that a step is computed in."""
+        return lowest_precision(self.trainer.model.parameters(), self.view.autocast_dtype)
+
+    @abstractmethod
+    def full_precision(self) -> contextlib.AbstractContextManager[bool]:
+        """Takes off the model what is put around its forward for mixed precision; gives whether there was any."""

@@ -1,0 +1,132 @@
+"""One call of the trainer's own `training_step`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import consensus
+from ..classify import is_nonfinite_exception
+from .bookkeeping import Bookkeeping, Ledger
+from .hooks import Hooks
+from .preparing import preparing
+from .replacing import Replacements
+from .sections import Heartbeat
+from .step_engine import Call, StepPasses
+
+
+class TrainingCall:
+    """
+    Calls the trainer's own `training_step`, in passes over its rows where one does not fit. A non-finite number that
+    surfaces as an exception becomes a NaN loss.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        replaced ([`Replacements`]):
+            Its methods that are wrapped.
+        ledger ([`Ledger`]):
+            Its bookkeeping, which counts one pass only.
+        hooks ([`Hooks`]):
+            Asked for the passes.
+        heartbeat ([`Heartbeat`]):
+            Told when a step is computed again.
+        heals_exceptions (`bool`):
+            Whether an exception that only says "NaN" is treated as a non-finite loss.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        replaced: Replacements,
+        ledger: Ledger,
+        hooks: Hooks,
+        heartbeat: Heartbeat,
+        heals_exceptions: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._replaced = replaced
+        self._ledger = ledger
+        self._hooks = hooks
+        self._heartbeat = heartbeat
+        self._heals_exceptions = heals_exceptions
+        self.running = False
+
+    def run(self, call: Call, on_nonfinite: Callable[[], None]) -> torch.Tensor:
+        """
+        Computes forward and backward of a micro-batch.
+
+        Args:
+            call (`Call`):
+                Model, inputs, arguments.
+            on_nonfinite (`Callable[[], None]`):
+                Called if it ends in an exception that stands for a NaN.
+
+        Returns:
+            Its loss, which stays what it is until the step is judged.
+        """
+        model, inputs, args, kwargs = call
+        original = self._replaced.original(self._trainer, "training_step")
+        self.running = True
+        # When a step is computed again, it lies within whatever does so.
+        again = self._heartbeat.last[0].name != "step"
+        if again:
+            self._heartbeat.enter("step")
+        try:
+            passes = self._hooks.passes
+            if passes is None:
+                loss: torch.Tensor = original(model, inputs, *args, **kwargs)
+            else:
+                loss = self._in_passes(passes, lambda: original(model, copy.copy(inputs), *args, **kwargs))
+            # A CUDA graph (torch.compile with mode="reduce-overhead") writes the next one into the same memory.
+            return loss.detach().clone()
+        except Exception as error:
+            # On several processes the others wait in a collective that this one never reached.
+            if self._heals_exceptions and consensus.world_size() == 1 and is_nonfinite_exception(error):
+                on_nonfinite()
+                return torch.full((), math.nan, device=self._trainer.args.device)
+            raise
+        finally:
+            if again:
+                self._heartbeat.leave()
+            self.running = False
+
+    def _in_passes(self, passes: StepPasses, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A training step of which only the last pass is counted, and rows are prepared in the first alone."""
+        trainer, ledger = self._trainer, self._ledger
+        state, noted = trainer.state, list[tuple[Any, Bookkeeping, int]]()
+        looked_at = Replacements()
+
+        def look(backward: Callable[..., None], loss: Any, **kwargs: Any) -> None:
+            passes.look_at(loss)
+            backward(loss, **kwargs)
+
+        def note(batch: Any) -> Any:
+            # A copy: `compute_loss` may pop keys from the batch it is given.
+            noted.append((copy.copy(batch), ledger.capture(), state.num_input_tokens_seen))
+            return batch
+
+        def first() -> torch.Tensor:
+            looked_at.wrap(trainer.accelerator, "backward", look)
+            try:
+                with preparing(trainer, note):
+                    return compute()
+            finally:
+                looked_at.give_back()
+
+        def again() -> torch.Tensor:
+            batch, before, tokens = noted[0]
+            ledger.rewind_counts(before)
+            state.num_input_tokens_seen = tokens
+            with preparing(trainer, lambda batch: batch, prepared=batch):
+                return compute()
+
+        def plain() -> torch.Tensor:
+            noted[0][1].rng.restore()
+            return again()
+
+        return passes.run(first, again, plain)

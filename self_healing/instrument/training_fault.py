@@ -1,0 +1,13 @@
+"""An exception of the user's training code, on its way out of code of this library."""
+
+from __future__ import annotations
+
+from ..classify import text_of
+
+
+class TrainingFault(Exception):
+    """Carries an exception of the user's training code out of our own, so that it is not taken for a bug of ours."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(text_of(error))
+        self.error = error
