@@ -190,24 +190,23 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
         # does not know (Trainer._save_checkpoint, 5.23).
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        if session.entries == 0:
+        if session.attempts.entries == 0:
             if args.process_index == 0:
                 remove_leftovers(args.output_dir, self.config.healing_dir)
-            if not session.taken_up:
+            if not session.attempts.taken_up:
                 session.journal.set_aside_postmortem()
             session.numerics.begin_watching(instrument, self._rules)
             self._restore_state(session, state)
-            session.recall_memory()
-            session.first_resume = resumed_from
+            session.attempts.recall()
+            session.attempts.first_resume = resumed_from
             session.numerics.learning_rate.begin(int(state.max_steps), instrument.view.beta2)
             session.numerics.missing.begin(int(state.global_step))
             session.numerics.on_trial = resumed_from is not None
         else:
             session.numerics.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
-        session.entries += 1
-        session.journal.attempt = session.entries_before + session.entries
-        finite = session.entries > 1 or self._refuse_nonfinite_weights(instrument, resumed_from)
-        if session.entries == 1 and adopted is None and resumed_from is not None:
+        session.attempts.enter()
+        finite = session.attempts.entries > 1 or self._refuse_nonfinite_weights(instrument, resumed_from)
+        if session.attempts.entries == 1 and adopted is None and resumed_from is not None:
             # The wrapper has looked before the Trainer loaded anything.
             self._check_resumed(session, instrument, Path(resumed_from))
         self._tell_of_offloaded(session, instrument)
@@ -238,7 +237,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 point.pending, point.bookkeeping = owed
         elif resumed_from is not None:
             marker = read_marker(Path(resumed_from))
-            bookkeeping = bookkeeping_of(session.record, Path(resumed_from))
+            bookkeeping = bookkeeping_of(session.attempts.record, Path(resumed_from))
             if marker is not None and marker.get("step") == state.global_step:
                 bookkeeping = marker["bookkeeping"]
             if bookkeeping is not None:
@@ -279,7 +278,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def _tell_of_offloaded(self, session: Session, instrument: Instrument) -> None:
         offloaded = instrument.view.offloaded_tensors()
-        if offloaded and session.entries == 1:
+        if offloaded and session.attempts.entries == 1:
             logger.warning(
                 "%d tensors of the model are offloaded (%s%s): what they hold is brought to the device for each call. "
                 "They are not searched for NaN and Inf, and are in no snapshot; everything else is.",
@@ -349,7 +348,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def _warn_about_the_rate(self, instrument: Instrument, resumed_from: str | None) -> None:
         asked, kept = float(instrument.trainer.args.learning_rate), instrument.view.initial_rate
-        if resumed_from is None or kept is None or self.session is None or self.session.entries > 1:
+        if resumed_from is None or kept is None or self.session is None or self.session.attempts.entries > 1:
             return
         if not math.isclose(asked, kept, rel_tol=1e-6):
             logger.warning(
@@ -437,7 +436,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if not session.leaving:
             session.checksums.wait()
         session.healthy_inputs = None
-        if session.leaving and session.record is None and state.global_step < state.max_steps:
+        if session.leaving and session.attempts.record is None and state.global_step < state.max_steps:
             session.leave(int(state.global_step), str(args.output_dir))
 
     def _tell_of_best_model(self, session: Session, best: str, choice: BestChoice) -> None:
@@ -516,8 +515,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.status.note_step(int(state.global_step))
         if session is None or instrument is None:
             return
-        if session.record is not None:
-            session.record.note_step(int(state.global_step))
+        if session.attempts.record is not None:
+            session.attempts.record.note_step(int(state.global_step))
         if instrument.leaving.leaves(session.preempted):
             session.leaving = True
             # Saved now, whatever the schedule of checkpoints is; there is no time for an evaluation.

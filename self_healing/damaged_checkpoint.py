@@ -39,7 +39,7 @@ class DamagedCheckpointHealer(NumericsHealer):
         on the same batch. Where it is the checkpoint, the run goes on from the older one, or ends.
         """
         session, instrument, window = self.session, self.instrument, context.window
-        resumed, incident = session.first_resume, context.incident
+        resumed, incident = session.attempts.first_resume, context.incident
         if not self.numerics.on_trial or resumed is None or window is None or not instrument.view.can_reexecute:
             return
         moved = instrument.optimizer_step.weights_moved

@@ -98,7 +98,7 @@ def take_up(session: Session, start: Start) -> None:
             refusal = _judge(session, start, start.record)
     except Exception:
         logger.exception("self_healing failed while it looked at earlier attempts; training goes on without them.")
-    session.begin_attempt(start.checkpoint, start.step)
+    session.attempts.begin(start.checkpoint, start.step)
     if refusal is not None:
         _refuse(session, start, refusal)
 
@@ -197,7 +197,7 @@ def _refuse(session: Session, start: Start, refused: Refusal) -> NoReturn:
             older_checkpoint=start.checkpoint,
             other_ranks=others,
         )
-    session.postmortem_path = refused.postmortem
+    session.attempts.postmortem = refused.postmortem
     session.end_attempt(Ending.GAVE_UP, refused.first_verdict or refused.verdict + told)
     raise UnrecoverableTrainingError(
         f"Training is not started again: {refused.verdict}{told}. What to do: {refused.advice} "

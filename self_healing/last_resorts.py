@@ -61,7 +61,7 @@ class LastResorts:
                 context.running,
                 self.session.run_id,
                 give_way=lambda: bool(rollback.give_way()),
-                about_to_write=self.session.about_to_write,
+                about_to_write=self.session.attempts.about_to_write,
                 heals=context.error is not None,
                 later=self.session.checksums.put,
             )

@@ -54,8 +54,8 @@ def _write_down(session: Session, trainer: Any, error: BaseException, verdict: s
     else:
         journal.acted(incident, Action.STOP.value)
         session.close_as_fatal(incident)
-    newest = newest_marked_checkpoint_of(session.run_id, str(trainer.args.output_dir)) or session.first_resume
-    session.postmortem_path = journal.write_postmortem(
+    newest = newest_marked_checkpoint_of(session.run_id, str(trainer.args.output_dir)) or session.attempts.first_resume
+    session.attempts.postmortem = journal.write_postmortem(
         verdict,
         FailureType.DEVICE,
         step,
@@ -90,4 +90,4 @@ def leave_lost_device(session: Session, error: BaseException) -> None:
 
 def _is_started_again(session: Session) -> bool:
     """Only the wrapper ends the process: with the callback alone the exception is the user's."""
-    return session.record is not None and restarts_on_exit(session.config)
+    return session.attempts.record is not None and restarts_on_exit(session.config)

@@ -99,7 +99,7 @@ class MemoryHealer:
         instrument, session = self._instrument, self.session
         if self.config.on_oom == "raise" or not instrument.view.can_reexecute:
             return
-        if session.entries == 1:
+        if session.attempts.entries == 1:
             self._recall()
         session.memory.sizes.begin_step(instrument.view.step)
         session.memory.sizes.room = room_of(instrument.view.device)

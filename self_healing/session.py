@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import time
 import uuid
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import consensus
+from .attempts import Attempts
 from .budget import RecoveryBudget
 from .checkpoints.checksums import ChecksumQueue
 from .checkpoints.choice import newest_checkpoint_of
@@ -26,9 +26,6 @@ from .incident import Incident
 from .instrument import BatchPlan, Instrument, ResumePoint, Window, is_training, on_host, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Journal
-from .ladder import RollbackLadder
-from .launcher import launch_of
-from .learning_rate import LearningRateControl
 from .memory_remedies import MemoryState
 from .microbatch import SizeMemory
 from .numerics_state import NumericsState
@@ -37,9 +34,9 @@ from .rollback import Rollback
 from .run.context import RunContext
 from .run.outcomes import Outcomes
 from .run.remedies import Remedies
-from .run_record import Ending, RunRecord, warn_about_parts
+from .run_record import Ending
 from .run_status import RunState, StatusKeeper
-from .saved_state import Stateful, take_over, take_over_whole
+from .saved_state import take_over_whole
 from .signals import StepSignals
 from .watchdog import Watchdog
 
@@ -104,6 +101,7 @@ class Session:
         )
         self.quarantine = Quarantine(directory, config.quarantine_text)
         self.numerics = NumericsState(config, self.journal, self.budget, self.outcomes)
+        self.attempts = Attempts(self.run, self.numerics)
         self.rollback = Rollback(config, self.journal, self.numerics.remember, self.numerics.recall)
         self.memory = MemoryState(SizeMemory(config.oom_probe_steps))
         self.memory_metrics: Callable[[], dict[str, float]] = dict
@@ -119,13 +117,8 @@ class Session:
         self.broken = False
         # What lies on the device is neither touched nor freed any more.
         self.device_lost = False
-        self.entries = 0
         # Told to whoever looks; by the first process.
         self.status: StatusKeeper | None = None
-        # Of a run that an earlier process began.
-        self.record: RunRecord | None = None
-        self.taken_up = False
-        self.entries_before = 0
         self.leaving = False
         self.preemption = Preemption(
             config.preemption_deadline,
@@ -135,8 +128,6 @@ class Session:
             self._end_at_the_deadline,
         )
         self.watchdog: Watchdog | None = None
-        self.postmortem_path: str | None = None
-        self.first_resume: str | None = None
 
     @property
     def directory(self) -> Path:
@@ -208,14 +199,14 @@ class Session:
                 still_training=self._still_training,
                 at_the_end=lambda: self.instrument is not None and self.instrument.view.at_the_end,
                 over=self._ended_without_a_word,
-                counts_attempts=lambda: self.record is not None,
+                counts_attempts=lambda: self.attempts.record is not None,
             )
         try:
             self.watchdog.start()
         except Exception:
             logger.warning("Hangs are not watched for in this run.", exc_info=True)
         instrument.on_detach.append(self.watchdog.stop)
-        if self.entries > 1 and instrument.view.streams:
+        if self.attempts.entries > 1 and instrument.view.streams:
             # Skipping what a stream has given takes no longer than consuming it did.
             self.heartbeat.be_patient("data", at_least=time.time() - self.started_at)
         if instrument.view.loader_workers > 0:
@@ -227,12 +218,14 @@ class Session:
         instrument = self.instrument
         if self.journal.rank != 0 or instrument is None:
             return
-        if self.record is not None and not self.record.kept:
+        if self.attempts.record is not None and not self.attempts.record.kept:
             # The status is that of the process that trained there first, as the record is.
             return
         self.status = self.status or StatusKeeper(output_dir)
-        self.status.begin(self.run_id, self.journal.path, instrument.view.step, max_steps, marks=self.record is None)
-        if self.record is None:
+        self.status.begin(
+            self.run_id, self.journal.path, instrument.view.step, max_steps, marks=self.attempts.record is None
+        )
+        if self.attempts.record is None:
             instrument.on_detach.append(lambda: self._left(instrument))
 
     def _left(self, instrument: Instrument) -> None:
@@ -280,7 +273,9 @@ class Session:
 
     def _still_training(self, frame: Any) -> bool:
         # The wrapper takes its handlers back whatever happens.
-        return self.record is not None or (self.instrument is not None and is_training(self.instrument.trainer, frame))
+        return self.attempts.record is not None or (
+            self.instrument is not None and is_training(self.instrument.trainer, frame)
+        )
 
     def leave(self, step: int, output_dir: str, checkpoint: str | None = None) -> NoReturn:
         """
@@ -361,86 +356,6 @@ class Session:
 
     # ---- state that outlives the process ----
 
-    def keep_record(self, record: RunRecord, taken_up: bool) -> None:
-        """
-        From here on what must not be forgotten with this process is in the run directory.
-
-        Args:
-            record ([`RunRecord`]):
-                Of this run.
-            taken_up (`bool`):
-                Whether earlier processes wrote it: their incidents and budgets are this one's, too.
-        """
-        self.record, self.taken_up = record, taken_up
-        if taken_up:
-            self.journal.incidents = self._incidents_in(record)
-            record.memory = self._readable(record.memory)
-            self.recall_memory()
-            for incident in self.journal.incidents:
-                if incident.outcome == "open":
-                    self.outcomes.wait_for(incident)
-        self.journal.changed = self.write_record
-        self.journal.attempts = record.describe_attempts
-
-    def _incidents_in(self, record: RunRecord) -> list[Incident]:
-        incidents, odd = [], list[str]()
-        for at, entry in enumerate(record.incidents):
-            try:
-                incidents.append(Incident.from_dict(entry))
-            except Exception:
-                odd.append(f"incidents.{at}")
-        warn_about_parts(odd)
-        return incidents
-
-    def _readable(self, memory: Mapping[str, Any]) -> dict[str, Any]:
-        """What can be read of what an earlier process has left: a damaged part costs that part."""
-        budget, rate = RecoveryBudget(self.config), LearningRateControl(self.config)
-        parts: dict[str, Stateful] = {
-            "budget": budget,
-            "ladder": RollbackLadder(self.config, budget),
-            "learning_rate": rate,
-        }
-        odd: list[str] = []
-        for name, part in parts.items():
-            take_over(part, memory.get(name), f"memory.{name}", odd)
-        if "memory.learning_rate.reductions" in odd and rate.touched:
-            # How often it was reduced is not known, and that it was is.
-            rate.reductions = max(rate.reductions, 1)
-        warn_about_parts(odd)
-        reduced = memory.get("rate_after_reduction")
-        readable = {name: part.state_dict() for name, part in parts.items()}
-        return readable | {"rate_after_reduction": reduced if isinstance(reduced, float) else None}
-
-    def recall_memory(self) -> None:
-        """Budgets and learning rate as the process before this one left them, later than any checkpoint."""
-        if self.record is None or not self.taken_up:
-            return
-        memory = self.record.memory
-        for name, part in (("budget", self.budget), ("ladder", self.numerics.ladder)):
-            if name in memory:
-                part.load_state_dict(memory[name])
-        rate = memory.get("learning_rate")
-        if rate is not None and rate["reductions"] > self.numerics.learning_rate.reductions:
-            # What failed with the higher rate after the checkpoint was written would fail again.
-            self.numerics.learning_rate.load_state_dict(rate)
-            self.numerics.rate_after_reduction = memory.get("rate_after_reduction")
-
-    def write_record(self) -> None:
-        """Writes down what must not be forgotten; the first process does."""
-        record = self.record
-        if record is None or self.journal.rank != 0:
-            return
-        if self.instrument is not None:
-            record.newest.last_step = max(record.newest.last_step, self.instrument.view.step)
-        record.incidents = [incident.to_dict() for incident in self.journal.incidents]
-        record.memory = {
-            "budget": self.budget.state_dict(),
-            "ladder": self.numerics.ladder.state_dict(),
-            "learning_rate": self.numerics.learning_rate.state_dict(),
-            "rate_after_reduction": self.numerics.rate_after_reduction,
-        }
-        record.write()
-
     def begin_from_older(self, checkpoint: str, step: int) -> None:
         """
         The checkpoint that was resumed from is damaged: what was learned from it is forgotten, and read anew from an
@@ -453,22 +368,7 @@ class Session:
         self.numerics.forget()
         self.outcomes.trust_again()
         self.stop_for = self.resume_point = None
-        self.entries_before, self.entries = self.entries_before + self.entries, 0
-        # Budget and ladder are the run's, and not those the checkpoint was written with.
-        self.taken_up = True
-        if self.record is not None and self.record.attempts:
-            newest = self.record.newest
-            newest.resumed_from, newest.first_step = checkpoint, min(newest.first_step, step)
-        self.write_record()
-
-    def begin_attempt(self, checkpoint: str | None, step: int) -> None:
-        """This process begins its part in the run."""
-        if self.record is None:
-            return
-        marks = self.journal.rank == 0
-        attempt = self.record.begin_attempt(checkpoint, step, marks, job=launch_of().job)
-        self.entries_before = attempt.number - 1
-        self.write_record()
+        self.attempts.begin_from_older(checkpoint, step)
 
     def about_to_save(self, step: int) -> None:
         """
@@ -479,36 +379,14 @@ class Session:
         if self.instrument is None:
             return
         checkpoint = Path(self.instrument.trainer.args.output_dir) / f"checkpoint-{step}"
-        self.about_to_write(checkpoint, bookkeeping_now(self.instrument))
+        self.attempts.about_to_write(checkpoint, bookkeeping_now(self.instrument))
         # Written once more with the marker: there the disk may have room that rotation has made.
         with contextlib.suppress(OSError, RuntimeError):
             save_generated(self.instrument.trainer, checkpoint)
 
-    def about_to_write(self, checkpoint: Path, bookkeeping: Mapping[str, Any]) -> None:
-        """A checkpoint of any kind is about to be written, and its marker after it."""
-        if self.record is not None and self.journal.rank == 0:
-            self.record.about_to_save(os.path.relpath(checkpoint, self.record.directory), bookkeeping)
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is written down how this process's part in the run has ended."""
-        record = self.record
-        return record is None or not record.attempts or record.newest.ending is not Ending.RUNNING
-
     def end_attempt(self, ending: Ending, why: str = "") -> None:
         """Writes down how this process's part in the run ends; what was written first counts."""
-        record = self.record
-        if record is None or self.ended:
-            return
-        if ending is Ending.FINISHED and self.taken_up:
-            # What an earlier process died of is not what became of the run.
-            self.journal.set_aside_postmortem()
-        record.end_attempt(ending, why, record.newest.last_step)
-        if self.status is not None:
-            self.status.end_attempt(ending, record.newest.last_step, why)
-        record.postmortem = self.postmortem_path
-        self.write_record()
-        record.close()
+        self.attempts.end(ending, why, self.status)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -520,7 +398,7 @@ class Session:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         reduced = state.get("rate_after_reduction")
         self.numerics.rate_after_reduction = reduced if isinstance(reduced, float) else None
-        if not self.taken_up:
+        if not self.attempts.taken_up:
             self.outcomes.load_state_dict(state)
         for name, part in self._parts().items():
             # Written by an earlier version of the library, or with other settings.

@@ -203,7 +203,7 @@ class SelfHealingTrainer:
 
     def _look_back(self, session: Session) -> None:
         """At the end of the run: what was only there for a restart goes, and what was put off is done."""
-        if session.resume_point is not None or session.taken_up:
+        if session.resume_point is not None or session.attempts.taken_up:
             remove_emergency_checkpoints(self.trainer.args.output_dir)
         preemption = session.preemption
         if preemption.raised is not None:
@@ -226,7 +226,7 @@ class SelfHealingTrainer:
             self.config, directory, args.process_index, self._sleep, start.run, consensus.world_size() == 1
         )
         record = start.record or RunRecord(Path(args.output_dir), session.run_id, kept=not start.beside)
-        session.keep_record(record, taken_up=start.record is not None)
+        session.attempts.keep(record, taken_up=start.record is not None)
         if args.process_index == 0:
             note_start(session.journal, start, args.output_dir)
         return session, start
@@ -248,7 +248,7 @@ class SelfHealingTrainer:
 
     def _write_down_the_end(self, session: Session, error: BaseException) -> None:
         why = describe_exception(error)
-        if session.ended:
+        if session.attempts.ended:
             return
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             session.close_outcomes()
@@ -429,7 +429,7 @@ class SelfHealingTrainer:
             why = f"the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
         if why:
             advice = self._end(session, incident, failure, error, point)
-            path = session.postmortem_path
+            path = session.attempts.postmortem
             raise UnrecoverableTrainingError(
                 f"Training stopped at step {step}: {describe_exception(error)}; {why}. "
                 f"What to do: {advice} Postmortem: {path or 'could not be written'}.",
@@ -452,7 +452,7 @@ class SelfHealingTrainer:
                 point = save_emergency_checkpoint(
                     session.instrument,
                     session.run_id,
-                    about_to_write=session.about_to_write,
+                    about_to_write=session.attempts.about_to_write,
                     later=session.checksums.put,
                 )
                 path = None if point is None else publish(point.path, self.trainer.args.output_dir)
@@ -515,7 +515,7 @@ class SelfHealingTrainer:
         saved = callback.actions.apply((Action.EMERGENCY_CHECKPOINT,), context, self.trainer.args)
         if saved["checkpoint"] is None and not unmoved:
             newest = newest_checkpoint_of(session.run_id, self.trainer.args.output_dir)
-            return newest or session.first_resume, False
+            return newest or session.attempts.first_resume, False
         return saved["checkpoint"], unmoved
 
     def _wait(self, session: Session, recovery: _Recovery) -> None:
@@ -574,7 +574,7 @@ class SelfHealingTrainer:
         state = self.trainer.state
         if checkpoint is None and older_checkpoint is None:
             older_checkpoint = newest_checkpoint_of(session.run_id, self.trainer.args.output_dir)
-        session.postmortem_path = session.journal.write_postmortem(
+        session.attempts.postmortem = session.journal.write_postmortem(
             verdict, failure, int(state.global_step), error, state.log_history, checkpoint, advice, older_checkpoint
         )
 

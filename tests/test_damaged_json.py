@@ -77,9 +77,9 @@ def record(tmp_path: Path) -> dict[str, Any]:
     """Of a run that failed in its second attempt, with everything in it that there can be."""
     session = Session(HealingConfig(), tmp_path, run_id="20260101-000000-abcdef")
     written = RunRecord(tmp_path, session.run_id)
-    session.keep_record(written, taken_up=False)
+    session.attempts.keep(written, taken_up=False)
     for _ in range(2):
-        session.begin_attempt(None, 4)
+        session.attempts.begin(None, 4)
     session.journal.incidents.append(Incident("run-001", 6, "loss_spike", FailureType.DIVERGENCE, steps_lost=3))
     session.budget.used, session.budget.failed_at = 2, 6
     session.numerics.ladder.load_state_dict({"climbed": {"divergence": 2}, "moments_reset": True})
@@ -99,13 +99,13 @@ def taken_up(directory: Path, content: Any) -> Session:
     assert start.steps_to_repeat >= 0
     assert still_alive(record.newest) in (True, False)
     session = Session(HealingConfig(), directory, run_id=record.run)
-    session.keep_record(record, taken_up=True)
+    session.attempts.keep(record, taken_up=True)
     session.budget.spend(6)
     session.numerics.ladder.next(FailureType.DIVERGENCE, 7, early=False, may_reduce=True, rate="1e-3")
     session.numerics.learning_rate.scale(9)
     session.numerics.learning_rate.reduce(9)
     session.numerics.missing.trained(9)
-    session.begin_attempt(None, 4)
+    session.attempts.begin(None, 4)
     session.close_outcomes()
     session.end_attempt(Ending.FINISHED)
     return session
@@ -146,7 +146,7 @@ def test_what_can_be_read_of_a_record_is_used(
     read = RunRecord.read(tmp_path)
     assert read is not None
     session = Session(HealingConfig(), tmp_path, run_id=read.run)
-    session.keep_record(read, taken_up=True)
+    session.attempts.keep(read, taken_up=True)
     assert session.budget.used == 2
     assert session.numerics.learning_rate.scale(7) == 0.5
     assert [incident.steps_lost for incident in session.journal.incidents] == [3]
