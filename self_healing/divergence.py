@@ -10,7 +10,7 @@ from .climb import RollbackClimb
 from .config import HealingConfig
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .diagnosis import diagnose_rise, diagnose_stillness
-from .failures import Action, Cause, FailureType
+from .failures import INSPECTIONS, Action, Cause, FailureType
 from .incident import Incident
 from .instrument import Window
 from .numerics_healer import NumericsHealer
@@ -19,8 +19,6 @@ from .run.remedies import HealingContext, Remedies
 from .session import Session
 
 
-# They look at a run, and leave it as it is.
-_LOOKS = frozenset({Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY})
 # Causes of a divergence that going back may cure, or has to end.
 _MAY_GO_BACK = frozenset({Cause.WEIGHTS, Cause.COMPUTATION})
 
@@ -58,7 +56,7 @@ class DivergenceHealer(NumericsHealer):
         context = HealingContext(incident, self.instrument, window, verdict=verdict)
         self.actions.apply(decision.actions, context, self.args)
         self.session.journal.dealt_with(incident)
-        if _LOOKS.issuperset(decision.actions):
+        if INSPECTIONS.issuperset(decision.actions):
             self.session.journal.closed(incident, "reported")
 
     def _heal_told(self, incident: Incident, failure: FailureType, window: Window) -> bool:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from . import consensus
 from .classify import describe_exception
-from .failures import Action, FailureType, UnrecoverableTrainingError
+from .failures import Action, Cause, FailureType, UnrecoverableTrainingError
 from .incident import Incident
 from .instrument import TrainingFault, Window, free_memory, is_out_of_memory, let_go, memory_figures
 from .numerics_healer import NumericsHealer
@@ -88,7 +88,7 @@ class MemoryWhileHealing(NumericsHealer):
         session.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
         own = session.rollback.fall_back()
         held = "those of the last finished step" if own else "not those of the last finished step, and are not saved"
-        wrong = ", ".join(each.cause for each in opened if each.cause != "unknown") or "the step is not sound"
+        wrong = ", ".join(each.cause for each in opened if each.cause != Cause.UNKNOWN) or "the step is not sound"
         context = HealingContext(incident, instrument, window)
         context.verdict = (
             f"memory ran out, twice, while self_healing looked into something that was wrong ({wrong}); without that "

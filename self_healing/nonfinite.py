@@ -111,7 +111,7 @@ class NonfiniteHealer(NumericsHealer):
         window.skip(None)
         context.verdict = (
             "loss or gradient is not finite, and no update has changed the weights yet, so it is neither the learning "
-            f"rate nor the optimizer, but {_NOT_THE_RATE[Cause(found.cause)]}. {found.evidence['diagnosis']}"
+            f"rate nor the optimizer, but {_NOT_THE_RATE[found.cause]}. {found.evidence['diagnosis']}"
         )
         incident.steps_lost = max(incident.steps_lost, 1)
         incident.seconds_lost = time.perf_counter() - began

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..failures import FailureType
+from ..failures import Cause, FailureType
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class Diagnosis:
     Args:
         failure (`FailureType`):
             What it is.
-        cause (`str`):
-            A [`Cause`].
+        cause ([`Cause`]):
+            In a few words.
         evidence (`dict`):
             What the experiments gave.
         poison (`dict[int, list[int]]`):
@@ -31,7 +31,7 @@ class Diagnosis:
     """
 
     failure: FailureType
-    cause: str
+    cause: Cause
     evidence: dict[str, Any] = field(default_factory=dict)
     poison: dict[int, list[int]] = field(default_factory=dict)
     rows: int = 0
