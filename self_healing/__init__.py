@@ -11,11 +11,11 @@ from .failures import FAILURE_RECIPES, Action, FailureType, Recipe, Unrecoverabl
 from .incident import Incident
 from .inspection import Finding, Inspection, check_data_quality, check_model_init
 from .report import HealingReport
-from .rollback import Target
 from .run.remedies import HealingContext
 from .signals import StepSignals
 from .snapshots import Snapshot, SnapshotRing
 from .trainer import SelfHealingTrainer
+from .went_back import Target
 
 
 __version__ = "0.1.0"

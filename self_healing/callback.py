@@ -435,7 +435,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.rollback.release()
         if not session.leaving:
             session.checksums.wait()
-        session.healthy_inputs = None
         if session.leaving and session.attempts.record is None and state.global_step < state.max_steps:
             session.leave(int(state.global_step), str(args.output_dir))
 

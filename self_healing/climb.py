@@ -13,9 +13,9 @@ from .incident import Incident
 from .instrument import TrainingFault, Window
 from .numerics_healer import NumericsHealer
 from .rate_trial import try_rates
-from .rollback import Target, WentBack
 from .run.remedies import HealingContext, Remedies
 from .session import Session
+from .went_back import Target, WentBack
 
 
 logger = logging.getLogger("self_healing")
@@ -95,7 +95,7 @@ class RollbackClimb(NumericsHealer):
     def _try_rates(self, context: HealingContext) -> float | None:
         """A run that fails in its first steps: the factor with which it learns, if there is one within reach."""
         session, instrument, panel = self.session, self.instrument, self.panel
-        start, steps = session.rollback.ring.initial, session.rollback.first_steps
+        start, steps = session.rollback.ring.initial, session.rollback.batches.first_steps
         if start is None or len(steps) < _LEAST_TRIAL_STEPS or context.window is None:
             return None
         step = instrument.view.step

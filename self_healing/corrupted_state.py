@@ -11,9 +11,9 @@ from .failures import FAILURE_RECIPES, Action, Cause, FailureType
 from .incident import Incident
 from .instrument import Window
 from .numerics_healer import NumericsHealer
-from .rollback import Target, WentBack
 from .run.remedies import HealingContext, Remedies
 from .session import Session
+from .went_back import Target, WentBack
 
 
 class CorruptedStateHealer(NumericsHealer):

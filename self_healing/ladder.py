@@ -10,7 +10,7 @@ from .budget import RecoveryBudget
 from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, FailureType
 from .policy import Decision
-from .rollback import Target
+from .went_back import Target
 
 
 # Where a run goes back to when the same failure comes again and again, if its learning rate is not to blame.

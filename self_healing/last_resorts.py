@@ -17,9 +17,9 @@ from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainin
 from .instrument import Instrument
 from .postmortem import where_to_go_on
 from .retry import RetryPolicy
-from .rollback import Target
 from .run.remedies import CarryOut, HealingContext
 from .session import Session
+from .went_back import Target
 
 
 logger = logging.getLogger("self_healing")

@@ -455,7 +455,7 @@ class MemoryHealer:
         if context.window is not None and not self._stepping:
             # The step is computed again from its beginning. An update that is made again needs its gradients.
             context.window.discard()
-        freed = self.session.free_batches(of_host=ran_out.on_host)
+        freed = self.session.rollback.free_batches(of_host=ran_out.on_host)
         if freed:
             context.incident.figures.append(_BATCHES[ran_out.on_host].format(freed / 1e6))
         if self._attempts == 1:

@@ -124,4 +124,4 @@ class NonfiniteHealer(NumericsHealer):
             return Diagnosis(
                 FailureType.NONFINITE_UNDIAGNOSED, Cause.NOT_LOOKED_FOR, {"on_nonfinite": self.config.on_nonfinite}
             )
-        return diagnose(window, self.instrument, self.config, self.session.healthy_inputs)
+        return diagnose(window, self.instrument, self.config, self.session.rollback.batches.healthy_inputs)

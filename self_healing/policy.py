@@ -10,8 +10,8 @@ from typing import Any
 from .config import HealingConfig
 from .detectors import Symptom
 from .failures import FAILURE_RECIPES, Action, FailureType
-from .rollback import Target
 from .run.diagnosis import Diagnosis
+from .went_back import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +24,6 @@ from .failures import FailureType
 from .instrument import (
     Control,
     Instrument,
-    Recording,
     Window,
     free_memory,
     is_out_of_memory,
@@ -35,10 +33,12 @@ from .instrument import (
     with_room,
 )
 from .journal import Journal
+from .kept_batches import KeptBatches
 from .random_state import RandomState
 from .replay import Replay, Replayed
 from .signals import StepSignals
 from .snapshots import Snapshot, SnapshotRing, free_host_memory, size_of
+from .went_back import Target, WentBack
 
 
 logger = logging.getLogger("self_healing")
@@ -47,21 +47,6 @@ logger = logging.getLogger("self_healing")
 _LEAST_INTERVAL = 5
 # A run that fails this early has not got far: it goes back to where it began.
 EARLY_STEPS = 50
-# Steps of its beginning that are kept for as long, to try out learning rates on.
-_TRIAL_STEPS = 10
-# All steps since the newest trusted state are kept, to be applied again, if their batches take no more than this.
-_LARGEST_TAPE = 256 * 2**20
-# A batch is kept, to tell harder data from worse weights, only if it is small beside the model.
-_LARGEST_CONTROL = 64 * 2**20
-
-
-class Target(StrEnum):
-    """Which state to go back to."""
-
-    NEWEST = "newest"
-    OLDER = "older"
-    INITIAL = "initial"
-    DISK = "disk"
 
 
 # Where to go if there is no such state.
@@ -71,40 +56,6 @@ _OTHERWISE = {
     Target.INITIAL: (Target.INITIAL, Target.OLDER, Target.NEWEST, Target.DISK),
     Target.DISK: (Target.DISK, Target.INITIAL, Target.NEWEST),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WentBack:
-    """
-    What a rollback did.
-
-    Args:
-        step (`int`):
-            Optimizer steps finished in the state the run is in now.
-        target ([`Target`]):
-            Which state that is.
-        steps_lost (`int`):
-            Optimizer steps whose effect on the weights is gone.
-        trained (`int`):
-            Steps that are in the weights of that state.
-        checkpoint (`str`, *optional*):
-            Where it came from, if not from memory.
-        suspects (`tuple[int, ...]`):
-            Steps of the checkpoints that are not to be resumed from any more.
-    """
-
-    step: int
-    target: Target
-    steps_lost: int
-    trained: int
-    checkpoint: str | None = None
-    suspects: tuple[int, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        place: dict[str, Any] = {"checkpoint": self.checkpoint} if self.checkpoint else {}
-        if self.suspects:
-            place["suspect_checkpoints"] = list(self.suspects)
-        return {"to_step": self.step, "state": self.target.value, "lost": self.steps_lost, **place}
 
 
 class Rollback:
@@ -148,13 +99,8 @@ class Rollback:
         self._last_taken = 0
         self._last_begin: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=20)
-        self._control: Control | None = None
-        self.first_steps: list[Control] = []
-        self._tape: deque[Recording] = deque()
-        self._tape_bytes = 0
+        self.batches = KeptBatches()
         self._gone_back_to: Snapshot | None = None
-        # Whether batches are kept in host memory: until the device runs out of its own they stay where they are.
-        self.batches_on_host = False
         # Whether the state in place is that of an experiment, or one gone back to that the run has not settled on.
         self.displaced = False
         self._optimizer: Any = None
@@ -181,7 +127,7 @@ class Rollback:
         self._instrument = instrument
         trainer = instrument.trainer
         self._last_begin = None
-        self._control = None
+        self.batches.newest_healthy = None
         self.streak = 0
         if first:
             self._entry_step = int(trainer.state.global_step)
@@ -223,17 +169,15 @@ class Rollback:
             self.ring.distrust(ahead)
         if self.ring.initial is not None and self.ring.initial.as_of > step:
             self.ring.initial = None
-        while self._tape and self._tape[-1].step >= step:
-            self._tape_bytes -= self._tape.pop().control.nbytes
+        self.batches.forget_beyond(step)
         self._last_taken = min(self._last_taken, step)
         self._unverified = deque(each for each in self._unverified if each <= step)
 
     def release(self) -> None:
         """Gives all host memory back."""
         self.ring.release()
-        self._optimizer = self._instrument = self._control = None
-        self.first_steps = []
-        self._cut_tape()
+        self._optimizer = self._instrument = None
+        self.batches.release()
         self._gone_back_to = None
 
     def early(self, step: int) -> bool:
@@ -283,19 +227,16 @@ class Rollback:
         self.ring.join()
         # Whatever was put in place while it was judged: the run goes on from there.
         self.displaced = False
-        control = window.control(loss, _LARGEST_CONTROL)
-        if control is not None and self.batches_on_host:
-            # The device has just been waited for: only the copy itself takes time.
-            control.leave_device()
+        control = self.batches.copy_of(window, loss)
         if self.early(window.step):
-            self._keep_first(control)
-        elif self.first_steps:
-            self.first_steps = []
-        self._record(window, control)
+            self.batches.keep_first(control)
+        else:
+            self.batches.forget_first()
+        self.batches.record(window, None if self.on_disk_only else control)
         self.streak = self.streak + 1 if healthy else 0
         if not healthy:
             return []
-        self._control = control
+        self.batches.newest_healthy = control
         if self.streak < self.config.snapshot_verify_steps:
             return []
         verified = window.step + 1 - self.config.snapshot_verify_steps
@@ -310,58 +251,9 @@ class Rollback:
                 self._keeper.verified_up_to(verified)
         return []
 
-    def _record(self, window: Window, control: Control | None) -> None:
-        """Keeps the steps since the newest trusted state, to be applied again; not beyond a gap."""
-        recording = None if control is None or self.on_disk_only else window.recording(control)
-        if recording is None or control is None or self._tape_bytes + control.nbytes > _LARGEST_TAPE:
-            self._cut_tape()
-            return
-        self._tape.append(recording)
-        self._tape_bytes += control.nbytes
-
-    def _cut_tape(self) -> None:
-        self._tape.clear()
-        self._tape_bytes = 0
-
-    def _shorten_tape(self, step: int) -> None:
-        while self._tape and self._tape[0].step < step:
-            self._tape_bytes -= self._tape.popleft().control.nbytes
-
-    def _keep_first(self, control: Control | None) -> None:
-        wanted = len(self.first_steps) < _TRIAL_STEPS and control is not None and math.isfinite(control.loss)
-        if wanted and control is not None and control.nbytes <= _LARGEST_CONTROL // _TRIAL_STEPS:
-            self.first_steps.append(control)
-
     def free_batches(self, of_host: bool) -> int:
-        """
-        Memory ran out: batches that are kept, to compute earlier steps again, make room.
-
-        Those on the device go to the host, and so do all later ones: nothing is lost. Where it is the host that has no
-        memory, those that lie there are given up: until the next snapshot steps cannot be applied again, until the
-        next healthy step harder data cannot be told from worse weights, and a run that fails in its first steps cannot
-        try out learning rates on them.
-
-        Args:
-            of_host (`bool`):
-                Whether the memory that ran out was the host's.
-
-        Returns:
-            Bytes.
-        """
-        with_snapshots = [snapshot.extras.get("control") for snapshot in self.ring.snapshots()]
-        recorded = [recording.control for recording in self._tape]
-        every = [*recorded, *self.first_steps, *with_snapshots, self._control]
-        kept = {id(control): control for control in every if control is not None}.values()
-        if not of_host:
-            self.batches_on_host = True
-            return sum(control.leave_device() for control in kept)
-        if self._device.type != "cpu" and not self.batches_on_host:
-            return 0
-        self.first_steps, self._control = [], None
-        self._cut_tape()
-        for snapshot in self.ring.snapshots():
-            snapshot.extras.pop("control", None)
-        return sum(control.nbytes for control in kept)
+        """Memory ran out, of the host or of the device: batches that are kept make room ([`KeptBatches.free`])."""
+        return self.batches.free(of_host, self._device, self.ring.snapshots())
 
     def about_to_save(self, step: int) -> None:
         """A checkpoint is about to be written, perhaps over one that is kept."""
@@ -445,7 +337,7 @@ class Rollback:
         instrument = self._running
         # A schedule-free optimizer swaps the weights in place between training and evaluation.
         optimizer_in_training_mode(instrument.trainer)
-        extras = self._remember() | {"rng": RandomState.capture(self._device), "control": self._control}
+        extras = self._remember() | {"rng": RandomState.capture(self._device), "control": self.batches.newest_healthy}
         live = instrument.view.live_state()
         self._last_taken = step
         try:
@@ -474,7 +366,7 @@ class Rollback:
             )
             return bad or ["on another rank"]
         self.ring.promote()
-        self._shorten_tape(candidate.step)
+        self.batches.forget_before(candidate.step)
         if not self.early(step + 1):
             self.ring.forget_initial()
         self._plan(candidate, step)
@@ -648,7 +540,7 @@ class Rollback:
             self._gone_back_to.as_of = step + 1
         self._gone_back_to = None
         self.displaced = False
-        self._cut_tape()
+        self.batches.cut_tape()
 
     def replay(
         self,
@@ -678,9 +570,8 @@ class Rollback:
         snapshot = self._gone_back_to
         if snapshot is None:
             return Replayed(None, why="the state gone back to is a checkpoint, and steps are kept for those in memory")
-        wanted = range(snapshot.as_of, self._running.view.step)
-        recordings = [each for each in self._tape if each.step in wanted]
-        if [each.step for each in recordings] != list(wanted):
+        recordings = self.batches.recorded(range(snapshot.as_of, self._running.view.step))
+        if recordings is None:
             why = "not all of the steps since then are kept: their rows were generated, left out, or too many"
             return Replayed(None, why=why)
 
@@ -713,7 +604,7 @@ class Rollback:
 
     def last_healthy(self) -> Control | None:
         """The last step before anything was wrong with the loss; `None` if a rank had no room for it. Collective."""
-        return self._on_all_ranks(self._control)
+        return self._on_all_ranks(self.batches.newest_healthy)
 
     def generations(self) -> list[Snapshot]:
         """Trusted states in memory, the newest first."""
@@ -774,9 +665,9 @@ class Rollback:
         self.displaced = True
         self._restore(snapshot)
         control = snapshot.extras.get("control")
-        if control is None and snapshot is self.ring.initial and self.first_steps:
+        if control is None and snapshot is self.ring.initial and self.batches.first_steps:
             # Its first step was computed with this state.
-            control = self.first_steps[0]
+            control = self.batches.first_steps[0]
         return self._on_all_ranks(control)
 
     def _on_all_ranks(self, control: Any) -> Control | None:

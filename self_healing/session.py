@@ -23,7 +23,7 @@ from .config import HealingConfig
 from .data import Quarantine
 from .failures import Action, FailureType
 from .incident import Incident
-from .instrument import BatchPlan, Instrument, ResumePoint, Window, is_training, on_host, save_generated
+from .instrument import BatchPlan, Instrument, ResumePoint, is_training, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Journal
 from .memory_remedies import MemoryState
@@ -37,7 +37,6 @@ from .run.remedies import Remedies
 from .run_record import Ending
 from .run_status import RunState, StatusKeeper
 from .saved_state import take_over_whole
-from .signals import StepSignals
 from .watchdog import Watchdog
 
 
@@ -113,7 +112,6 @@ class Session:
         self.reporting: Reporting | None = None
         self.checksums = ChecksumQueue()
         self.resume_point: ResumePoint | None = None
-        self.healthy_inputs: Any = None
         self.broken = False
         # What lies on the device is neither touched nor freed any more.
         self.device_lost = False
@@ -316,21 +314,6 @@ class Session:
         self.end_attempt(Ending.PREEMPTED, why)
 
     # ---- outcomes ----
-
-    def healthy_step(self, window: Window, signals: StepSignals) -> None:
-        """Takes in a step with nothing wrong."""
-        if not window.objective.online:
-            inputs = window.inputs(0)
-            self.healthy_inputs = on_host(inputs) if self.rollback.batches_on_host else inputs
-        self.outcomes.take_in(signals.loss, self.run.step)
-        self.numerics.policy.note(skipped=False, explained=True)
-
-    def free_batches(self, of_host: bool) -> int:
-        """Memory ran out, of the device or of the host: as [`Rollback.free_batches`], for all that are kept."""
-        freed = self.rollback.free_batches(of_host)
-        # The same tensors, mostly, as those of the newest step that is kept.
-        self.healthy_inputs = None if of_host else on_host(self.healthy_inputs)
-        return freed
 
     def close_outcomes(self, unfollowed: str | None = None) -> None:
         """

@@ -76,7 +76,10 @@ class StepObserver(NumericsHealer):
 
     def take_in(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Takes in a step with nothing wrong, as it will be applied."""
-        self.session.healthy_step(window, signals)
+        session = self.session
+        session.rollback.batches.note_healthy(window)
+        session.outcomes.take_in(signals.loss, self.instrument.view.step)
+        self.numerics.policy.note(skipped=False, explained=True)
         self.observe(window, signals, clipped_to)
 
     def observe(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:

@@ -21,8 +21,9 @@ from self_healing.instrument import Window
 from self_healing.instrument.live_state import LiveState
 from self_healing.rate_trial import try_rates
 from self_healing.resume_trial import try_older_checkpoints
-from self_healing.rollback import Rollback, Target
+from self_healing.rollback import Rollback
 from self_healing.snapshots import Snapshot, SnapshotRing
+from self_healing.went_back import Target
 
 
 class LateTransfer:
@@ -246,7 +247,8 @@ def diagnosed_for_stillness(window: Window, rollback: Rollback) -> None:
 def learning_rates_tried(window: Window, rollback: Rollback) -> None:
     assert rollback.set_aside(window.step)
     start = rollback.generations()[-1]
-    tried = try_rates(window, rollback, start, rollback.first_steps, 1.0, lowest=0.1, limit=99.0, adaptive=True)
+    steps = rollback.batches.first_steps
+    tried = try_rates(window, rollback, start, steps, 1.0, lowest=0.1, limit=99.0, adaptive=True)
     assert len(tried.losses) > 1
     rollback.bring_back()
     window.compute_again()

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from self_healing import Action, HealingConfig, HealingContext, SelfHealingCallback, SelfHealingTrainer
 from self_healing.learning_rate import LearningRateControl
-from self_healing.rollback import Target
+from self_healing.went_back import Target
 
 
 class Probe(torch.optim.AdamW):

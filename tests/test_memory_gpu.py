@@ -21,8 +21,8 @@ from self_healing.host_copies import DeviceCopies, SideStream, Transfer, copies_
 from self_healing.instrument.live_state import live_state_of
 from self_healing.memory import SIZES_FILE
 from self_healing.random_state import RandomState
-from self_healing.rollback import Target
 from self_healing.snapshots import SnapshotRing, size_of
+from self_healing.went_back import Target
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -455,7 +455,7 @@ class TestCopies:
                     return
                 session, window = healing.session, healing.session.instrument.window
                 before = torch.cuda.memory_allocated()
-                self.freed = session.free_batches(of_host=False)
+                self.freed = session.rollback.free_batches(of_host=False)
                 self.less = before - torch.cuda.memory_allocated()
                 session.rollback.go_back(Target.NEWEST, window.step, "incident")
                 self.replayed = session.rollback.replay(window, lambda signals: True)

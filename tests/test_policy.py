@@ -12,7 +12,7 @@ from self_healing.budget import RecoveryBudget
 from self_healing.failures import IN_PLACE
 from self_healing.ladder import RollbackLadder
 from self_healing.policy import Decision
-from self_healing.rollback import Target
+from self_healing.went_back import Target
 
 
 BACK = (Action.ROLL_BACK, Action.REPLAY_STEPS)

@@ -771,7 +771,7 @@ class TestCost:
         assert callback.session is not None
         assert max(seen) > 0
         assert callback.session.rollback.ring.nbytes == 0
-        assert callback.session.rollback.first_steps == []
+        assert callback.session.rollback.batches.first_steps == []
 
     def test_copies_take_no_more_than_their_share(self, tmp_path: Path, tokenizer: Any) -> None:
         config = HealingConfig(snapshot_overhead_budget=1e-4)

@@ -26,7 +26,7 @@ from self_healing import (
     UnrecoverableTrainingError,
     find_trusted_checkpoint,
 )
-from self_healing import rollback as rollback_module
+from self_healing import kept_batches as batches_module
 from self_healing.checkpoints.choice import vet_all
 from self_healing.checkpoints.keeper import CheckpointKeeper
 from self_healing.checkpoints.marker import load_marker, write_marker
@@ -168,7 +168,7 @@ def test_a_state_healed_at_the_end_is_written_where_no_good_checkpoint_is_left(
 ) -> None:
     """Where the steps since the trusted state could not be applied again, the checkpoints of that time are suspect."""
     if not applied_again:
-        monkeypatch.setattr(rollback_module, "_LARGEST_TAPE", 0)
+        monkeypatch.setattr(batches_module, "_LARGEST_TAPE", 0)
 
     class AtTheVeryEnd(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -191,7 +191,7 @@ def test_a_state_healed_at_the_end_is_written_where_no_good_checkpoint_is_left(
 def test_a_state_that_was_gone_back_to_is_not_saved_as_what_was_evaluated(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollback_module, "_LARGEST_TAPE", 0)
+    monkeypatch.setattr(batches_module, "_LARGEST_TAPE", 0)
     fault = SilentFault(unread_row(tokenizer), 12)
     healing = SelfHealingCallback(HealingConfig(snapshot_interval=6, snapshot_verify_steps=3, outcome_steps=1))
     trainer = best_model_trainer(tmp_path, tokenizer, EvalLoss(rises=False), healing, fault, max_steps=14)

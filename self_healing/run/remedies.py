@@ -13,7 +13,7 @@ from ..failures import IN_PLACE, Action
 from ..incident import Incident
 from ..instrument import BatchPlan, Instrument, Window
 from ..journal import Journal
-from ..rollback import Target, WentBack
+from ..went_back import Target, WentBack
 from .diagnosis import Diagnosis
 
 

@@ -1,0 +1,50 @@
+"""Names the states a run can go back to, and records what going back did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Target(StrEnum):
+    """Which state to go back to."""
+
+    NEWEST = "newest"
+    OLDER = "older"
+    INITIAL = "initial"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class WentBack:
+    """
+    What a rollback did.
+
+    Args:
+        step (`int`):
+            Optimizer steps finished in the state the run is in now.
+        target ([`Target`]):
+            Which state that is.
+        steps_lost (`int`):
+            Optimizer steps whose effect on the weights is gone.
+        trained (`int`):
+            Steps that are in the weights of that state.
+        checkpoint (`str`, *optional*):
+            Where it came from, if not from memory.
+        suspects (`tuple[int, ...]`):
+            Steps of the checkpoints that are not to be resumed from any more.
+    """
+
+    step: int
+    target: Target
+    steps_lost: int
+    trained: int
+    checkpoint: str | None = None
+    suspects: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        place: dict[str, Any] = {"checkpoint": self.checkpoint} if self.checkpoint else {}
+        if self.suspects:
+            place["suspect_checkpoints"] = list(self.suspects)
+        return {"to_step": self.step, "state": self.target.value, "lost": self.steps_lost, **place}
