@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..checkpoint_files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR, ModelNames, number_of, share_files
 from .listing import checkpoints_in
-from .marker import damage_of_marker, load_marker, set_standing, standing_of, step_of
+from .marker import damage_of_marker, load_marker, set_standing, speaks_for, standing_of, step_of
 from .vetting import Verdict, breach_of_marker, vet
 
 
@@ -212,9 +212,7 @@ def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:
     """
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)
-        if marker is None or marker.get("run") != run:
-            continue
-        if marker.get("standing") != "suspect" and marker.get("finite") is not False:
+        if marker is not None and marker.get("run") == run and speaks_for(marker):
             return str(checkpoint)
     return None
 

@@ -25,7 +25,7 @@ from ..checkpoint_files import (
     unshared_size_of,
 )
 from .listing import written_at
-from .marker import Standing, load_marker, read_marker, set_standing
+from .marker import Standing, load_marker, read_marker, set_standing, speaks_for
 
 
 logger = logging.getLogger(__name__)
@@ -438,7 +438,7 @@ class CheckpointKeeper:
 
 def _may_be_trusted(checkpoint: Path) -> bool:
     marker = read_marker(checkpoint)
-    return marker is not None and marker.get("standing") != "suspect" and marker.get("finite") is not False
+    return marker is not None and speaks_for(marker)
 
 
 def _gigabytes(nbytes: int) -> str:

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,7 +30,7 @@ _SEALED = re.compile(rf'(.*), "{_SEAL}": (\d+)\}}', re.DOTALL)
 _STANDINGS = get_args(Standing)
 # Bytes that are read through in a few hundredths of a second.
 _AT_ONCE = 1 << 26
-# The training thread and the one that computes checksums change markers.
+# The training thread and the one that computes checksums change markers. Of the process: a path is all they share.
 _CHANGING = threading.RLock()
 
 
@@ -176,6 +176,11 @@ def set_standing(checkpoint: Path, standing: Standing, incident: str | None = No
             content["incident"] = incident
 
     change_marker(checkpoint, change)
+
+
+def speaks_for(marker: Mapping[str, Any]) -> bool:
+    """Whether a marker speaks for its checkpoint: not suspect, and not known to hold NaN or Inf."""
+    return marker.get("standing") != "suspect" and marker.get("finite") is not False
 
 
 def standing_of(checkpoint: str | Path) -> str:
