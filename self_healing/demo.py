@@ -214,7 +214,7 @@ def small_llama(tokenizer: Any, size: DemoSize, seed: int) -> LlamaForCausalLM:
 # ---- the faults ----
 
 
-class Fault:
+class DemoFault:
     """
     Something that goes wrong.
 
@@ -245,7 +245,7 @@ class Fault:
         raise NotImplementedError
 
 
-class TransientNaN(Fault):
+class TransientNaN(DemoFault):
     """One forward pass answers NaN, once: a flipped bit, an overheated chip, a race in a kernel."""
 
     name = "transient NaN"
@@ -264,7 +264,7 @@ class TransientNaN(Fault):
         trainer.model.model.norm.register_forward_hook(spoil)
 
 
-class PoisonSample(Fault):
+class PoisonSample(DemoFault):
     """A row with a broken character, for which the model's answer is NaN, every time."""
 
     name = "poison sample"
@@ -288,7 +288,7 @@ class PoisonSample(Fault):
         trainer.model.model.norm.register_forward_hook(spoil)
 
 
-class DroppedConnection(Fault):
+class DroppedConnection(DemoFault):
     """A callback tells a server how far the run is, and the connection drops."""
 
     name = "dropped connection"
@@ -488,7 +488,7 @@ class _Stage:
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    def faults(self, announce: Callable[[str], None]) -> list[Fault]:
+    def faults(self, announce: Callable[[str], None]) -> list[DemoFault]:
         kinds = (TransientNaN, PoisonSample, DroppedConnection)
         return [kind(step, announce) for kind, step in zip(kinds, self.strikes, strict=True)]
 
@@ -614,7 +614,7 @@ def _unhealed(stage: _Stage, output_dir: Path, console: Console) -> DemoResult:
 
 def _unmet(
     stage: _Stage,
-    faults: Sequence[Fault],
+    faults: Sequence[DemoFault],
     incidents: Sequence[Mapping[str, Any]],
     step: int,
     loss: float,
@@ -651,11 +651,11 @@ def _unmet(
     return problems
 
 
-def _incidents_of(fault: Fault, incidents: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _incidents_of(fault: DemoFault, incidents: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [incident for incident in incidents if incident["failure"] == fault.failure.value]
 
 
-def _table(faults: Sequence[Fault], incidents: Sequence[Mapping[str, Any]]) -> Table:
+def _table(faults: Sequence[DemoFault], incidents: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(header_style="bold")
     for column in ("fault", "cause found", "remedy", "steps\nlost", "seconds\nlost"):
         table.add_column(column, justify="right" if "lost" in column else "left")

@@ -35,7 +35,7 @@ from datasets.iterable_dataset import (
 from .classify import is_error
 from .data import BadSample, preview_of, what_was_raised
 from .sample_guard import SUBSTITUTES, DataSourceError, Guard, LetPass, worker_id
-from .stream_reading import Reading, is_simple, place
+from .stream_reading import SourceReader, is_simple, place
 
 
 # The keyword in which a source learns which of the shards it was made from it reads.
@@ -150,7 +150,7 @@ class _Source:
             return {"shard": shard, "stream_ordinal": ordinal, "worker": worker_id()}
 
         size = (lambda given: len(given[1])) if self._arrow else None
-        return Reading(lambda: iter(self._function(**kwargs)), self._guard, where, size=size)
+        return SourceReader(lambda: iter(self._function(**kwargs)), self._guard, where, size=size)
 
 
 # ---- nodes, which make others of their kind when shards are shuffled or given to workers ----

@@ -19,7 +19,7 @@ import torch
 from .random_state import RandomState
 
 
-Severity = Literal["error", "warning"]
+FindingSeverity = Literal["error", "warning"]
 
 # What TRL and transformers call the columns that a model reads, and those they are made from.
 _TOKEN_COLUMNS = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")
@@ -74,7 +74,7 @@ class Finding:
     total: int
     examples: list[int | str]
     message: str
-    severity: Severity
+    severity: FindingSeverity
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +343,7 @@ class _DataScan:
         return [finding for finding in found if finding is not None]
 
     def _finding(
-        self, kind: str, rows: list[int], what: str, remedy: str, severity: Severity = "error"
+        self, kind: str, rows: list[int], what: str, remedy: str, severity: FindingSeverity = "error"
     ) -> Finding | None:
         if not rows:
             return None
@@ -685,7 +685,7 @@ def _wildly_scaled(
 
 
 def _tensors_finding(
-    kind: str, names: Sequence[str], total: int, what: str, remedy: str, severity: Severity = "error"
+    kind: str, names: Sequence[str], total: int, what: str, remedy: str, severity: FindingSeverity = "error"
 ) -> Finding | None:
     if not names:
         return None

@@ -124,7 +124,7 @@ class Guard:
         assert self.retry is not None
         return self.retry(attempt)  # type: ignore[no-any-return]
 
-    def attempt(self, function: Callable[..., T], *arguments: Any) -> Attempt:
+    def attempt(self, function: Callable[..., T], *arguments: Any) -> CallResult:
         """
         What a call gives, or what it raises.
 
@@ -132,12 +132,12 @@ class Guard:
             LetPass: For an exception that says nothing about a sample.
         """
         try:
-            return Attempt(self.call(function, *arguments))
+            return CallResult(self.call(function, *arguments))
         except BaseException as error:
             if not is_error(error):
                 raise
             self.passes(error)
-            return Attempt(None, error)
+            return CallResult(None, error)
 
     def passes(self, error: BaseException) -> None:
         """
@@ -151,7 +151,7 @@ class Guard:
         if isinstance(error, DataSourceError) or classify_exception(error) in _PASSED_ON:
             raise LetPass(error) from None
 
-    def attempt_one(self, function: Callable[..., T], *arguments: Any, patient: bool = True) -> Attempt:
+    def attempt_one(self, function: Callable[..., T], *arguments: Any, patient: bool = True) -> CallResult:
         """
         The same for what may be the sample's fault or not: a dead link, a bad sector, a header that asks for too much.
 
@@ -165,13 +165,13 @@ class Guard:
             LetPass: For an exception that says nothing about a sample.
         """
         try:
-            return Attempt(self.call(function, *arguments) if patient else function(*arguments))
+            return CallResult(self.call(function, *arguments) if patient else function(*arguments))
         except BaseException as error:
             if not is_error(error):
                 raise
             if not may_be_the_sample(error):
                 self.passes(error)
-            return Attempt(None, error)
+            return CallResult(None, error)
 
     def contained(self, guarded: Callable[[], T], plain: Callable[[], T]) -> T:
         """A failure of the guard itself is logged, and the data are loaded without it from then on."""
@@ -206,7 +206,7 @@ def _nobody_listens() -> None:
 
 
 @dataclass(slots=True)
-class Attempt:
+class CallResult:
     """What a call gave, or what it raised."""
 
     value: Any
@@ -666,7 +666,7 @@ class GuardedCollator(PassesThrough):
             if found is not None:
                 replaced.append((bad, found[0]))
                 samples[row] = found[1]
-        collated = self.guard.attempt(self._on_copies, samples) if replaced else Attempt(None)
+        collated = self.guard.attempt(self._on_copies, samples) if replaced else CallResult(None)
         if not replaced or collated.error is not None or counts_nothing(collated.value):
             self.in_vain += 1
             return batch

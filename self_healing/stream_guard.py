@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from .data import BadSample, SampleName, describe_name
 from .sample_guard import Guard, LetPass, PassesThrough, is_empty, worker_id
-from .stream_reading import Reading, place
+from .stream_reading import SourceReader, place
 
 
 try:
@@ -99,7 +99,7 @@ class LiveStream:
         self._dataset = dataset
         self._guard = guard
         self._tracked = hugging_face.guarded(dataset, guard) if hugging_face is not None else None
-        self._reading = Reading(self._open, guard, self._where, self._advance_by, apart=self._is_apart)
+        self._reading = SourceReader(self._open, guard, self._where, self._advance_by, apart=self._is_apart)
         self._back: deque[tuple[SampleName, Any]] = deque()
         self._begun = False
 

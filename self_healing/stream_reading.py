@@ -21,7 +21,7 @@ from .sample_guard import SUBSTITUTES, DataSourceError, Guard, LetPass, shallow_
 _CHECKED = 3
 
 
-class Reading:
+class SourceReader:
     """
     Reads a source to its end, past samples that raise.
 

@@ -21,7 +21,7 @@ from conftest import (
 from torch.testing._internal.two_tensor import TwoTensor
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.instrument.bookkeeping import Ledger
+from self_healing.instrument.bookkeeping import Bookkeeper
 from self_healing.instrument.live_state import LiveState, live_state_of, offloaded_tensors
 from self_healing.snapshots import SnapshotRing, size_of
 
@@ -179,4 +179,4 @@ class TestOffloaded:
         assert offloaded_tensors(trainer.model) == ["lm_head.weight", "cache"]
         live = live_state_of(trainer)
         assert not any(each.is_meta for each in (*live.parameters.values(), *live.buffers.values()))
-        assert "cache" not in Ledger(trainer)._copy_moving_buffers()
+        assert "cache" not in Bookkeeper(trainer)._copy_moving_buffers()

@@ -42,7 +42,7 @@ from self_healing.incident import Incident
 from self_healing.instrument.sections import Heartbeat
 from self_healing.journal import Journal
 from self_healing.sample_guard import Guard
-from self_healing.stream_reading import Reading
+from self_healing.stream_reading import SourceReader
 from self_healing.watchdog import TrainingHang, Watchdog
 
 
@@ -587,7 +587,7 @@ def test_reading_a_stream_up_to_where_it_was_gives_signs_of_life() -> None:
     guard = Guard(SimpleNamespace(), 0, retry=retried)  # type: ignore[arg-type]
     guard.alive = lambda: signs.append(1)
     stream = Stream()
-    assert list(Reading(lambda: iter(stream), guard, lambda ordinal: {})) == list(range(10))
+    assert list(SourceReader(lambda: iter(stream), guard, lambda ordinal: {})) == list(range(10))
     assert len(signs) == 6
 
 

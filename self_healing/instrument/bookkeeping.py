@@ -52,7 +52,7 @@ class Bookkeeping:
     rng: RandomState
 
 
-class Ledger:
+class Bookkeeper:
     """
     Captures and rewinds the bookkeeping of one trainer.
 

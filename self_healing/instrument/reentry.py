@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..checkpoint_files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE
 from ..random_state import RandomState
-from .bookkeeping import METRIC_STORES, Bookkeeping, Ledger
+from .bookkeeping import METRIC_STORES, Bookkeeper, Bookkeeping
 from .gradients import discard_gradients
 from .out_of_memory import free_memory
 from .phase import Phase
@@ -97,13 +97,13 @@ class Reentry:
     Args:
         trainer ([`~transformers.Trainer`]):
             The trainer.
-        ledger ([`Ledger`]):
+        ledger ([`Bookkeeper`]):
             Its bookkeeping.
         position ([`DataPosition`]):
             Its place in the data.
     """
 
-    def __init__(self, trainer: Any, ledger: Ledger, position: DataPosition) -> None:
+    def __init__(self, trainer: Any, ledger: Bookkeeper, position: DataPosition) -> None:
         self._trainer = trainer
         self._ledger = ledger
         self._position = position

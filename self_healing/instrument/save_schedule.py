@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .bookkeeping import Bookkeeping, Ledger
+from .bookkeeping import Bookkeeper, Bookkeeping
 from .failsafe import Failsafe
 from .hooks import Hooks
 from .leaving import Leaving
@@ -25,7 +25,7 @@ class SaveSchedule:
             The trainer.
         view ([`TrainerView`]):
             Of it.
-        ledger ([`Ledger`]):
+        ledger ([`Bookkeeper`]):
             Its bookkeeping.
         hooks ([`Hooks`]):
             Asked whether checkpoints wait.
@@ -36,7 +36,7 @@ class SaveSchedule:
     """
 
     def __init__(
-        self, trainer: Any, view: TrainerView, ledger: Ledger, hooks: Hooks, failsafe: Failsafe, leaving: Leaving
+        self, trainer: Any, view: TrainerView, ledger: Bookkeeper, hooks: Hooks, failsafe: Failsafe, leaving: Leaving
     ) -> None:
         self._trainer = trainer
         self._view = view

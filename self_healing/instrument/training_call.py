@@ -11,7 +11,7 @@ import torch
 
 from .. import consensus
 from ..classify import is_nonfinite_exception
-from .bookkeeping import Bookkeeping, Ledger
+from .bookkeeping import Bookkeeper, Bookkeeping
 from .hooks import Hooks
 from .preparing import preparing
 from .replacing import Replacements
@@ -29,7 +29,7 @@ class TrainingCall:
             The trainer.
         replaced ([`Replacements`]):
             Its methods that are wrapped.
-        ledger ([`Ledger`]):
+        ledger ([`Bookkeeper`]):
             Its bookkeeping, which counts one pass only.
         hooks ([`Hooks`]):
             Asked for the passes.
@@ -43,7 +43,7 @@ class TrainingCall:
         self,
         trainer: Any,
         replaced: Replacements,
-        ledger: Ledger,
+        ledger: Bookkeeper,
         hooks: Hooks,
         heartbeat: Heartbeat,
         heals_exceptions: bool,

@@ -20,7 +20,7 @@ from ..objectives import Layout, Objective, layout_of, own_token_count, select_r
 from ..random_state import RandomState
 from ..repeatability import Repeatability, StepPrint
 from ..signals import StepSignals
-from .bookkeeping import Bookkeeping, Ledger
+from .bookkeeping import Bookkeeper, Bookkeeping
 from .loading import TrainingLoader
 from .origin import Origin, nonfinite_in
 from .out_of_memory import free_memory, with_room
@@ -98,7 +98,7 @@ class Window:
     Args:
         engine ([`StepEngine`]):
             Computes and applies the steps of the trainer.
-        ledger ([`Ledger`]):
+        ledger ([`Bookkeeper`]):
             What the trainer counts.
         position ([`DataPosition`]):
             Where the trainer is in its data.
@@ -106,7 +106,7 @@ class Window:
             Number of micro-batches in the step.
     """
 
-    def __init__(self, engine: StepEngine, ledger: Ledger, position: DataPosition, size: int) -> None:
+    def __init__(self, engine: StepEngine, ledger: Bookkeeper, position: DataPosition, size: int) -> None:
         self._engine = engine
         self._ledger = ledger
         self._position = position

@@ -16,7 +16,7 @@ from ..objectives import objective_of
 from ..random_state import RandomState
 from .accelerate_engine import AccelerateEngine
 from .best_model import BestModel
-from .bookkeeping import Ledger
+from .bookkeeping import Bookkeeper
 from .failsafe import Failsafe
 from .hooks import Hooks
 from .interception import Interception
@@ -48,8 +48,8 @@ class Instrument:
     Wraps one trainer instance for the time of a `train()` call.
 
     Each part has one job: [`TrainerView`] answers questions about the trainer, [`StepEngine`] runs its steps,
-    [`OptimizerStep`] and [`SaveSchedule`] wrap what applies and saves them, [`Reentry`] and [`Ledger`] know where the
-    run is, [`Leaving`] ends it early, and [`Failsafe`] keeps failures of this library away from it.
+    [`OptimizerStep`] and [`SaveSchedule`] wrap what applies and saves them, [`Reentry`] and [`Bookkeeper`] know where
+    the run is, [`Leaving`] ends it early, and [`Failsafe`] keeps failures of this library away from it.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -78,7 +78,7 @@ class Instrument:
         self.objective = objective_of(trainer)
         self._replaced = Replacements()
         self.view = TrainerView(trainer, self.objective, self._replaced)
-        self.ledger = Ledger(trainer)
+        self.ledger = Bookkeeper(trainer)
         self.position = DataPosition(trainer, self.objective)
         self.reentry = Reentry(trainer, self.ledger, self.position)
         self.failsafe = Failsafe(trainer, hooks, self._replaced, self.detach)
