@@ -183,7 +183,7 @@ class Replay:
                 return played
         if self._finished:
             return played.end(_Ended.WELL)
-        self._window.begin_anew()
+        self._window.begin_from_here()
         self._window.reexecute()
         return self._judged(played, self._window.signals())
 

@@ -89,7 +89,7 @@ def try_older_checkpoints(
                     suspects[checkpoint] = found
         finally:
             rollback.bring_back_from_checkpoints(resumed)
-            window.begin_anew()
+            window.begin_from_here()
     except TrainingFault as fault:
         logger.info("The step could not be computed with older checkpoints.", exc_info=fault.error)
     return trial
@@ -102,7 +102,7 @@ def _trained_with(
     if not rollback.try_checkpoint(checkpoint):
         trial.tried[checkpoint] = "could not be loaded"
         return None
-    window.begin_anew()
+    window.begin_from_here()
     window.reexecute()
     found = [window.signals()]
     control = window.control(found[0].loss, _ANY_SIZE)

@@ -509,7 +509,7 @@ class SelfHealingTrainer:
             return resume, True
         unmoved = not instrument.reentry.moved
         if not FAILURE_RECIPES[failure].saves_first or (unmoved and resume is not None):
-            instrument.reentry.settle()
+            instrument.reentry.rewind_to_last_step()
             return resume, unmoved
         context = HealingContext(incident, instrument, error=error)
         saved = callback.actions.apply((Action.EMERGENCY_CHECKPOINT,), context, self.trainer.args)

@@ -272,7 +272,7 @@ def gone_back_to_disk_and_forward_again(window: Window, rollback: Rollback) -> N
     assert rollback.set_aside(window.step)
     assert rollback.try_checkpoint(str(directory / "checkpoint-2"))
     rollback.bring_back()
-    window.begin_anew()
+    window.begin_from_here()
     window.compute_again()
 
 

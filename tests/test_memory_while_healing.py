@@ -274,7 +274,7 @@ PLACES = {
     "learning rates: the state they begin from": Place(too_high_a_rate, SnapshotRing, "restore", "stopped"),
     "older checkpoints: loading one": Place(resumed_from_damage, rollback, "reload_checkpoint", "stopped"),
     "older checkpoints: setting the state aside": Place(resumed_from_damage, SnapshotRing, "take", "stopped"),
-    "older checkpoints: the batch with one": Place(resumed_from_damage, Window, "begin_anew", "stopped"),
+    "older checkpoints: the batch with one": Place(resumed_from_damage, Window, "begin_from_here", "stopped"),
     "harder data: the control batch": Place(harder_data, Window, "_run_again", "ended"),
     "half an update: putting a state back": Place(half_updated, SnapshotRing, "restore", "stopped", repairs=True),
     "half an update: applying steps again": Place(half_updated, Window, "_run_again", "ended"),

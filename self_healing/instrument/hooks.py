@@ -1,4 +1,4 @@
-"""What an instrument tells of while its trainer trains, and asks about."""
+"""`Hooks`: the events of an instrument while its trainer trains, and the questions it asks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .window import Window
 class Hooks:
     """
     The events of an [`Instrument`], in the order in which a step meets them. Here all of them do nothing, and every
-    question is answered as on a trainer that nobody looks after.
+    question is answered as for a plain trainer.
     """
 
     # ---- a micro-batch is computed ----
 
     @property
     def passes(self) -> StepPasses | None:
-        """What training steps are computed in where one pass over the rows does not fit; `None` where it does."""
+        """The passes that a training step is computed in, where one over the rows does not fit; else `None`."""
         return None
 
     @property

@@ -31,7 +31,7 @@ _WRITTEN_AGAIN = ("optimizer", "scheduler", "rng_state", TRAINER_STATE_NAME, "gl
 
 @dataclass(slots=True)
 class Pending:
-    """What the Trainer still owed a finished step when it was interrupted."""
+    """The events that the Trainer still owed a finished step when it was interrupted."""
 
     step_end: bool = False
     log: bool = False
@@ -56,7 +56,7 @@ class Pending:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Self:
-        """What [`to_dict`] has written, in another process or version."""
+        """Reads what [`to_dict`] has written, in another process or version."""
         return cls(**{each.name: entry[each.name] for each in fields(cls) if each.name in entry})
 
 
@@ -145,7 +145,7 @@ class Reentry:
         self._after_fetch_rng = None
 
     def fetching(self) -> None:
-        """The batches of a step are about to be fetched: the step before it is finished in every respect."""
+        """Called before the batches of a step are fetched: the step before it is finished in every respect."""
         self.phase = Phase.FETCHING
         self.finished = self._ledger.capture()
         self._finished_step = int(self._trainer.state.global_step)
@@ -154,7 +154,7 @@ class Reentry:
         self._epoch_began = self._epoch_ended = self._step_ended = self._epoch_end_begun = False
 
     def fetched(self, window: Window | None) -> None:
-        """The batches of a step are there; a resume in mid-epoch loads its random state at this point."""
+        """Called once they are there; a resume in mid-epoch loads its random state at this point."""
         self.phase = Phase.COMPUTING
         self.has_fetched = True
         self._window = window
@@ -171,7 +171,7 @@ class Reentry:
         self._learning_rate = self._trainer._get_learning_rate()
 
     def step_ends(self) -> None:
-        """All of a step is done but what follows from it: logging, evaluating, saving."""
+        """Called when all of a step is done but what follows from it: logging, evaluating, saving."""
         self._count_data()
         self._note_random_state()
 
@@ -185,7 +185,7 @@ class Reentry:
         self._note_random_state()
 
     def epoch_end_begins(self) -> None:
-        """The Trainer is about to tell its callbacks that the epoch is over."""
+        """Called when the Trainer is about to tell its callbacks that the epoch is over."""
         self._epoch_end_begun = True
 
     def evaluation_begins(self, ignore_keys: Any) -> None:
@@ -193,7 +193,7 @@ class Reentry:
         self._evaluating, self._ignore_keys = True, ignore_keys
 
     def evaluation_ends(self) -> None:
-        """The evaluation is finished in every respect."""
+        """Called when the evaluation is finished in every respect."""
         self._evaluating = False
 
     @property
@@ -204,12 +204,12 @@ class Reentry:
 
     @property
     def resumed_at_the_end(self) -> bool:
-        """Whether it is somebody else who resumes a run that was over, and not this one that enters again."""
+        """Whether a run that was over is resumed from outside, and not entered again."""
         state = self._trainer.state
         return not self._continues and 0 < state.max_steps <= self._entry_step
 
     def finalizing(self) -> None:
-        """The last log of the run: the running loss is part of the total by now, and must not be added again."""
+        """Called at the last log of the run: the running loss is part of the total by now, and is not added again."""
         self._finalizing = True
         self._trainer._tr_loss.zero_()
 
@@ -240,7 +240,7 @@ class Reentry:
 
     # ---- leaving ----
 
-    def settle(self) -> tuple[Bookkeeping, Pending, Leave] | None:
+    def rewind_to_last_step(self) -> tuple[Bookkeeping, Pending, Leave] | None:
         """
         After an exception left `train()`: brings the trainer to the end of its last finished step.
 
@@ -252,7 +252,7 @@ class Reentry:
         if self.finished is None or self.phase in (Phase.IDLE, Phase.STEPPING):
             return None
         if self.phase is Phase.STEPPED:
-            bookkeeping, pending = self._settle_after_the_step()
+            bookkeeping, pending = self._rewind_after_the_step()
         else:
             bookkeeping, pending = self.finished, Pending()
             self._ledger.rewind(bookkeeping)
@@ -278,7 +278,7 @@ class Reentry:
             return self._epoch_rng
         return self._after_fetch_rng or finished.rng
 
-    def _settle_after_the_step(self) -> tuple[Bookkeeping, Pending]:
+    def _rewind_after_the_step(self) -> tuple[Bookkeeping, Pending]:
         trainer = self._trainer
         if int(trainer.state.global_step) == self._finished_step:
             self._count_the_step()
@@ -333,11 +333,11 @@ class Reentry:
             trainer.state.epoch = epoch
 
     def emergency_dir(self) -> str:
-        """Where emergency checkpoints lie while the run may still go on."""
+        """The directory of emergency checkpoints, while the run may still go on."""
         return os.path.join(self._trainer.args.output_dir, EMERGENCY_DIR)
 
     def checkpoint_path(self) -> str:
-        """Where the emergency checkpoint of the current step is or would be."""
+        """The path of the emergency checkpoint of the current step, written or not."""
         return os.path.join(self.emergency_dir(), f"checkpoint-{self._trainer.state.global_step}")
 
     def save_checkpoint(self, folder: str) -> None:

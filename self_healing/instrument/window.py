@@ -145,7 +145,7 @@ class Window:
         return len(self.losses) >= self.size
 
     def begin(self, start: Bookkeeping) -> None:
-        """The state its first forward starts from."""
+        """Notes the state its first forward starts from."""
         self._start = start
         self._began = time.perf_counter()
 
@@ -155,12 +155,12 @@ class Window:
         self._calls.append((model, copy.copy(inputs), args, kwargs))
 
     def add_loss(self, loss: torch.Tensor, tokens: int) -> None:
-        """What came out of a call: its loss, and the tokens it added to the Trainer's count by itself."""
+        """Keeps the loss of a call, and counts the tokens it added to the Trainer's count by itself."""
         self.losses.append(loss)
         self._tokens_inside += tokens
 
     def note_generated(self, batch: Any, bookkeeping: Bookkeeping) -> None:
-        """The rows a trainer has made for the first call, and the bookkeeping as of then."""
+        """Keeps the rows a trainer has generated for the first call, and the bookkeeping as of then."""
         self._generated = copy.copy(batch), bookkeeping
 
     def note_exception(self) -> None:
@@ -168,7 +168,7 @@ class Window:
         self._raised = True
 
     def measured_by(self, measure: Callable[[], Any]) -> None:
-        """How the gradient norm of the step is taken (and the gradient clipped); takes it."""
+        """Measures the gradient norm of the step (and clips the gradient), now and each time it is computed again."""
         self._measure = measure
         self.grad_norm = measure()
 
@@ -396,7 +396,7 @@ class Window:
         self.accept()
 
     def layout(self, index: int) -> Layout | None:
-        """How the rows of a micro-batch can be told apart. Known once the step has been re-executed."""
+        """The way to tell the rows of a micro-batch apart. Known once the step has been re-executed."""
         return layout_of(self.prepared.get(index), self.objective)
 
     def probe(self, index: int, rows: Sequence[int]) -> bool:
@@ -509,7 +509,7 @@ class Window:
             self._trainer._step += 1
 
     def _count_items(self, keep: Mapping[int, Sequence[int]], layouts: Mapping[int, Layout | None]) -> _Items:
-        """What the loss is divided by once rows are gone."""
+        """Counts what the loss is divided by once rows are gone."""
         dropped = torch.zeros((), device=self._engine.view.device)
         batches = []
         for index in range(self.size):
@@ -551,7 +551,7 @@ class Window:
 
     def control(self, loss: float, largest: int) -> Control | None:
         """
-        This step, to be computed again later; `None` if its rows are generated anew each time, or are too many.
+        This step, to be computed again later; `None` if its rows are generated again each time, or are too many.
 
         Args:
             loss (`float`):
@@ -654,11 +654,11 @@ class Window:
         return StepSignals(recording.step, loss, norm)
 
     def cannot_be_repeated(self) -> None:
-        """Its gradients were changed in a way that is not kept."""
+        """Notes that its gradients were changed in a way that is not kept."""
         self._thinned = True
 
-    def begin_anew(self) -> None:
-        """After a replay: this step starts from the state there is now."""
+    def begin_from_here(self) -> None:
+        """Has the step start from the state there is now, after a replay."""
         if self._start is not None:
             self._start = self._ledger.with_buffers_of_now(self._start)
 
@@ -758,7 +758,7 @@ class Window:
     # ---- where its rows came from ----
 
     def sources(self, index: int) -> list[RowSource]:
-        """Where each row (pair, segment) of a micro-batch came from."""
+        """The place in the data that each row (pair, segment) of a micro-batch came from."""
         layout = self.layout(index)
         if layout is None:
             return []
@@ -800,7 +800,7 @@ class Window:
         return [inputs for _, inputs, _, _ in self._calls]
 
     def record(self) -> dict[str, Any]:
-        """What is needed to compute the step again elsewhere, on the CPU: prepared batches and random states."""
+        """Gives what is needed to compute the step elsewhere, on the CPU: prepared batches and random states."""
         assert self._start is not None
         rng = self._start.rng
         return {
