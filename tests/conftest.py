@@ -30,7 +30,8 @@ from transformers import (
     set_seed,
 )
 
-from self_healing import FAILURE_RECIPES, Action, FailureType
+from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
+from self_healing.journal import Journal
 
 
 try:
@@ -643,6 +644,23 @@ def off_the_ladder(failure: FailureType, actions: Sequence[str]) -> str | None:
     if first != sorted(first, key=ladder.index):
         return f"{failure.value}: {[*map(str, first)]} is not the order of {[action.value for action in ladder]}"
     return None
+
+
+@pytest.fixture(autouse=True)
+def _ladders_are_climbed_as_declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test does to a run: each incident is treated in the order of its failure's ladder."""
+    taken: dict[tuple[str, FailureType], list[str]] = {}
+    written = Journal.acted
+
+    def acted(self: Journal, incident: Incident, action: str, happened: bool = True, **result: Any) -> None:
+        if incident.failure is not None:
+            taken.setdefault((incident.id, incident.failure), []).append(action)
+        written(self, incident, action, happened, **result)
+
+    monkeypatch.setattr(Journal, "acted", acted)
+    yield
+    departures = [off_the_ladder(failure, actions) for (_, failure), actions in taken.items()]
+    assert [each for each in departures if each is not None] == []
 
 
 @pytest.fixture(autouse=True)
