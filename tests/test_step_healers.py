@@ -1,0 +1,253 @@
+"""Healers of steps, asked one question each, without a trainer or a model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up_run import MadeUpRun, MadeUpWindow
+
+from self_healing import Action, FailureType, UnrecoverableTrainingError
+from self_healing.climb import RollbackClimb
+from self_healing.corrupted_state import CorruptedStateHealer
+from self_healing.damaged_checkpoint import DamagedCheckpointHealer
+from self_healing.detectors import Symptom
+from self_healing.judge import StepJudge
+from self_healing.memory_while_healing import MemoryWhileHealing
+from self_healing.numerics_healer import NumericsHealer
+from self_healing.red_flags import RedFlagHealer
+from self_healing.run.remedies import HealingContext
+from self_healing.untrained_run import UntrainedRunHealer
+
+
+NAN = math.nan
+
+
+def judged(run: MadeUpRun, *windows: MadeUpWindow) -> StepJudge:
+    judge = StepJudge(*run.parts)
+    for window in windows:
+        judge.judge(run.at(window))
+    return judge
+
+
+def healthy(steps: int, first: int = 0) -> list[MadeUpWindow]:
+    """Losses and gradients that stray a little."""
+    return [MadeUpWindow(first + n, 2.0 + 0.01 * (n % 3), 1.0 + 0.02 * (n % 5)) for n in range(steps)]
+
+
+def climb(run: MadeUpRun) -> RollbackClimb:
+    return RollbackClimb(*run.parts, DamagedCheckpointHealer(*run.parts))
+
+
+class TestNonfinite:
+    def test_a_fault_that_passes_leaves_the_step_computed_again(self, tmp_path: Path) -> None:
+        run, window = MadeUpRun(tmp_path), MadeUpWindow(3, NAN, again=(2.0, 1.0))
+        judged(run, window)
+        assert run.actions.applied == [Action.USE_REEXECUTED_STEP]
+        assert window.accepted
+        assert not window.skipped
+        assert run.journal.incidents[0].failure is FailureType.NONFINITE_TRANSIENT
+
+    def test_a_step_that_nothing_explains_is_left_out(self, tmp_path: Path) -> None:
+        run, window = MadeUpRun(tmp_path), MadeUpWindow(3, NAN)
+        judged(run, window)
+        assert window.skipped
+        assert run.journal.incidents[0].failure is FailureType.NONFINITE_NUMERICAL
+
+    def test_a_state_that_is_not_finite_is_gone_back_from(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path, trusted=[2])
+        run.nonfinite = ["lm_head.weight"]
+        judged(run, MadeUpWindow(5, NAN))
+        assert run.actions.applied == [Action.ROLL_BACK, Action.REPLAY_STEPS]
+        assert run.journal.incidents[0].failure is FailureType.CORRUPTED_STATE
+
+    def test_patience_ends_and_the_run_goes_back_with_a_lower_rate(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path, trusted=[2], nan_patience=2)
+        judged(run, MadeUpWindow(5, NAN), MadeUpWindow(6, NAN))
+        assert run.actions.applied[-3:] == [Action.ROLL_BACK, Action.SKIP_STEP, Action.REDUCE_LEARNING_RATE]
+
+    def test_what_is_only_reported_is_one_incident(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path, on_nonfinite="warn")
+        judged(run, MadeUpWindow(5, NAN), MadeUpWindow(6, NAN), MadeUpWindow(7, NAN))
+        assert len(run.journal.incidents) == 1
+        assert run.actions.applied == []
+
+
+class TestSpikes:
+    def test_one_that_is_gone_when_computed_again_is_applied_as_computed_again(self, tmp_path: Path) -> None:
+        run, window = MadeUpRun(tmp_path), MadeUpWindow(60, 2.0, 1e4, again=(2.0, 1.0))
+        judged(run, *healthy(60), window)
+        assert run.actions.applied == [Action.USE_REEXECUTED_STEP]
+        assert run.journal.incidents[0].failure is FailureType.SPIKE_TRANSIENT
+
+    def test_one_of_the_gradient_alone_is_clipped(self, tmp_path: Path) -> None:
+        run, window = MadeUpRun(tmp_path), MadeUpWindow(60, 2.0, 1e4)
+        judged(run, *healthy(60), window)
+        assert run.actions.applied == [Action.CLIP_GRADIENT]
+        assert run.numerics.observed_step == 60
+
+    def test_nothing_is_done_about_one_that_is_only_reported(self, tmp_path: Path) -> None:
+        run, window = MadeUpRun(tmp_path, on_spike="warn"), MadeUpWindow(60, 2.0, 1e4)
+        judged(run, *healthy(60), window)
+        assert run.actions.applied == []
+        assert run.incidents == [("gradient_spike", "reported")]
+        assert window.computed == 1
+
+
+class TestDivergence:
+    def test_a_loss_that_stays_up_holds_checkpoints_where_no_state_is_trusted(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        risen = [MadeUpWindow(100 + n, 6.0 + 0.01 * (n % 3), 1.0 + 0.02 * (n % 5)) for n in range(40)]
+        judged(run, *healthy(100), *risen)
+        assert set(run.actions.applied) == {Action.HOLD_CHECKPOINTS}
+        assert run.journal.incidents[0].failure is FailureType.DIVERGENCE
+
+    def test_on_request_it_ends_the_run(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path, on_divergence="stop")
+        risen = [MadeUpWindow(100 + n, 6.0 + 0.01 * (n % 3), 1.0 + 0.02 * (n % 5)) for n in range(40)]
+        with pytest.raises(UnrecoverableTrainingError, match="that it is the weights is not shown"):
+            judged(run, *healthy(100), *risen)
+        assert not run.numerics.watch.open
+
+
+class TestRedFlags:
+    def test_a_rule_that_stops_does_so_before_the_next_step(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        run.stop_for = run.journal.open(4, "rule:kl", {"diagnosis": "the policy has left its reference"})
+        run.journal.diagnosed(run.stop_for, FailureType.RED_FLAG, "kl", {})
+        window = MadeUpWindow(5)
+        window.stop_wanted = True
+        with pytest.raises(UnrecoverableTrainingError, match=r"has left its reference \(rule kl\)"):
+            judged(run, window)
+        assert run.actions.applied == [Action.EMERGENCY_CHECKPOINT, Action.STOP]
+
+    def test_one_that_goes_back_is_reported_where_no_state_is_trusted(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        window = MadeUpWindow(5)
+        window.rollback_wanted = True
+        judged(run, window)
+        assert run.incidents == [("red_flag", "reported")]
+        assert run.actions.applied == []
+
+    def test_one_that_goes_back_does(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path, trusted=[2])
+        RedFlagHealer(*run.parts, climb(run)).roll_back(run.at(MadeUpWindow(5)))
+        assert run.actions.applied[0] is Action.ROLL_BACK
+
+
+class TestCorruptedState:
+    def test_a_save_is_told_that_the_state_is_finite(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        run.at(MadeUpWindow(5))
+        CorruptedStateHealer(*run.parts, climb(run)).vouch_for_state()
+        assert run.rollback.scanned == [(5, True)]
+
+    def test_without_a_trusted_state_it_is_reported_once(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        run.nonfinite = ["optimizer:0.exp_avg"]
+        healer = CorruptedStateHealer(*run.parts, climb(run))
+        for step in (5, 10):
+            run.at(MadeUpWindow(step))
+            healer.vouch_for_state()
+        assert run.rollback.scanned == [(5, False), (10, False)]
+        assert run.incidents == [("corrupted_state", "reported")]
+
+    def test_a_half_applied_step_ends_the_run_where_no_state_is_trusted(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        window = run.at(MadeUpWindow(5))
+        incident = run.journal.open(5, "out_of_memory", {})
+        context: Any = HealingContext(incident, run.instrument, window)
+        with pytest.raises(UnrecoverableTrainingError, match="may have updated some weights and not others"):
+            CorruptedStateHealer(*run.parts, climb(run)).heal_interrupted_step(context)
+
+
+class TestClimb:
+    def test_without_a_state_to_go_back_to_the_run_ends(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        window = run.at(MadeUpWindow(5))
+        context: Any = HealingContext(run.journal.open(5, "divergence", {}), run.instrument, window)
+        with pytest.raises(UnrecoverableTrainingError, match="no trusted state to go back to"):
+            climb(run).take_rung(context, FailureType.DIVERGENCE)
+        assert run.actions.applied == [Action.STOP]
+
+    def test_each_rung_is_noted_and_the_next_one_is_lower(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path, trusted=[2])
+        healer = climb(run)
+        for step, rung in ((60, 1), (61, 2)):
+            window = run.at(MadeUpWindow(step))
+            context: Any = HealingContext(run.journal.open(step, "divergence", {}), run.instrument, window)
+            healer.take_rung(context, FailureType.DIVERGENCE)
+            assert context.incident.evidence["rung"] == rung
+            assert healer.went_back_in == step
+        assert Action.REDUCE_LEARNING_RATE not in run.actions.applied[:2]
+        assert Action.REDUCE_LEARNING_RATE in run.actions.applied[2:]
+
+
+class TestDamagedCheckpoint:
+    def test_enough_healthy_steps_end_the_trial(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path, snapshot_verify_steps=5)
+        run.numerics.on_trial = True
+        judged(run, *healthy(4))
+        assert run.numerics.on_trial
+        judged(run, *healthy(2, first=4))
+        assert not run.numerics.on_trial
+
+    def test_nothing_is_tried_in_a_run_that_was_not_resumed(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        window = run.at(MadeUpWindow(5, NAN))
+        context: Any = HealingContext(run.journal.open(5, "nonfinite_loss", {}), run.instrument, window)
+        DamagedCheckpointHealer(*run.parts).suspect(context)
+        assert window.computed == 1
+
+
+class TestUntrainedRun:
+    def test_a_run_most_of_whose_steps_are_missing_has_failed(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        for step in range(6):
+            run.numerics.missing.left_out(step)
+        run.at(MadeUpWindow(10))
+        with pytest.raises(UnrecoverableTrainingError, match="only 4 of its 10 steps are in the weights"):
+            UntrainedRunHealer(*run.parts, DamagedCheckpointHealer(*run.parts)).stop_unless_trained()
+
+    def test_a_run_half_of_whose_steps_are_missing_has_not(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        for step in range(5):
+            run.numerics.missing.left_out(step)
+        run.at(MadeUpWindow(10))
+        UntrainedRunHealer(*run.parts, DamagedCheckpointHealer(*run.parts)).stop_unless_trained()
+        assert run.journal.incidents == []
+
+
+def out_of_memory() -> None:
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class TestMemoryWhileHealing:
+    def test_a_sound_step_goes_on(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        run = MadeUpRun(tmp_path)
+        window = run.at(MadeUpWindow(5))
+        MemoryWhileHealing(*run.parts).contain(out_of_memory, window)  # type: ignore[arg-type]
+        assert not window.skipped
+        assert "the next one is looked after again" in caplog.text
+
+    def test_one_that_is_not_sound_ends_the_run(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        window = run.at(MadeUpWindow(5, NAN))
+        with pytest.raises(UnrecoverableTrainingError, match="memory ran out, twice"):
+            MemoryWhileHealing(*run.parts).contain(out_of_memory, window)  # type: ignore[arg-type]
+        assert window.skipped
+        assert run.actions.applied == [Action.EMERGENCY_CHECKPOINT, Action.STOP]
+
+    def test_a_mistake_of_ours_is_none_of_it(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        with pytest.raises(KeyError):
+            MemoryWhileHealing(*run.parts).contain(lambda: {}["x"], run.at(MadeUpWindow(5)))  # type: ignore[arg-type]
+
+
+def test_an_incident_is_opened_with_what_was_seen(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path)
+    symptom = Symptom("dead_loss", 7, {"value": 0.0})
+    incident = NumericsHealer(*run.parts).open(symptom, FailureType.DEAD_LOSS, "dead loss")
+    assert (incident.step, incident.failure, incident.cause) == (7, FailureType.DEAD_LOSS, "dead loss")
