@@ -651,10 +651,14 @@ def _ladders_are_climbed_as_declared(monkeypatch: pytest.MonkeyPatch) -> Iterato
     """Whatever a test does to a run: each incident is treated in the order of its failure's ladder."""
     taken: dict[tuple[str, FailureType], list[str]] = {}
     written = Journal.acted
+    ends_the_process = {Action.STOP, Action.SAVE_AND_LEAVE, Action.EXIT_FOR_RESTART}
 
     def acted(self: Journal, incident: Incident, action: str, happened: bool = True, **result: Any) -> None:
         if incident.failure is not None:
-            taken.setdefault((incident.id, incident.failure), []).append(action)
+            earlier = taken.setdefault((incident.id, incident.failure), [])
+            # A run that is taken up again says so in the incident that ended it, whatever its failure.
+            if action != Action.RESUME or ends_the_process.isdisjoint(earlier):
+                earlier.append(action)
         written(self, incident, action, happened, **result)
 
     monkeypatch.setattr(Journal, "acted", acted)
