@@ -284,9 +284,9 @@ class MemoryHealer:
         """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
         sizes = self.session.memory.sizes
         if self._splits:
-            sizes.came_through()
+            sizes.on_success()
         for calls in self._splits:
-            calls.came_through()
+            calls.on_success()
         if self._context is not None and not self._stepping:
             if self._attempts == 1:
                 self._passed.append(self._context.incident.step)

@@ -146,7 +146,7 @@ def test_a_function_that_has_the_name_is_no_generation() -> None:
     assert found.place == "forward"
 
 
-@pytest.mark.parametrize("ends", ["came_through", "forget_attempt"])
+@pytest.mark.parametrize("ends", ["on_success", "forget_attempt"])
 def test_what_has_ended_is_not_blamed_for_what_fails_later(ends: str) -> None:
     sizes = SizeMemory(probe_steps=100)
     sizes.begins(CallShape("train", 8, 64))

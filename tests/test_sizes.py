@@ -32,7 +32,7 @@ class Device:
         for _ in range(40):
             ran = self._attempt(shapes)
             if ran is not None:
-                self.sizes.came_through()
+                self.sizes.on_success()
                 return ran
         raise AssertionError("never ends")
 
@@ -60,7 +60,7 @@ def test_everything_is_allowed_before_anything_has_failed() -> None:
     assert sizes.rows_for(train(10**6)) == 10**6
     assert not sizes.limits
     sizes.ran(train(8))
-    sizes.came_through()
+    sizes.on_success()
     assert not sizes.changed
 
 
@@ -88,7 +88,7 @@ def test_where_a_failure_ends_the_job_one_row_is_allowed() -> None:
     assert sizes.rows_for(train(8)) == 1
     assert sizes.rows_for(train(2, 64)) == 1
     sizes.ran(train(1))
-    sizes.came_through()
+    sizes.on_success()
     sizes.begin_step(10)
     assert sizes.rows_for(train(8)) == 1
     sizes.begin_step(11)
@@ -99,25 +99,25 @@ def test_what_has_fitted_is_allowed_for_what_is_no_longer() -> None:
     sizes = begun()
     sizes.failed(train(8, 512))
     sizes.ran(train(4, 512))
-    sizes.came_through()
+    sizes.on_success()
     assert [sizes.known_rows(train(8, length)) for length in (256, 512, 513)] == [4, 4, 3]
     assert sizes.rows_for(train(3, 512)) == 3
 
 
-def test_a_size_fits_once_its_step_came_through() -> None:
+def test_a_size_fits_once_its_step_succeeded() -> None:
     sizes = begun()
     sizes.failed(train(32))
     sizes.ran(train(20))
     assert sizes.known_rows(train(32)) == 16
     sizes.forget_attempt()
-    sizes.came_through()
+    sizes.on_success()
     assert sizes.known_rows(train(32)) == 16
     sizes.ran(train(20))
     sizes.failed(train(20))
-    sizes.came_through()
+    sizes.on_success()
     assert sizes.known_rows(train(32)) == 10
     sizes.ran(train(8))
-    sizes.came_through()
+    sizes.on_success()
     assert sizes.known_rows(train(32)) == 8
 
 
@@ -125,7 +125,7 @@ def test_what_failed_takes_back_what_had_fitted() -> None:
     sizes = begun()
     sizes.failed(train(8))
     sizes.ran(train(4))
-    sizes.came_through()
+    sizes.on_success()
     sizes.failed(train(3))
     assert sizes.rows_for(train(8)) == 1
 
@@ -168,7 +168,7 @@ def test_without_room_for_what_rows_hold_a_size_is_not_tried() -> None:
         room.now += rows * 100 * 512
         sizes.ran(train(rows))
         room.now = 0
-        sizes.came_through()
+        sizes.on_success()
 
     room = Full()
     sizes = SizeMemory(probe_steps=2, room=room)
@@ -189,7 +189,7 @@ def test_the_next_try_is_half_way_to_what_failed() -> None:
     sizes = begun(probe_steps=1)
     sizes.failed(train(14))
     sizes.ran(train(8))
-    sizes.came_through()
+    sizes.on_success()
     sizes.begin_step(3)
     # 64 rows fall into chunks of 8, 10, 11, 13, 16, ...
     assert sizes.rows_for(train(64)) == 11
@@ -258,7 +258,7 @@ def test_one_larger_size_is_tried_at_a_time() -> None:
         sizes.failed(CallShape(kind, 64, 512))
     for kind in both:
         sizes.ran(CallShape(kind, 8, 512))
-    sizes.came_through()
+    sizes.on_success()
     sizes.begin_step(2)
     assert sizes.rows_for(train(64)) == 16
     assert sizes.trying
@@ -271,13 +271,13 @@ def test_a_try_that_does_not_take_place_is_forgotten() -> None:
     sizes = begun()
     sizes.failed(train(8))
     sizes.ran(train(2))
-    sizes.came_through()
+    sizes.on_success()
     sizes.begin_step(2)
     assert sizes.rows_for(train(8)) == 4
     assert sizes.is_tried(train(4))
     assert not sizes.is_tried(train(8))
     sizes.ran(train(2))
-    sizes.came_through()
+    sizes.on_success()
     assert not sizes.trying
     sizes.begin_step(3)
     assert sizes.rows_for(train(8)) == 2
@@ -297,7 +297,7 @@ def test_a_try_that_never_takes_place_does_not_keep_what_failed_from_its_own() -
         allowed = sizes.rows_for(train(8))
         tried.add(allowed)
         sizes.ran(train(allowed - allowed % 2))
-        sizes.came_through()
+        sizes.on_success()
     assert tried == {2, 3, 4, 8}
 
 
@@ -317,7 +317,7 @@ def test_a_call_without_gradients_goes_by_what_fits_with_them_until_it_has_faile
     sizes = begun()
     sizes.failed(train(8))
     sizes.ran(train(4))
-    sizes.came_through()
+    sizes.on_success()
     forward = CallShape("forward", 8, 512)
     assert sizes.rows_for(forward) == 4
     sizes.failed(CallShape("forward", 4, 512))
@@ -341,7 +341,7 @@ def test_a_flattened_batch_counts_by_its_tokens() -> None:
     sizes.failed(train(4096, 1))
     assert sizes.known_rows(train(4096, 1)) == 2048
     sizes.ran(train(1024, 1))
-    sizes.came_through()
+    sizes.on_success()
     assert sizes.known_rows(train(4096, 1)) == 1024
     assert sizes.rows_for(train(900, 1)) == 900
     sizes.begin_step(3)
@@ -353,14 +353,14 @@ def test_with_more_room_what_failed_is_tried_again_from_what_fits() -> None:
     sizes = begun(probe_steps=100)
     sizes.failed(train(8))
     sizes.ran(train(1))
-    sizes.came_through()
+    sizes.on_success()
     sizes.more_room()
     assert sizes.limits
     assert sizes.rows_for(train(8)) == 1
     sizes.begin_step(2)
     assert sizes.rows_for(train(8)) == 2
     sizes.ran(train(2))
-    sizes.came_through()
+    sizes.on_success()
     sizes.begin_step(3)
     assert sizes.rows_for(train(8)) == 4
 
@@ -369,7 +369,7 @@ def test_what_is_known_goes_on_in_the_next_process() -> None:
     sizes = begun()
     sizes.failed(train(8))
     sizes.ran(train(4))
-    sizes.came_through()
+    sizes.on_success()
     later = SizeMemory(probe_steps=10)
     later.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
     later.begin_step(5000)
@@ -387,7 +387,7 @@ def test_the_next_process_tries_at_once_what_was_not_tried_yet() -> None:
     sizes = begun()
     sizes.failed(train(16))
     sizes.ran(train(1))
-    sizes.came_through()
+    sizes.on_success()
     later = SizeMemory(probe_steps=1_000)
     later.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
     device = Device(later, train=8 * 512)

@@ -464,7 +464,7 @@ def test_what_seemed_otherwise_is_forgotten_once_an_attempt_goes_through() -> No
             with pytest.raises(ComputedOtherwise):
                 output.backward()
             model(inputs).sum().backward()
-            calls.came_through()
+            calls.on_success()
         assert not calls.given_up
 
 

@@ -279,8 +279,8 @@ class SplitCalls:
             logger.warning(_UNCLEAR, self._sizes.step)
         self._warned = True
 
-    def came_through(self) -> None:
-        """A backward pass is through: what seemed to be otherwise in an attempt before was a fault that has passed."""
+    def on_success(self) -> None:
+        """Called after a backward pass: what seemed otherwise in an attempt before was a fault that has passed."""
         self._suspected = False
 
     def _wants_whole_gradients(self) -> bool:

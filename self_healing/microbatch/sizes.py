@@ -237,8 +237,8 @@ class SizeMemory:
             frontier = self._frontiers[shape.kind]
             frontier.bytes_per_token = max(frontier.bytes_per_token, held)
 
-    def came_through(self) -> None:
-        """Everything that ran since the last failure fitted, backward included."""
+    def on_success(self) -> None:
+        """Notes that everything which ran since the last failure fitted, backward included."""
         self._forget_begun()
         if not self._seen:
             return
