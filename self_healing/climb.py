@@ -49,7 +49,7 @@ class RollbackClimb(NumericsHealer):
         if not session.rollback.can_go_back():
             why = verdict or FAILURE_RECIPES[failure].diagnosis.rstrip(".")
             context.verdict = f"{why}; there is no trusted state to go back to, neither in memory nor on disk"
-            self.numerics.policy.start_anew()
+            self.numerics.policy.reset()
             saving = failure is FailureType.NONFINITE_NUMERICAL
             self.actions.apply(
                 (Action.EMERGENCY_CHECKPOINT, Action.STOP) if saving else (Action.STOP,), context, self.args
@@ -72,8 +72,8 @@ class RollbackClimb(NumericsHealer):
         if decision.failure is not None:
             session.journal.diagnosed(incident, decision.failure, incident.cause, {})
         if decision.stops:
-            self.numerics.policy.start_anew()
-            self.numerics.ladder.start_anew()
+            self.numerics.policy.reset()
+            self.numerics.ladder.reset()
             if incident.cause == Cause.COMPUTATION:
                 context.verdict += (
                     "; trusted weights give the same loss, so it is neither they nor the rate, but what is computed. "

@@ -107,7 +107,7 @@ def _judge(session: Session, start: Start, record: RunRecord) -> Refusal | None:
     """Takes in how the process before this one ended. Gives why the run is not continued, if it is not."""
     earlier, refusal = record.newest, None
     if start.by_hand:
-        session.numerics.ladder.start_anew()
+        session.numerics.ladder.reset()
     spends = start.spends
     if start.died:
         _infer_death(session, start, earlier)

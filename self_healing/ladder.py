@@ -115,8 +115,8 @@ class RollbackLadder:
         if failure is not None and self._climbed.get(failure, 0) > 0:
             self._climbed[failure] -= 1
 
-    def start_anew(self) -> None:
-        """The run ends: whoever resumes it has decided to try again."""
+    def reset(self) -> None:
+        """Forgets what was climbed: the run ends, and is resumed only to try again on purpose."""
         self._climbed.clear()
         self._moments_reset = False
         self.budget.used = 0

@@ -97,7 +97,7 @@ class MemoryWhileHealing(NumericsHealer):
         for each in opened:
             if each.outcome == "open":
                 session.journal.closed(each, "unresolved")
-        self.numerics.policy.start_anew()
+        self.numerics.policy.reset()
         if own:
             self.actions.apply(Action.EMERGENCY_CHECKPOINT, context, self.args)
         context.error = error

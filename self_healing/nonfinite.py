@@ -92,7 +92,7 @@ class NonfiniteHealer(NumericsHealer):
                 self._climb.rolled_back(incident, began, window)
                 return
             context.verdict = stop
-            self.numerics.policy.start_anew()
+            self.numerics.policy.reset()
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
         session.journal.dealt_with(incident)
 
@@ -115,7 +115,7 @@ class NonfiniteHealer(NumericsHealer):
         )
         incident.steps_lost = max(incident.steps_lost, 1)
         incident.seconds_lost = time.perf_counter() - began
-        self.numerics.policy.start_anew()
+        self.numerics.policy.reset()
         self.actions.apply(FAILURE_RECIPES[found.failure].ladder, context, self.args)
         raise AssertionError("the last of these actions raises")
 

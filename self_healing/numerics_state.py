@@ -138,7 +138,7 @@ class NumericsState:
         """The run is in an earlier state because of an incident: what was going on in the later one is over."""
         self.outcomes.went_back(incident)
         self.watch.forget()
-        self.policy.start_anew()
+        self.policy.reset()
 
     def go_on_counting(self, step: int, state: Mapping[str, Any]) -> None:
         """Takes in the checkpoint that `train()` is entered again from: which of its steps are in the weights."""

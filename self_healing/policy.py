@@ -178,8 +178,8 @@ class StepPolicy:
         """Whether too many steps in a row were left out without an explanation."""
         return self.unhealed_in_a_row >= self.config.nan_patience
 
-    def start_anew(self) -> None:
-        """What was left out until now counts no more: the run has gone back, or ends and is resumed on purpose."""
+    def reset(self) -> None:
+        """Forgets what was left out until now: the run has gone back, or ends and is resumed on purpose."""
         self.unhealed_in_a_row = 0
         self.recent.clear()
         self.spike_skips.clear()

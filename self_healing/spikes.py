@@ -68,7 +68,7 @@ class SpikeHealer(NumericsHealer):
         if window.skipped:
             context.verdict = self.numerics.policy.note(skipped=True, explained=True) or ""
             if context.verdict:
-                self.numerics.policy.start_anew()
+                self.numerics.policy.reset()
                 self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
         else:
             clipped = Action.CLIP_GRADIENT in decision.actions and usual is not None

@@ -53,7 +53,7 @@ class StepClipping:
         config = self.config
         return ZClip(config.zclip_z, config.zclip_decay, config.zclip_warmup_steps, variant=config.zclip_variant)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forgets what norm was usual: that of other parameters. AdaGC has a norm for each tensor."""
         if self._zclip is not None:
             self._zclip = self._new_zclip()

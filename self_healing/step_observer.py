@@ -64,9 +64,9 @@ class StepObserver(NumericsHealer):
         trained = [parameter.requires_grad for group in groups for parameter in group["params"]]
         if self._trained and trained != self._trained:
             logger.info("Step %d: other parameters are trained; what gradient is usual is learned anew.", signals.step)
-            self.panel.learn_gradients_anew()
+            self.panel.reset_gradient_baseline()
             if self.numerics.clipping is not None:
-                self.numerics.clipping.begin_anew()
+                self.numerics.clipping.reset()
         self._trained = trained
 
     def remember_spike(self, signals: StepSignals) -> None:

@@ -83,7 +83,7 @@ class DetectorPanel:
         self.apply = frozenset(apply)
         self.loss_trend = LogTrend()
         self._gradient_spike_z = config.gradient_spike_z
-        self.learn_gradients_anew()
+        self.reset_gradient_baseline()
         self.loss_spike = LossSpikeDetector(config.loss_spike_z, factor=config.loss_spike_factor)
         self.co_spike = CoSpikeDetector()
         self.gradient_spike = GradientSpikeDetector(
@@ -111,7 +111,7 @@ class DetectorPanel:
         # A step is read several times before it is observed, which moves the baselines.
         self._read: tuple[StepSignals, tuple[Reading, Reading | None]] | None = None
 
-    def learn_gradients_anew(self) -> None:
+    def reset_gradient_baseline(self) -> None:
         """Forgets what gradient norm was usual: that of other parameters."""
         self.gradient_trend = LogTrend(
             floor=_GRADIENT_FLOOR,
