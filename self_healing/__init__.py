@@ -5,13 +5,14 @@ from .callback import SelfHealingCallback
 from .checkpoints import CheckpointError, find_trusted_checkpoint
 from .classify import classify_exception
 from .clipping import AdaGC, ZClip
-from .config import ConfigurationError, HealingConfig
+from .config import HealingConfig
 from .dry_run import DryRunReport
 from .failures import FAILURE_RECIPES, Action, FailureType, Recipe, UnrecoverableTrainingError
 from .incident import Incident
 from .inspection import Finding, Inspection, check_data_quality, check_model_init
 from .report import HealingReport
 from .run.remedies import HealingContext
+from .setting import ConfigurationError
 from .signals import StepSignals
 from .snapshots import Snapshot, SnapshotRing
 from .trainer import SelfHealingTrainer

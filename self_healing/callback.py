@@ -26,7 +26,7 @@ from .checkpoints.marker import Standing, read_marker, write_marker
 from .checkpoints.owed import bookkeeping_now, owe_evaluation, owed_in
 from .checkpoints.trainer_state import healing_state_of
 from .checkpoints.vetting import may_be_loaded, vet_weights
-from .config import ConfigurationError, HealingConfig, as_config
+from .config import HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
 from .disk import SaveHealer
 from .failures import FailureType, UnrecoverableTrainingError
@@ -56,6 +56,7 @@ from .run_hooks import RunHooks
 from .run_status import RunState
 from .services import ServiceCalls
 from .session import Session
+from .setting import ConfigurationError
 
 
 logger = logging.getLogger("self_healing")

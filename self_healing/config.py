@@ -3,17 +3,17 @@
 import argparse
 import difflib
 import functools
-import json
 import numbers
 import os
 import reprlib
-import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+from .setting import ConfigurationError, Setting, raise_if_any, toml_value, unmet
 
 
 SECTIONS = (
@@ -61,10 +61,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class ConfigurationError(ValueError):
-    """A setting cannot be used; the message names it, its value, what is allowed and what to do."""
-
-
 class _Switch(argparse.Action):
     """
     `--name` and `--no_name`, for a setting that is on by default and that presets change.
@@ -80,32 +76,6 @@ class _Switch(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, not values if (option_string or "").startswith("--no") else values)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """
-    Where a field of [`HealingConfig`] stands in TOML, and which numbers it takes.
-
-    It rides on the field's annotation and not in its metadata, because `HfArgumentParser` hands everything it finds in
-    the metadata to `argparse.add_argument`, which refuses what it does not know.
-    """
-
-    section: str
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-
-    def allows(self, number: float) -> bool:
-        return (
-            (self.at_least is None or number >= self.at_least)
-            and (self.above is None or number > self.above)
-            and (self.at_most is None or number <= self.at_most)
-        )
-
-    def __str__(self) -> str:
-        bounds = (("at least", self.at_least), ("above", self.above), ("at most", self.at_most))
-        return " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -801,7 +771,7 @@ class HealingConfig:
     def __post_init__(self) -> None:
         for name in _settings():
             object.__setattr__(self, name, _plain(name, getattr(self, name)))
-        _raise_if_any(_value_problems({name: getattr(self, name) for name in _settings()}))
+        raise_if_any(_value_problems({name: getattr(self, name) for name in _settings()}))
         for name, (kind, _) in _settings().items():
             if kind is float:
                 object.__setattr__(self, name, float(getattr(self, name)))
@@ -878,7 +848,7 @@ class HealingConfig:
             else:
                 values[name] = _plain(name, value)
 
-        _raise_if_any(problems + _value_problems(_defaults() | _preset_of(values) | values))
+        raise_if_any(problems + _value_problems(_defaults() | _preset_of(values) | values))
         return cls(**values)
 
     def to_toml(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -895,7 +865,7 @@ class HealingConfig:
             for name in _names_in(section):
                 value = getattr(self, name)
                 # TOML has no null; the comment shows that the setting exists.
-                lines.append(f"# {name} is not set" if value is None else f"{name} = {_toml_value(value)}")
+                lines.append(f"# {name} is not set" if value is None else f"{name} = {toml_value(value)}")
             sections.append("\n".join(lines) + "\n")
         text = "\n".join(sections)
         if path is not None:
@@ -958,7 +928,7 @@ def _take_presets(cls: type[HealingConfig]) -> None:
 
     @functools.wraps(original)
     def __init__(self: HealingConfig, *args: Any, **kwargs: Any) -> None:
-        _raise_if_any([_unknown(None, name, value) for name, value in kwargs.items() if name not in _settings()])
+        raise_if_any([_unknown(None, name, value) for name, value in kwargs.items() if name not in _settings()])
         given = {name: value for name, value in kwargs.items() if not isinstance(value, _LeftOut)}
         original(self, *args, **_preset_of(given) | given)
 
@@ -1045,13 +1015,6 @@ def _with_section(name: str) -> str:
     return f"`{name}` in [{_settings()[name][1].section}]"
 
 
-def _raise_if_any(problems: list[str]) -> None:
-    if len(problems) == 1:
-        raise ConfigurationError(problems[0])
-    if problems:
-        raise ConfigurationError("\n- ".join([f"{len(problems)} settings cannot be used:", *problems]))
-
-
 def _unknown(section: str | None, name: Any, value: Any) -> str:
     if section is None and isinstance(value, Mapping):
         close = difflib.get_close_matches(str(name), SECTIONS, n=1)
@@ -1067,7 +1030,7 @@ def _value_problems(values: Mapping[str, Any]) -> list[str]:
     problems = []
     for name, value in values.items():
         kind, setting = _settings()[name]
-        allowed = _unmet(kind, setting, value)
+        allowed = unmet(kind, setting, value)
         if allowed is not None:
             problems.append(
                 f"`{name}` is {reprlib.repr(value)} ({type(value).__name__}), but must be {allowed}. Please change "
@@ -1084,37 +1047,3 @@ def _value_problems(values: Mapping[str, Any]) -> list[str]:
             f"which is {values['retry_initial_seconds']}. Please raise the first or lower the second."
         )
     return problems
-
-
-def _unmet(kind: Any, setting: Setting, value: Any) -> str | None:
-    """What `value` would have to be, if it is not that."""
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        met, allowed = isinstance(value, str) and value in choices, "one of " + ", ".join(map(repr, choices))
-    elif kind is bool:
-        met, allowed = isinstance(value, bool), "true or false"
-    elif kind is int:
-        met = isinstance(value, int) and not isinstance(value, bool) and setting.allows(value)
-        allowed = f"an integer, {setting}"
-    elif kind is float:
-        # The comparison with the largest float rules out NaN and infinity, and integers that are no float.
-        met = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-        met, allowed = met and setting.allows(value), f"a finite number, {setting}"
-    else:
-        met = value is None or (isinstance(value, str) and _names_a_path(value))
-        allowed = "a path, as a string that is not empty"
-    return None if met else allowed
-
-
-def _names_a_path(text: str) -> bool:
-    # A lone surrogate (from a file name that is not UTF-8) can be written neither to TOML nor to the journal.
-    return bool(text.strip()) and "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _toml_value(value: bool | int | float | str) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # A TOML basic string is a JSON string, except that it may not hold the delete character.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)

@@ -17,7 +17,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from trl import SFTConfig, TrlParser
 
 from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.config import SECTIONS, Setting
+from self_healing.config import SECTIONS
+from self_healing.setting import Setting
 
 
 NAMES = [f.name for f in dataclasses.fields(HealingConfig)]

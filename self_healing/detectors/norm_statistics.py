@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
 
-from ..config import ConfigurationError
+from ..setting import ConfigurationError
 
 
 ClipVariant = Literal["reciprocal", "mean", "percentile"]
