@@ -656,8 +656,10 @@ def _ladders_are_climbed_as_declared(monkeypatch: pytest.MonkeyPatch) -> Iterato
     def acted(self: Journal, incident: Incident, action: str, happened: bool = True, **result: Any) -> None:
         if incident.failure is not None:
             earlier = taken.setdefault((incident.id, incident.failure), [])
-            # A run that is taken up again says so in the incident that ended it, whatever its failure.
-            if action != Action.RESUME or ends_the_process.isdisjoint(earlier):
+            # Whatever the failure: a run that is taken up again says so in the incident that ended it, and one is
+            # entered once more where it was the way back to it that failed.
+            besides = action == Action.RESUME and action not in FAILURE_RECIPES[incident.failure].ladder
+            if not besides and (action != Action.RESUME or ends_the_process.isdisjoint(earlier)):
                 earlier.append(action)
         written(self, incident, action, happened, **result)
 
