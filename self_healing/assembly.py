@@ -41,7 +41,7 @@ def assemble(
     """
     session = Session(config, directory, rank, sleep, run_id, may_enter_again)
     for remedies in (
-        NumericsRemedies(config, session),
+        NumericsRemedies(session.run, session.numerics, session.rollback),
         MemoryRemedies(session.memory),
         RowQuarantine(config, session.quarantine),
         LastResorts(config, session),

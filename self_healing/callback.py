@@ -173,7 +173,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         )
         session.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
         self._hide_own_files(args)
-        self._judge = judge = StepJudge(self.config, session, session.remedies)
+        self._judge = judge = StepJudge(
+            session.run, session.numerics, session.rollback, lambda: session.handed_over is not None
+        )
         memory = MemoryHealer(self.config, session, session.remedies, judge.heal_interrupted_step)
         session.memory_metrics = memory.metrics
         instrument = Instrument(
@@ -202,7 +204,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.attempts.first_resume = resumed_from
             session.numerics.learning_rate.begin(int(state.max_steps), instrument.view.beta2)
             session.numerics.missing.begin(int(state.global_step))
-            session.numerics.on_trial = resumed_from is not None
+            session.numerics.resumed_from, session.numerics.on_trial = resumed_from, resumed_from is not None
         else:
             session.numerics.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
         session.attempts.enter()

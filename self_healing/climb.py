@@ -6,15 +6,16 @@ import logging
 import time
 
 from . import consensus
-from .config import HealingConfig
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .failures import FAILURE_RECIPES, Action, Cause, FailureType
 from .incident import Incident
 from .instrument import TrainingFault, Window
 from .numerics_healer import NumericsHealer
+from .numerics_state import NumericsState
 from .rate_trial import try_rates
-from .run.remedies import HealingContext, Remedies
-from .session import Session
+from .rollback import Rollback
+from .run.context import RunContext
+from .run.remedies import HealingContext
 from .went_back import Target, WentBack
 
 
@@ -32,21 +33,21 @@ class RollbackClimb(NumericsHealer):
     """Goes back to a trusted state in the middle of a step, for any failure that this may cure."""
 
     def __init__(
-        self, config: HealingConfig, session: Session, actions: Remedies, damaged: DamagedCheckpointHealer
+        self, run: RunContext, numerics: NumericsState, rollback: Rollback, damaged: DamagedCheckpointHealer
     ) -> None:
-        super().__init__(config, session, actions)
+        super().__init__(run, numerics, rollback)
         self._damaged = damaged
         # The last step in which the run went back.
         self.went_back_in = -1
 
     def take_rung(self, context: HealingContext, failure: FailureType, verdict: str = "") -> None:
         """Takes the next rung of the ladder: back to a trusted state, with what has to change, or the end."""
-        session, instrument, incident, window = self.session, self.instrument, context.incident, context.window
+        run, instrument, incident, window = self.run, self.instrument, context.incident, context.window
         if window is None:
             raise ValueError("going back in the middle of a run needs `context.window`")
         if failure in _OF_A_DAMAGED_CHECKPOINT:
             self._damaged.suspect(context)
-        if not session.rollback.can_go_back():
+        if not self.rollback.can_go_back():
             why = verdict or FAILURE_RECIPES[failure].diagnosis.rstrip(".")
             context.verdict = f"{why}; there is no trusted state to go back to, neither in memory nor on disk"
             self.numerics.policy.reset()
@@ -60,7 +61,7 @@ class RollbackClimb(NumericsHealer):
         decision = self.numerics.ladder.next(
             failure,
             step,
-            early=session.rollback.early(step),
+            early=self.rollback.early(step),
             may_reduce=instrument.view.can_scale_rate and not control.exhausted,
             rate=f"{instrument.view.learning_rate:.3g}, after {_times(control.reductions)}",
         )
@@ -70,7 +71,7 @@ class RollbackClimb(NumericsHealer):
         context.verdict = "; ".join(each for each in (verdict, decision.verdict) if each)
         context.target = decision.target or context.target
         if decision.failure is not None:
-            session.journal.diagnosed(incident, decision.failure, incident.cause, {})
+            run.journal.diagnosed(incident, decision.failure, incident.cause, {})
         if decision.stops:
             self.numerics.policy.reset()
             self.numerics.ladder.reset()
@@ -94,8 +95,8 @@ class RollbackClimb(NumericsHealer):
 
     def _try_rates(self, context: HealingContext) -> float | None:
         """A run that fails in its first steps: the factor with which it learns, if there is one within reach."""
-        session, instrument, panel = self.session, self.instrument, self.panel
-        start, steps = session.rollback.ring.initial, session.rollback.batches.first_steps
+        instrument, panel = self.instrument, self.panel
+        start, steps = self.rollback.ring.initial, self.rollback.batches.first_steps
         if start is None or len(steps) < _LEAST_TRIAL_STEPS or context.window is None:
             return None
         step = instrument.view.step
@@ -103,7 +104,7 @@ class RollbackClimb(NumericsHealer):
         try:
             trial = try_rates(
                 context.window,
-                session.rollback,
+                self.rollback,
                 start,
                 steps,
                 now=control.scale(step),
@@ -115,7 +116,7 @@ class RollbackClimb(NumericsHealer):
             logger.warning("Learning rates could not be tried out.", exc_info=fault.error)
             return None
         finally:
-            session.rollback.try_on(start)
+            self.rollback.try_on(start)
         found = {f"{scale:.4g}": loss for scale, loss in trial.losses.items()}
         context.incident.evidence["loss_by_rate_scale"] = found
         return trial.scale
@@ -125,8 +126,8 @@ class RollbackClimb(NumericsHealer):
         if not window.skipped:
             self.clip(window, window.signals())
         incident.seconds_lost += time.perf_counter() - began
-        self.session.outcomes.wait_for(incident)
-        self.session.journal.dealt_with(incident)
+        self.run.outcomes.wait_for(incident)
+        self.run.journal.dealt_with(incident)
 
     def owe_checkpoint(self, went: WentBack | None) -> None:
         """Checkpoints that are suspect now have to be replaced as soon as the loss is back."""

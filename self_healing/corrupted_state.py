@@ -6,13 +6,14 @@ import time
 
 from . import consensus
 from .climb import RollbackClimb
-from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, Cause, FailureType
 from .incident import Incident
 from .instrument import Window
 from .numerics_healer import NumericsHealer
-from .run.remedies import HealingContext, Remedies
-from .session import Session
+from .numerics_state import NumericsState
+from .rollback import Rollback
+from .run.context import RunContext
+from .run.remedies import HealingContext
 from .went_back import Target, WentBack
 
 
@@ -22,42 +23,42 @@ class CorruptedStateHealer(NumericsHealer):
     since then again.
     """
 
-    def __init__(self, config: HealingConfig, session: Session, actions: Remedies, climb: RollbackClimb) -> None:
-        super().__init__(config, session, actions)
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback, climb: RollbackClimb) -> None:
+        super().__init__(run, numerics, rollback)
         self._climb = climb
         self._told_of_state = False
 
     def heal_silent(self, window: Window, tensors: list[str]) -> None:
         """Goes back from a state that is not finite, which no loss has shown yet: a row of an embedding, a mean."""
-        session, instrument = self.session, self.instrument
+        run, instrument = self.run, self.instrument
         found = instrument.view.nonfinite_tensors()
         if self.config.on_nonfinite != "heal" or not self.on_any_rank(bool(found)):
             return
         began = time.perf_counter()
-        incident = session.journal.open(window.step, "nonfinite_state", {"tensors": found[:20] or tensors})
-        session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
+        incident = run.journal.open(window.step, "nonfinite_state", {"tensors": found[:20] or tensors})
+        run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
         self._climb.take_rung(HealingContext(incident, instrument, window), FailureType.CORRUPTED_STATE)
         self._climb.rolled_back(incident, began, window)
 
     def heal_the_end(self) -> None:
         """After the last step: weights that turned NaN with it would be handed over as trained."""
-        session, instrument = self.session, self.instrument
+        run, instrument = self.run, self.instrument
         window, step = instrument.window, instrument.view.step
         if self.config.on_nonfinite != "heal" or not instrument.view.can_reexecute or window is None:
             return
         found = instrument.view.nonfinite_tensors()
         if not self.on_any_rank(bool(found)):
             return
-        incident = session.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
-        session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
+        incident = run.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
+        run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
         best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
         if best is not None and not self.on_any_rank(any(not name.startswith("optimizer:") for name in found)):
             incident.evidence["why"] = (
                 f"The best model ({best}) is loaded, and finite: nothing was changed. A checkpoint that was written "
                 "with this optimizer state is refused at a resume"
             )
-            session.journal.dealt_with(incident)
-            session.journal.closed(incident, "reported")
+            run.journal.dealt_with(incident)
+            run.journal.closed(incident, "reported")
             return
         went = self._undo_corruption(incident, window, step)
         if went is None:
@@ -70,36 +71,36 @@ class CorruptedStateHealer(NumericsHealer):
             incident.evidence["why"] = (
                 f"The best model ({best}) was not finite: the weights are those of step {reached}"
             )
-        session.journal.dealt_with(incident)
-        session.journal.closed(incident, "resolved")
-        if consensus.from_first_rank(bool(went.suspects) and not session.rollback.has_good_checkpoint(step)):
+        run.journal.dealt_with(incident)
+        run.journal.closed(incident, "resolved")
+        if consensus.from_first_rank(bool(went.suspects) and not self.rollback.has_good_checkpoint(step)):
             # Otherwise a resume would go back to before the fault.
             instrument.saves.write_checkpoint()
 
     def _undo_corruption(self, incident: Incident, window: Window, step: int) -> WentBack | None:
         """Between two steps: back to the newest trusted state, and the finished steps since then applied again."""
-        session = self.session
-        went = session.rollback.go_back(Target.NEWEST, step - 1, incident.id)
+        run = self.run
+        went = self.rollback.go_back(Target.NEWEST, step - 1, incident.id)
         if went is None:
             return None
-        session.journal.acted(incident, Action.ROLL_BACK.value, **went.to_dict())
+        run.journal.acted(incident, Action.ROLL_BACK.value, **went.to_dict())
         self.numerics.missing.went_back(step, went.trained)
-        replayed = session.rollback.replay(window, self.numerics.is_well, finished=True)
+        replayed = self.rollback.replay(window, self.numerics.is_well, finished=True)
         incident.steps_lost = went.steps_lost if replayed.steps is None else 0
         if replayed.steps is None:
-            session.journal.acted(incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
+            run.journal.acted(incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
             incident.figures.append(f"the steps since then were not kept: {replayed.why}")
         else:
             self.numerics.missing.applied_again(replayed.steps)
-            session.journal.acted(incident, Action.REPLAY_STEPS.value, **replayed.to_dict())
-            session.outcomes.nothing_lost_since(went.step)
-            went = session.rollback.reinstate(went)
+            run.journal.acted(incident, Action.REPLAY_STEPS.value, **replayed.to_dict())
+            run.outcomes.nothing_lost_since(went.step)
+            went = self.rollback.reinstate(went)
         self._climb.owe_checkpoint(went)
         return went
 
     def vouch_for_state(self) -> None:
         """Searches what goes into a checkpoint for NaN and Inf that no loss has shown, and heals what it finds."""
-        session, instrument = self.session, self.instrument
+        instrument = self.instrument
         if not instrument.view.can_reexecute:
             # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
             return
@@ -109,26 +110,26 @@ class CorruptedStateHealer(NumericsHealer):
             finite = self._heal_state_to_be_saved(found)
         if not finite:
             instrument.saves.disown_best()
-        session.rollback.note_scan(instrument.view.step, finite)
+        self.rollback.note_scan(instrument.view.step, finite)
         self._told_of_state = not finite
 
     def _heal_state_to_be_saved(self, found: list[str]) -> bool:
-        session, instrument = self.session, self.instrument
+        run, instrument = self.run, self.instrument
         window, step = instrument.window or instrument.reentry.interrupted, instrument.view.step
         if self._told_of_state:
             # Nothing could be done about it at the save before this one.
             return False
         began = time.perf_counter()
-        incident = session.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
-        session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
-        if self.config.on_nonfinite != "heal" or window is None or session.leaving:
+        incident = run.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
+        run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
+        if self.config.on_nonfinite != "heal" or window is None or instrument.leaving.begun:
             return self._report_state(incident, "It is not healed here; no checkpoint of it is trusted")
-        if not session.rollback.can_go_back():
+        if not self.rollback.can_go_back():
             return self._report_state(
                 incident, "There is no trusted state to go back to; no checkpoint of it is trusted"
             )
         context = HealingContext(incident, instrument, window)
-        if not session.budget.spend(step):
+        if not run.budget.spend(step):
             context.verdict = (
                 f"{FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis.rstrip('.')}; the budget of "
                 f"{self.config.max_recovery_attempts} attempts without progress is spent"
@@ -144,26 +145,26 @@ class CorruptedStateHealer(NumericsHealer):
         if incident.steps_lost:
             # It is not what was evaluated.
             instrument.saves.disown_best()
-            session.rollback.settled(step - 1)
+            self.rollback.settled(step - 1)
             self.numerics.went_back(incident)
-            session.outcomes.wait_for(incident)
+            run.outcomes.wait_for(incident)
         else:
-            session.journal.closed(incident, "resolved")
+            run.journal.closed(incident, "resolved")
         incident.seconds_lost += time.perf_counter() - began
-        session.journal.dealt_with(incident)
+        run.journal.dealt_with(incident)
         return True
 
     def _report_state(self, incident: Incident, why: str) -> bool:
         incident.evidence["why"] = why
-        self.session.journal.dealt_with(incident)
-        self.session.journal.closed(incident, "reported")
+        self.run.journal.dealt_with(incident)
+        self.run.journal.closed(incident, "reported")
         return False
 
     def heal_interrupted_step(self, context: HealingContext) -> None:
         """Goes back where an `optimizer.step()` may have updated some weights and not others."""
         if context.window is None:
             raise ValueError("going back in the middle of a run needs `context.window`")
-        if not self.session.rollback.can_go_back():
+        if not self.rollback.can_go_back():
             context.verdict += (
                 "; it may have updated some weights and not others, and there is no trusted state to go back to, "
                 "neither in memory nor on disk"

@@ -31,21 +31,21 @@ class DamagedCheckpointHealer(NumericsHealer):
 
     def _stands_the_test(self) -> bool:
         """Whether enough healthy steps have followed a resume; without a gradient a step shows nothing."""
-        return self.session.rollback.streak >= self.config.snapshot_verify_steps and not self.panel.vanishing.below
+        return self.rollback.streak >= self.config.snapshot_verify_steps and not self.panel.vanishing.below
 
     def suspect(self, context: HealingContext) -> None:
         """
         A run that has not been well since it was resumed: before anything else is blamed, older checkpoints are tried
         on the same batch. Where it is the checkpoint, the run goes on from the older one, or ends.
         """
-        session, instrument, window = self.session, self.instrument, context.window
-        resumed, incident = session.attempts.first_resume, context.incident
+        run, instrument, window = self.run, self.instrument, context.window
+        resumed, incident = self.numerics.resumed_from, context.incident
         if not self.numerics.on_trial or resumed is None or window is None or not instrument.view.can_reexecute:
             return
         moved = instrument.optimizer_step.weights_moved
         trial = try_older_checkpoints(
             window,
-            session.rollback,
+            self.rollback,
             resumed,
             self._older_than(resumed),
             scale=self.numerics.learning_rate.scale(window.step),
@@ -61,11 +61,11 @@ class DamagedCheckpointHealer(NumericsHealer):
             return
         self.numerics.on_trial = False
         cause = "the checkpoint it was resumed from"
-        session.journal.diagnosed(incident, FailureType.DAMAGED_CHECKPOINT, cause, {"damaged": trial.damaged})
+        run.journal.diagnosed(incident, FailureType.DAMAGED_CHECKPOINT, cause, {"damaged": trial.damaged})
         if consensus.is_first_rank() and self.args.should_save:
             for damaged in trial.damaged:
                 mark_suspect(damaged, str(self.args.output_dir), incident.id)
-        if session.may_enter_again and session.budget.spend(instrument.view.step):
+        if run.may_enter_again and run.budget.spend(instrument.view.step):
             raise DamagedCheckpointError(incident, trial.sound)
         context.resume_from = trial.sound
         context.verdict = (

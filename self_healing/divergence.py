@@ -7,16 +7,17 @@ import time
 from statistics import median
 
 from .climb import RollbackClimb
-from .config import HealingConfig
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .diagnosis import diagnose_rise, diagnose_stillness
 from .failures import INSPECTIONS, Action, Cause, FailureType
 from .incident import Incident
 from .instrument import Window
 from .numerics_healer import NumericsHealer
+from .numerics_state import NumericsState
+from .rollback import Rollback
+from .run.context import RunContext
 from .run.diagnosis import Diagnosis
-from .run.remedies import HealingContext, Remedies
-from .session import Session
+from .run.remedies import HealingContext
 
 
 # Causes of a divergence that going back may cure, or has to end.
@@ -31,13 +32,13 @@ class DivergenceHealer(NumericsHealer):
 
     def __init__(
         self,
-        config: HealingConfig,
-        session: Session,
-        actions: Remedies,
+        run: RunContext,
+        numerics: NumericsState,
+        rollback: Rollback,
         damaged: DamagedCheckpointHealer,
         climb: RollbackClimb,
     ) -> None:
-        super().__init__(config, session, actions)
+        super().__init__(run, numerics, rollback)
         self._damaged, self._climb = damaged, climb
 
     def heal(self, incident: Incident, failure: FailureType, window: Window) -> None:
@@ -55,9 +56,9 @@ class DivergenceHealer(NumericsHealer):
             verdict = f"The loss has risen and stays up; that it is the weights is not shown ({incident.cause})"
         context = HealingContext(incident, self.instrument, window, verdict=verdict)
         self.actions.apply(decision.actions, context, self.args)
-        self.session.journal.dealt_with(incident)
+        self.run.journal.dealt_with(incident)
         if INSPECTIONS.issuperset(decision.actions):
-            self.session.journal.closed(incident, "reported")
+            self.run.journal.closed(incident, "reported")
 
     def _heal_told(self, incident: Incident, failure: FailureType, window: Window) -> bool:
         """Heals what going back can cure; whether the incident is dealt with."""
@@ -72,14 +73,14 @@ class DivergenceHealer(NumericsHealer):
         Finds out what made the loss rise, whatever is done about it; back to a trusted state if it was the weights.
         Harder data are left alone: only then is it dealt with here, too.
         """
-        session, began = self.session, time.perf_counter()
+        run, began = self.run, time.perf_counter()
         if not self._may_try_trusted_weights(window.step):
             return False
         if self.config.on_divergence == "heal":
             self._damaged.suspect(HealingContext(incident, self.instrument, window))
         found = self.diagnose_rise(window, window.signals().loss)
         if self.config.on_divergence != "warn" or found.failure is FailureType.HARDER_DATA:
-            session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+            run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
         if found.cause in _MAY_GO_BACK and self.config.on_divergence == "heal":
             self._climb.take_rung(HealingContext(incident, self.instrument, window, found), FailureType.DIVERGENCE)
             self._climb.rolled_back(incident, began, window)
@@ -92,8 +93,8 @@ class DivergenceHealer(NumericsHealer):
             return False
         self.panel.divergence.prove_harmless()
         self.numerics.watch.forget()
-        session.journal.dealt_with(incident)
-        session.journal.closed(incident, "reported")
+        run.journal.dealt_with(incident)
+        run.journal.closed(incident, "reported")
         return True
 
     def _heal_stillness(self, incident: Incident, window: Window) -> bool:
@@ -102,10 +103,10 @@ class DivergenceHealer(NumericsHealer):
         self._damaged.suspect(HealingContext(incident, self.instrument, window))
         panel, still = self.panel, window.signals()
         first = median(panel.divergence.first or [math.nan])
-        found = diagnose_stillness(window, self.session.rollback, still, first, panel.loss_trend.scale)
+        found = diagnose_stillness(window, self.rollback, still, first, panel.loss_trend.scale)
         if found.cause != Cause.WEIGHTS:
             return False
-        self.session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        self.run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
         self._climb.take_rung(HealingContext(incident, self.instrument, window, found), FailureType.DIVERGENCE)
         self._climb.rolled_back(incident, began, window)
         return True
@@ -119,13 +120,13 @@ class DivergenceHealer(NumericsHealer):
             return False
         if self.numerics.schedule.raised_lately(step, self.config.divergence_patience):
             return False
-        return self.session.rollback.can_go_back()
+        return self.rollback.can_go_back()
 
     def _may_try_trusted_weights(self, step: int) -> bool:
         """Before a verdict, whatever is done about it; where the run might go back, only if it may."""
         if self.config.on_divergence == "heal":
             return self.may_go_back(step)
-        return self.instrument.view.can_reexecute and self.session.rollback.can_go_back()
+        return self.instrument.view.can_reexecute and self.rollback.can_go_back()
 
     def diagnose_rise(self, window: Window, loss: float) -> Diagnosis:
         """Finds out why a loss has risen over its baseline, or over the losses the run began with."""
@@ -133,4 +134,4 @@ class DivergenceHealer(NumericsHealer):
         level = panel.loss_level if panel.loss_trend.ready else None
         if level is None:
             level = median(panel.divergence.first or [math.nan])
-        return diagnose_rise(window, self.session.rollback, loss, level, panel.loss_trend.scale)
+        return diagnose_rise(window, self.rollback, loss, level, panel.loss_trend.scale)

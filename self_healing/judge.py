@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .climb import RollbackClimb
-from .config import HealingConfig
 from .corrupted_state import CorruptedStateHealer
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .divergence import DivergenceHealer
 from .instrument import Window
 from .memory_while_healing import MemoryWhileHealing
 from .nonfinite import NonfiniteHealer
+from .numerics_state import NumericsState
 from .red_flags import RedFlagHealer
-from .run.remedies import HealingContext, Remedies
-from .session import Session
+from .rollback import Rollback
+from .run.context import RunContext
+from .run.remedies import HealingContext
 from .signals import StepSignals
 from .spikes import SpikeHealer
 from .step_observer import StepObserver
@@ -27,35 +28,40 @@ class StepJudge:
     Judges the steps of a run, with gradients computed and nothing applied yet, and hands each to who heals it.
 
     Args:
-        config ([`HealingConfig`]):
-            What to do about what.
-        session ([`Session`]):
-            The memory of the run.
-        actions ([`Remedies`]):
-            Carry out what is decided.
+        run ([`RunContext`]):
+            The run.
+        numerics ([`NumericsState`]):
+            What it has learned about its numbers.
+        rollback ([`Rollback`]):
+            States it can go back to.
+        handed_over (`Callable[[], bool]`):
+            Whether an exception on its way out of `train()` is healed there.
     """
 
-    def __init__(self, config: HealingConfig, session: Session, actions: Remedies) -> None:
-        run = config, session, actions
-        self.session = session
-        self.numerics = session.numerics
-        self.memory = MemoryWhileHealing(*run)
-        self.damaged_checkpoint = DamagedCheckpointHealer(*run)
-        climb = RollbackClimb(*run, self.damaged_checkpoint)
-        self.red_flags = RedFlagHealer(*run, climb)
-        self.corrupted_state = CorruptedStateHealer(*run, climb)
-        divergence = DivergenceHealer(*run, self.damaged_checkpoint, climb)
-        self.observer = StepObserver(*run, divergence, climb)
-        self.nonfinite = NonfiniteHealer(*run, self.observer, self.damaged_checkpoint, climb)
-        self.spikes = SpikeHealer(*run, self.observer, divergence, climb)
-        self.untrained_run = UntrainedRunHealer(*run, self.damaged_checkpoint)
+    def __init__(
+        self, run: RunContext, numerics: NumericsState, rollback: Rollback, handed_over: Callable[[], bool]
+    ) -> None:
+        self.run = run
+        self.numerics = numerics
+        self.rollback = rollback
+        common = run, numerics, rollback
+        self.memory = MemoryWhileHealing(*common, handed_over)
+        self.damaged_checkpoint = DamagedCheckpointHealer(*common)
+        climb = RollbackClimb(*common, self.damaged_checkpoint)
+        self.red_flags = RedFlagHealer(*common, climb)
+        self.corrupted_state = CorruptedStateHealer(*common, climb)
+        divergence = DivergenceHealer(*common, self.damaged_checkpoint, climb)
+        self.observer = StepObserver(*common, divergence, climb)
+        self.nonfinite = NonfiniteHealer(*common, self.observer, self.damaged_checkpoint, climb)
+        self.spikes = SpikeHealer(*common, self.observer, divergence, climb)
+        self.untrained_run = UntrainedRunHealer(*common, self.damaged_checkpoint)
 
     def judge(self, window: Window) -> None:
         """Judges one step. It is left as it is, healed in place, or left out; or the run ends."""
         self.memory.contain(lambda: self._judge(window), window)
 
     def _judge(self, window: Window) -> None:
-        session, numerics = self.session, self.numerics
+        run, numerics = self.run, self.numerics
         signals = self._signals(window)
         if window.stop_wanted:
             self.red_flags.stop(window)
@@ -63,7 +69,7 @@ class StepJudge:
             numerics.repeatability.measure(window)
             signals = self._signals(window)
         self.observer.step_begins(signals)
-        incidents = len(session.journal.incidents)
+        incidents = len(run.journal.incidents)
         symptom = numerics.detector.judge(signals, window.scaler_active)
         if symptom is not None:
             self.nonfinite.heal(window, symptom)
@@ -71,17 +77,17 @@ class StepJudge:
             self.red_flags.roll_back(window)
         elif signals.finite:
             self._judge_finite(window, signals)
-        undisturbed = signals.finite and not window.skipped and len(session.journal.incidents) == incidents
-        tensors = session.rollback.step_taken(window, signals.loss, healthy=undisturbed and numerics.calm)
+        undisturbed = signals.finite and not window.skipped and len(run.journal.incidents) == incidents
+        tensors = self.rollback.step_taken(window, signals.loss, healthy=undisturbed and numerics.calm)
         self.damaged_checkpoint.end_trial()
         if tensors:
             self.corrupted_state.heal_silent(window, tensors)
 
     def _signals(self, window: Window) -> StepSignals:
         return window.signals(
-            stop=self.session.stop_for is not None,
+            stop=self.run.stop.incident is not None,
             roll_back=self.numerics.roll_back_for is not None,
-            leave=self.session.preempted,
+            leave=self.run.leave_asked(),
         )
 
     def _judge_finite(self, window: Window, signals: StepSignals) -> None:

@@ -12,6 +12,9 @@ from .failures import Action, Cause, FailureType, UnrecoverableTrainingError
 from .incident import Incident
 from .instrument import TrainingFault, Window, free_memory, is_out_of_memory, let_go, memory_figures
 from .numerics_healer import NumericsHealer
+from .numerics_state import NumericsState
+from .rollback import Rollback
+from .run.context import RunContext
 from .run.remedies import HealingContext
 
 
@@ -19,7 +22,21 @@ logger = logging.getLogger("self_healing")
 
 
 class MemoryWhileHealing(NumericsHealer):
-    """Does something of ours, with or without the memory for it."""
+    """
+    Does something of ours, with or without the memory for it.
+
+    Args:
+        run ([`RunContext`]), numerics ([`NumericsState`]), rollback ([`Rollback`]):
+            As for any healer of steps.
+        handed_over (`Callable[[], bool]`):
+            Whether an exception on its way out of `train()` is healed there.
+    """
+
+    def __init__(
+        self, run: RunContext, numerics: NumericsState, rollback: Rollback, handed_over: Callable[[], bool]
+    ) -> None:
+        super().__init__(run, numerics, rollback)
+        self._handed_over = handed_over
 
     def contain(self, heal: Callable[[], None], window: Window | None, unsound: bool = False) -> None:
         """
@@ -34,7 +51,7 @@ class MemoryWhileHealing(NumericsHealer):
             unsound (`bool`, *optional*, defaults to `False`):
                 Whether it is known before that something is wrong.
         """
-        known = len(self.session.journal.incidents)
+        known = len(self.run.journal.incidents)
         try:
             heal()
             return
@@ -47,9 +64,9 @@ class MemoryWhileHealing(NumericsHealer):
         # Outside of the handler: what the failed attempt held is gone.
         let_go(error)
         instrument = self.instrument
-        opened = self.session.journal.incidents[known:]
+        opened = self.run.journal.incidents[known:]
         corrupted = any(incident.failure is FailureType.CORRUPTED_STATE for incident in opened)
-        unsound |= corrupted or self.session.rollback.displaced
+        unsound |= corrupted or self.rollback.displaced
         unsound |= self.acts and window is not None and not window.sound
         if not unsound:
             logger.warning(
@@ -65,13 +82,13 @@ class MemoryWhileHealing(NumericsHealer):
         """The out-of-memory error in which healing has ended; `None` for any other, and where somebody heals it."""
         if isinstance(error, TrainingFault):
             # Of several processes, or handed to the wrapper, which enters `train()` again.
-            if consensus.world_size() > 1 or self.session.handed_over is not None:
+            if consensus.world_size() > 1 or self._handed_over():
                 return None
             error = error.error
         return error if is_out_of_memory(error) else None
 
     def _stop_without_memory(self, error: Exception, window: Window | None, opened: Sequence[Incident]) -> NoReturn:
-        session, instrument = self.session, self.instrument
+        run, instrument = self.run, self.instrument
         if window is not None:
             # No gradient of it is applied, and their memory is there for what is left to do.
             window.skip(None, keep_buffers=True)
@@ -83,10 +100,10 @@ class MemoryWhileHealing(NumericsHealer):
             "remedy": "Please leave a little more room beside training, which by itself fits: a smaller "
             "per_device_train_batch_size with more gradient_accumulation_steps, or look for who else uses the device.",
         }
-        incident = session.journal.open(instrument.view.step, "out_of_memory", evidence)
+        incident = run.journal.open(instrument.view.step, "out_of_memory", evidence)
         cause = "out of memory in what self_healing does beside training"
-        session.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
-        own = session.rollback.fall_back()
+        run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
+        own = self.rollback.fall_back()
         held = "those of the last finished step" if own else "not those of the last finished step, and are not saved"
         wrong = ", ".join(each.cause for each in opened if each.cause != Cause.UNKNOWN) or "the step is not sound"
         context = HealingContext(incident, instrument, window)
@@ -96,7 +113,7 @@ class MemoryWhileHealing(NumericsHealer):
         )
         for each in opened:
             if each.outcome == "open":
-                session.journal.closed(each, "unresolved")
+                run.journal.closed(each, "unresolved")
         self.numerics.policy.reset()
         if own:
             self.actions.apply(Action.EMERGENCY_CHECKPOINT, context, self.args)

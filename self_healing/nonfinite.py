@@ -6,16 +6,17 @@ import time
 from typing import NoReturn
 
 from .climb import RollbackClimb
-from .config import HealingConfig
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .detectors import Symptom
 from .diagnosis import diagnose, diagnose_start
 from .failures import FAILURE_RECIPES, Action, Cause, FailureType
 from .instrument import Window
 from .numerics_healer import NumericsHealer
+from .numerics_state import NumericsState
+from .rollback import Rollback
+from .run.context import RunContext
 from .run.diagnosis import Diagnosis
-from .run.remedies import HealingContext, Remedies
-from .session import Session
+from .run.remedies import HealingContext
 from .step_observer import StepObserver
 
 
@@ -38,28 +39,28 @@ class NonfiniteHealer(NumericsHealer):
 
     def __init__(
         self,
-        config: HealingConfig,
-        session: Session,
-        actions: Remedies,
+        run: RunContext,
+        numerics: NumericsState,
+        rollback: Rollback,
         observer: StepObserver,
         damaged: DamagedCheckpointHealer,
         climb: RollbackClimb,
     ) -> None:
-        super().__init__(config, session, actions)
+        super().__init__(run, numerics, rollback)
         self._observer, self._damaged, self._climb = observer, damaged, climb
 
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Diagnoses a step that is not finite, and acts on it."""
-        session = self.session
+        run = self.run
         began = time.perf_counter()
         if not self.acts and self.numerics.reported_step == symptom.step - 1:
             # Nothing is done about it, so it stays that way: one incident for all of it.
             self.numerics.reported_step = symptom.step
             return
         self.numerics.reported_step = symptom.step
-        incident = session.journal.open(symptom.step, symptom.name, symptom.evidence)
+        incident = run.journal.open(symptom.step, symptom.name, symptom.evidence)
         diagnosis = self._diagnose(window)
-        session.journal.diagnosed(incident, diagnosis.failure, diagnosis.cause, diagnosis.evidence)
+        run.journal.diagnosed(incident, diagnosis.failure, diagnosis.cause, diagnosis.evidence)
         context = HealingContext(incident, self.instrument, window, diagnosis)
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
             self._climb.take_rung(context, diagnosis.failure)
@@ -75,9 +76,9 @@ class NonfiniteHealer(NumericsHealer):
         incident.seconds_lost = time.perf_counter() - began
         if not window.skipped and decision.actions:
             healed = window.signals()
-            session.outcomes.take_in(healed.loss, self.instrument.view.step)
+            run.outcomes.take_in(healed.loss, self.instrument.view.step)
             self._observer.observe(window, healed)
-        session.outcomes.wait_for(incident)
+        run.outcomes.wait_for(incident)
         stop = self.numerics.policy.note(
             window.skipped,
             explained=diagnosis.failure is FailureType.NONFINITE_POISON_ROWS,
@@ -94,19 +95,19 @@ class NonfiniteHealer(NumericsHealer):
             context.verdict = stop
             self.numerics.policy.reset()
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
-        session.journal.dealt_with(incident)
+        run.journal.dealt_with(incident)
 
     def _stop_at_the_start(self, context: HealingContext, began: float) -> NoReturn:
         """
         Ends a run whose weights no update has changed: they are what they were given as, and no state to go back to
         and no lower rate makes them others.
         """
-        session, incident, window = self.session, context.incident, context.window
+        run, incident, window = self.run, context.incident, context.window
         if window is None:
             raise ValueError("ending a run at its start needs `context.window`")
         self._damaged.suspect(context)
         found = diagnose_start(window, str(incident.evidence.get("why", "")))
-        session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
         incident.evidence.pop("why", None)
         window.skip(None)
         context.verdict = (
@@ -124,4 +125,4 @@ class NonfiniteHealer(NumericsHealer):
             return Diagnosis(
                 FailureType.NONFINITE_UNDIAGNOSED, Cause.NOT_LOOKED_FOR, {"on_nonfinite": self.config.on_nonfinite}
             )
-        return diagnose(window, self.instrument, self.config, self.session.rollback.batches.healthy_inputs)
+        return diagnose(window, self.instrument, self.config, self.rollback.batches.healthy_inputs)

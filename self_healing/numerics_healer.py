@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 from . import consensus
-from .config import HealingConfig
 from .detectors import DetectorPanel, Symptom
 from .failures import FailureType
 from .incident import Incident
 from .instrument import Instrument, Window
+from .numerics_state import NumericsState
 from .offending_batch import save_offending_batch
-from .run.remedies import Remedies
-from .session import Session
+from .rollback import Rollback
+from .run.context import RunContext
 from .signals import StepSignals
 
 
@@ -22,26 +22,25 @@ class NumericsHealer:
     Heals one kind of failure of a step.
 
     Args:
-        config ([`HealingConfig`]):
-            What to do about what.
-        session ([`Session`]):
-            The memory of the run.
-        actions ([`Remedies`]):
-            Carry out what is decided.
+        run ([`RunContext`]):
+            The run.
+        numerics ([`NumericsState`]):
+            What it has learned about its numbers.
+        rollback ([`Rollback`]):
+            States it can go back to.
     """
 
-    def __init__(self, config: HealingConfig, session: Session, actions: Remedies) -> None:
-        self.config = config
-        self.session = session
-        self.numerics = session.numerics
-        self.actions = actions
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
+        self.run = run
+        self.config = run.config
+        self.actions = run.remedies
+        self.numerics = numerics
+        self.rollback = rollback
 
     @property
     def instrument(self) -> Instrument:
         """Of the running `train()` call."""
-        if self.session.instrument is None:
-            raise RuntimeError("the callback is not attached to a running trainer")
-        return self.session.instrument
+        return self.run.instrument
 
     @property
     def panel(self) -> DetectorPanel:
@@ -72,12 +71,12 @@ class NumericsHealer:
 
     def open(self, symptom: Symptom, failure: FailureType, cause: str) -> Incident:
         """Opens an incident whose failure and cause are clear from what was seen."""
-        incident = self.session.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
-        self.session.journal.diagnosed(incident, failure, cause, {})
+        incident = self.run.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
+        self.run.journal.diagnosed(incident, failure, cause, {})
         return incident
 
     def keep_batch(self, window: Window, incident: Incident) -> None:
         """Keeps the batch of a step for replay, if that is asked for."""
         # A batch is text in another alphabet.
         if self.config.save_offending_batch and self.config.quarantine_text:
-            incident.evidence["batch_file"] = save_offending_batch(window, self.session.directory, incident)
+            incident.evidence["batch_file"] = save_offending_batch(window, self.run.directory, incident)

@@ -7,12 +7,13 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from .config import HealingConfig
 from .failures import Action, FailureType
 from .inspection import check_data_quality, check_model_init
 from .instrument import Instrument, reset_moments
+from .numerics_state import NumericsState
+from .rollback import Rollback
+from .run.context import RunContext
 from .run.remedies import CarryOut, HealingContext
-from .session import Session
 
 
 class NumericsRemedies:
@@ -20,15 +21,18 @@ class NumericsRemedies:
     Heals steps inside of them, goes back to trusted states, and changes the learning rate.
 
     Args:
-        config ([`HealingConfig`]):
-            What was asked for.
-        session ([`Session`]):
-            The memory of the run.
+        run ([`RunContext`]):
+            The run.
+        numerics ([`NumericsState`]):
+            What it has learned about its numbers.
+        rollback ([`Rollback`]):
+            States it can go back to.
     """
 
-    def __init__(self, config: HealingConfig, session: Session) -> None:
-        self.config = config
-        self.session = session
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
+        self._run = run
+        self._numerics = numerics
+        self._rollback = rollback
 
     def table(self) -> dict[Action, CarryOut]:
         """The actions, and what does each."""
@@ -51,7 +55,7 @@ class NumericsRemedies:
 
     def _use_reexecuted_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         context.step_in_hand.accept()
-        self.session.numerics.repeatability.owe(context.incident)
+        self._numerics.repeatability.owe(context.incident)
         return {}
 
     def _drop_rows(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
@@ -74,11 +78,11 @@ class NumericsRemedies:
 
     def _skip_step(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         gone_back, before = context.went_back is not None, context.step_in_hand.skipped
-        self.session.numerics.missing.left_out(context.step_in_hand.step)
-        context.step_in_hand.skip(self.session.numerics.detector.last_loss, keep_buffers=gone_back)
+        self._numerics.missing.left_out(context.step_in_hand.step)
+        context.step_in_hand.skip(self._numerics.detector.last_loss, keep_buffers=gone_back)
         if gone_back:
             # It is one of the steps that going back has lost.
-            self.session.rollback.settled(context.step_in_hand.step)
+            self._rollback.settled(context.step_in_hand.step)
         elif not before:
             context.incident.steps_lost += 1
         return {"skipped": True}
@@ -95,7 +99,7 @@ class NumericsRemedies:
 
     def _hold_checkpoints(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         # The open watch is what the instrument asks before it lets a checkpoint be written.
-        self.session.numerics.watch.hold(context.incident)
+        self._numerics.watch.hold(context.incident)
         return {}
 
     # ---- another state, another rate ----
@@ -103,57 +107,57 @@ class NumericsRemedies:
     def _roll_back(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument, incident = context.running, context.incident
         step = instrument.view.step
-        went = context.went_back = self.session.rollback.go_back(context.target, step, incident.id)
+        went = context.went_back = self._rollback.go_back(context.target, step, incident.id)
         if went is None:
             return {"why": "there is no trusted state, neither in memory nor on disk", "happened": False}
-        self.session.numerics.went_back(incident)
+        self._numerics.went_back(incident)
         # Asked for between two steps, no step is left out for it.
-        self.session.numerics.missing.went_back(step + (context.window is not None), went.trained)
+        self._numerics.missing.went_back(step + (context.window is not None), went.trained)
         # One that was left out before is among them.
         incident.steps_lost = max(incident.steps_lost, went.steps_lost)
         incident.figures.append(f"back to the state of step {went.step}")
         return went.to_dict()
 
     def _replay_steps(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
-        window, session = context.step_in_hand, self.session
+        window, numerics = context.step_in_hand, self._numerics
         if context.went_back is None:
             return {"why": "the run has not gone back to any state", "happened": False}
         of_the_state = context.incident.failure in (FailureType.CORRUPTED_STATE, FailureType.OUT_OF_MEMORY)
-        replayed = session.rollback.replay(window, session.numerics.is_well, loss_in_question=not of_the_state)
+        replayed = self._rollback.replay(window, numerics.is_well, loss_in_question=not of_the_state)
         if replayed.steps is None:
-            session.journal.acted(context.incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
+            self._run.journal.acted(context.incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
             context.incident.figures.append(f"the steps since then were not kept: {replayed.why}")
             return self._skip_step(context, args)
         window.accept()
-        session.numerics.missing.applied_again(replayed.steps + 1)
-        session.numerics.ladder.healed(context.incident.failure)
+        numerics.missing.applied_again(replayed.steps + 1)
+        numerics.ladder.healed(context.incident.failure)
         if context.incident.failure is FailureType.CORRUPTED_STATE:
-            context.went_back = session.rollback.reinstate(context.went_back)
+            context.went_back = self._rollback.reinstate(context.went_back)
         context.incident.steps_lost = 0
         context.incident.figures.append(f"{replayed.steps} steps since then applied again")
-        session.outcomes.nothing_lost_since(context.went_back.step)
+        self._run.outcomes.nothing_lost_since(context.went_back.step)
         return replayed.to_dict()
 
     def _reduce_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = context.running
         before = instrument.view.learning_rate
-        self.session.numerics.learning_rate.reduce(instrument.view.step, context.rate_scale, context.blamed_step)
-        self.session.numerics.note_rate(instrument.view.learning_rate)
+        self._numerics.learning_rate.reduce(instrument.view.step, context.rate_scale, context.blamed_step)
+        self._numerics.note_rate(instrument.view.learning_rate)
         context.incident.figures.append(f"learning rate from {before:.3g} to {instrument.view.learning_rate:.3g}")
-        control = self.session.numerics.learning_rate
+        control = self._numerics.learning_rate
         return self._rate(instrument) | {"from": before, "hold_steps": control.hold, "ramp_steps": control.ramp}
 
     def _increase_learning_rate(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument = context.running
         step = instrument.view.step
-        before = self.session.numerics.learning_rate.scale(step)
-        if self.config.lr_increase_factor <= 1:
+        before = self._numerics.learning_rate.scale(step)
+        if self._run.config.lr_increase_factor <= 1:
             return {"why": "lr_increase_factor=1: it was not asked for", "happened": False}
-        after = self.session.numerics.learning_rate.increase(step)
+        after = self._numerics.learning_rate.increase(step)
         return self._rate(instrument) | {"happened": after != before}
 
     def _rate(self, instrument: Instrument) -> dict[str, Any]:
-        control = self.session.numerics.learning_rate
+        control = self._numerics.learning_rate
         scale = control.scale(instrument.view.step)
         return {"scale": scale, "learning_rate": instrument.view.learning_rate, "reductions": control.reductions}
 
@@ -162,7 +166,7 @@ class NumericsRemedies:
         if not reset_moments(instrument.trainer):
             why = "this optimizer is not known to make its state anew, and was left as it is"
             return {"why": why, "happened": False}
-        steps = self.session.numerics.learning_rate.warm_up_again(instrument.view.step)
+        steps = self._numerics.learning_rate.warm_up_again(instrument.view.step)
         return {"warmup_steps": steps}
 
     # ---- looking for a cause ----

@@ -54,6 +54,7 @@ class NumericsState:
         self.repeatability = RepeatabilityCheck(journal)
         # Whether the checkpoint that was resumed from has still to show that it is good.
         self.on_trial = False
+        self.resumed_from: str | None = None
         self.forget()
 
     def forget(self) -> None:

@@ -83,11 +83,15 @@ class Rollback:
     ) -> None:
         self.config = config
         self.journal = journal
+        self._remember, self._recall = remember, recall
+        self._forget()
+
+    def _forget(self) -> None:
+        config = self.config
         self.ring = SnapshotRing()
         self.interval = config.snapshot_interval or _LEAST_INTERVAL
         self.streak = 0
         self.on_disk_only = not config.snapshots
-        self._remember, self._recall = remember, recall
         self._instrument: Instrument | None = None
         self._keeper: CheckpointKeeper | None = None
         self._unverified: deque[int] = deque()
@@ -179,6 +183,11 @@ class Rollback:
         self._optimizer = self._instrument = None
         self.batches.release()
         self._gone_back_to = None
+
+    def start_over(self) -> None:
+        """Forgets all states, and what is on disk of them: the run goes on as a new process would."""
+        self.release()
+        self._forget()
 
     def early(self, step: int) -> bool:
         """Whether the run has only just begun, with detectors that had nothing to go by."""

@@ -97,6 +97,7 @@ class Session:
             budget=RecoveryBudget(config),
             heartbeat=heartbeat,
             sleep=heartbeat.pausing(sleep or self._sleep_until_preempted),
+            leave_asked=lambda: self.preempted,
         )
         self.quarantine = Quarantine(directory, config.quarantine_text)
         self.numerics = NumericsState(config, self.journal, self.budget, self.outcomes)
@@ -344,10 +345,8 @@ class Session:
         The checkpoint that was resumed from is damaged: what was learned from it is forgotten, and read anew from an
         older one when `train()` is entered the next time, as a new process would.
         """
-        config = self.config
         self.outcomes.nothing_lost_since(step)
-        self.rollback.release()
-        self.rollback = Rollback(config, self.journal, self.numerics.remember, self.numerics.recall)
+        self.rollback.start_over()
         self.numerics.forget()
         self.outcomes.trust_again()
         self.stop_for = self.resume_point = None

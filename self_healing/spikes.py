@@ -6,15 +6,16 @@ import math
 import time
 
 from .climb import RollbackClimb
-from .config import HealingConfig
 from .detectors import Symptom
 from .divergence import DivergenceHealer
 from .failures import Action, Cause, FailureType
 from .incident import Incident
 from .instrument import Window
 from .numerics_healer import NumericsHealer
-from .run.remedies import HealingContext, Remedies
-from .session import Session
+from .numerics_state import NumericsState
+from .rollback import Rollback
+from .run.context import RunContext
+from .run.remedies import HealingContext
 from .signals import StepSignals
 from .step_observer import StepObserver
 
@@ -24,14 +25,14 @@ class SpikeHealer(NumericsHealer):
 
     def __init__(
         self,
-        config: HealingConfig,
-        session: Session,
-        actions: Remedies,
+        run: RunContext,
+        numerics: NumericsState,
+        rollback: Rollback,
         observer: StepObserver,
         divergence: DivergenceHealer,
         climb: RollbackClimb,
     ) -> None:
-        super().__init__(config, session, actions)
+        super().__init__(run, numerics, rollback)
         self._observer, self._divergence, self._climb = observer, divergence, climb
 
     @property
@@ -41,9 +42,9 @@ class SpikeHealer(NumericsHealer):
 
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Computes the step again before anything is decided about it."""
-        session = self.session
+        run = self.run
         began = time.perf_counter()
-        incident = session.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
+        incident = run.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
         again = window.compute_again()
         transient = again.finite and self.panel.spike(again) is None
         if again.finite:
@@ -52,7 +53,7 @@ class SpikeHealer(NumericsHealer):
         failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
         cause = Cause.TRANSIENT if transient else Cause.SAME_AGAIN if again.finite else Cause.NOT_FINITE_AGAIN
         evidence = {"again": {"loss": again.loss, "grad_norm": again.grad_norm}}
-        session.journal.diagnosed(incident, failure, cause, evidence)
+        run.journal.diagnosed(incident, failure, cause, evidence)
         if not transient:
             self.keep_batch(window, incident)
         if not transient and again.finite and self._weights_spike(incident, window, symptom, again):
@@ -64,7 +65,7 @@ class SpikeHealer(NumericsHealer):
         context = HealingContext(incident, self.instrument, window, clip_to=usual)
         self.actions.apply(decision.actions, context, self.args)
         incident.seconds_lost = time.perf_counter() - began
-        session.outcomes.wait_for(incident)
+        run.outcomes.wait_for(incident)
         if window.skipped:
             context.verdict = self.numerics.policy.note(skipped=True, explained=True) or ""
             if context.verdict:
@@ -73,17 +74,17 @@ class SpikeHealer(NumericsHealer):
         else:
             clipped = Action.CLIP_GRADIENT in decision.actions and usual is not None
             self._observer.take_in(window, again, usual if clipped and usual is not None else math.inf)
-        session.journal.dealt_with(incident)
+        run.journal.dealt_with(incident)
 
     def report(self, symptom: Symptom) -> None:
         """Journals a spike that nothing is done about."""
         if symptom.name == "co_spike":
             # The loss spike in the same step is an incident already.
-            self.session.journal.noticed(symptom)
+            self.run.journal.noticed(symptom)
             return
         incident = self.open(symptom, FailureType.GRADIENT_SPIKE, Cause.NOT_LOOKED_FOR)
-        self.session.journal.dealt_with(incident)
-        self.session.journal.closed(incident, "reported")
+        self.run.journal.dealt_with(incident)
+        self.run.journal.closed(incident, "reported")
 
     def _weights_spike(self, incident: Incident, window: Window, symptom: Symptom, again: StepSignals) -> bool:
         """
@@ -95,5 +96,5 @@ class SpikeHealer(NumericsHealer):
             return False
         found = self._divergence.diagnose_rise(window, again.loss)
         if found.cause == Cause.WEIGHTS:
-            self.session.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+            self.run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
         return found.cause == Cause.WEIGHTS

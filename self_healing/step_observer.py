@@ -6,13 +6,13 @@ import logging
 import math
 
 from .climb import RollbackClimb
-from .config import HealingConfig
 from .divergence import DivergenceHealer
 from .failures import FailureType
 from .instrument import Window
 from .numerics_healer import NumericsHealer
-from .run.remedies import Remedies
-from .session import Session
+from .numerics_state import NumericsState
+from .rollback import Rollback
+from .run.context import RunContext
 from .signals import StepSignals
 
 
@@ -35,13 +35,13 @@ class StepObserver(NumericsHealer):
 
     def __init__(
         self,
-        config: HealingConfig,
-        session: Session,
-        actions: Remedies,
+        run: RunContext,
+        numerics: NumericsState,
+        rollback: Rollback,
         divergence: DivergenceHealer,
         climb: RollbackClimb,
     ) -> None:
-        super().__init__(config, session, actions)
+        super().__init__(run, numerics, rollback)
         self._divergence, self._climb = divergence, climb
         self._trained: list[bool] = []
 
@@ -76,15 +76,15 @@ class StepObserver(NumericsHealer):
 
     def take_in(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Takes in a step with nothing wrong, as it will be applied."""
-        session = self.session
-        session.rollback.batches.note_healthy(window)
-        session.outcomes.take_in(signals.loss, self.instrument.view.step)
+        run = self.run
+        self.rollback.batches.note_healthy(window)
+        run.outcomes.take_in(signals.loss, self.instrument.view.step)
         self.numerics.policy.note(skipped=False, explained=True)
         self.observe(window, signals, clipped_to)
 
     def observe(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Shows the detectors a step that will be applied, and clips its gradient."""
-        session, panel = self.session, self.panel
+        run, panel = self.run, self.panel
         self.clip(window, signals, clipped_to)
         if signals.step <= self.numerics.observed_step:
             # An exception came between this and the update: it is the same step again.
@@ -104,7 +104,7 @@ class StepObserver(NumericsHealer):
                 failure = _FAILURES[symptom.name]
                 self._divergence.heal(self.open(symptom, failure, symptom.name.replace("_", " ")), failure, window)
             else:
-                session.journal.noticed(symptom)
+                run.journal.noticed(symptom)
         if self._climb.went_back_in == window.step:
             return
         if panel.loss_is_usual:

@@ -17,6 +17,7 @@ from self_healing.budget import RecoveryBudget
 from self_healing.detectors import DetectorPanel
 from self_healing.journal import Journal
 from self_healing.numerics_state import NumericsState
+from self_healing.run.context import StopRequest
 from self_healing.run.outcomes import Outcomes
 from self_healing.signals import StepSignals
 from self_healing.went_back import WentBack
@@ -167,7 +168,7 @@ class MadeUpRun:
         self.numerics = NumericsState(self.config, self.journal, self.budget, self.outcomes)
         self.numerics.panel = DetectorPanel(self.config)
         self.rollback = MadeUpRollback(trusted)
-        self.actions = MadeUpActions(self)
+        self.remedies = self.actions = MadeUpActions(self)
         self.nonfinite: list[str] = []
         view = SimpleNamespace(
             step=0,
@@ -184,20 +185,22 @@ class MadeUpRun:
         self.instrument = SimpleNamespace(
             view=view,
             window=None,
+            leaving=SimpleNamespace(begun=False),
             optimizer_step=SimpleNamespace(weights_moved=True, undone=lambda: None),
             reentry=SimpleNamespace(interrupted=None),
             saves=SimpleNamespace(disown_best=lambda: None),
             trainer=SimpleNamespace(args=SimpleNamespace(output_dir=str(directory), should_save=True), optimizer=None),
         )
-        self.attempts = SimpleNamespace(first_resume=None)
-        self.stop_for: Any = None
-        self.handed_over: Any = None
-        self.may_enter_again = self.preempted = self.leaving = False
+        self.stop = StopRequest()
+        self.may_enter_again = False
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """What every healer of steps is built from."""
-        return self.config, self, self.actions
+        return self, self.numerics, self.rollback
+
+    def leave_asked(self) -> bool:
+        return False
 
     def at(self, window: MadeUpWindow) -> MadeUpWindow:
         """The run has come to a step."""

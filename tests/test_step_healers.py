@@ -26,7 +26,7 @@ NAN = math.nan
 
 
 def judged(run: MadeUpRun, *windows: MadeUpWindow) -> StepJudge:
-    judge = StepJudge(*run.parts)
+    judge = StepJudge(*run.parts, handed_over=lambda: False)
     for window in windows:
         judge.judge(run.at(window))
     return judge
@@ -115,8 +115,8 @@ class TestDivergence:
 class TestRedFlags:
     def test_a_rule_that_stops_does_so_before_the_next_step(self, tmp_path: Path) -> None:
         run = MadeUpRun(tmp_path)
-        run.stop_for = run.journal.open(4, "rule:kl", {"diagnosis": "the policy has left its reference"})
-        run.journal.diagnosed(run.stop_for, FailureType.RED_FLAG, "kl", {})
+        run.stop.incident = run.journal.open(4, "rule:kl", {"diagnosis": "the policy has left its reference"})
+        run.journal.diagnosed(run.stop.incident, FailureType.RED_FLAG, "kl", {})
         window = MadeUpWindow(5)
         window.stop_wanted = True
         with pytest.raises(UnrecoverableTrainingError, match=r"has left its reference \(rule kl\)"):
@@ -228,7 +228,7 @@ class TestMemoryWhileHealing:
     def test_a_sound_step_goes_on(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         run = MadeUpRun(tmp_path)
         window = run.at(MadeUpWindow(5))
-        MemoryWhileHealing(*run.parts).contain(out_of_memory, window)  # type: ignore[arg-type]
+        MemoryWhileHealing(*run.parts, handed_over=lambda: False).contain(out_of_memory, window)  # type: ignore[arg-type]
         assert not window.skipped
         assert "the next one is looked after again" in caplog.text
 
@@ -236,14 +236,14 @@ class TestMemoryWhileHealing:
         run = MadeUpRun(tmp_path)
         window = run.at(MadeUpWindow(5, NAN))
         with pytest.raises(UnrecoverableTrainingError, match="memory ran out, twice"):
-            MemoryWhileHealing(*run.parts).contain(out_of_memory, window)  # type: ignore[arg-type]
+            MemoryWhileHealing(*run.parts, handed_over=lambda: False).contain(out_of_memory, window)  # type: ignore[arg-type]
         assert window.skipped
         assert run.actions.applied == [Action.EMERGENCY_CHECKPOINT, Action.STOP]
 
     def test_a_mistake_of_ours_is_none_of_it(self, tmp_path: Path) -> None:
         run = MadeUpRun(tmp_path)
         with pytest.raises(KeyError):
-            MemoryWhileHealing(*run.parts).contain(lambda: {}["x"], run.at(MadeUpWindow(5)))  # type: ignore[arg-type]
+            MemoryWhileHealing(*run.parts, handed_over=lambda: False).contain(lambda: {}["x"], run.at(MadeUpWindow(5)))  # type: ignore[arg-type]
 
 
 def test_an_incident_is_opened_with_what_was_seen(tmp_path: Path) -> None:

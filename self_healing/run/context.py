@@ -66,6 +66,8 @@ class RunContext:
             Signs of life of the training thread.
         sleep (`Callable[[float], None]`):
             How waiting is done, in seconds.
+        leave_asked (`Callable[[], bool]`):
+            Whether this process was asked to leave, by a signal.
     """
 
     config: HealingConfig
@@ -79,6 +81,7 @@ class RunContext:
     budget: RecoveryBudget
     heartbeat: Heartbeat
     sleep: Callable[[float], None]
+    leave_asked: Callable[[], bool]
     attachment: Attachment = field(default_factory=Attachment)
     stop: StopRequest = field(default_factory=StopRequest)
 
