@@ -14,7 +14,7 @@ from conftest import assert_same_weights, logged, sft_trainer, weights
 from transformers import TrainerCallback
 
 from self_healing.instrument import Hooks, Instrument, StepEngine, TrainingFault, Window
-from self_healing.instrument.bookkeeping import Ledger
+from self_healing.instrument.bookkeeping import Bookkeeper
 from self_healing.instrument.row_sources import DataPosition
 from self_healing.objectives import objective_named
 
@@ -181,7 +181,7 @@ def step_of(*batches: list[float]) -> tuple[Window, Engine]:
         _get_num_items_in_batch=lambda batches, device: None,
     )
     view: Any = SimpleNamespace(device=device, objective=objective)
-    engine, ledger = Engine(trainer, view), Ledger(trainer)
+    engine, ledger = Engine(trainer, view), Bookkeeper(trainer)
     window = Window(engine, ledger, DataPosition(trainer, objective), len(batches))
     window.begin(ledger.capture())
     for batch in batches:
