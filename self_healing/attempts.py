@@ -5,19 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from .budget import RecoveryBudget
-from .config import HealingConfig
 from .incident import Incident
-from .ladder import RollbackLadder
 from .launcher import launch_of
-from .learning_rate import LearningRateControl
-from .numerics_state import NumericsState
 from .run.context import RunContext
 from .run_record import Ending, RunRecord, warn_about_parts
 from .run_status import StatusKeeper
-from .saved_state import Stateful, take_over
+
+
+class OutlivesProcess(Protocol):
+    """What a run has decided, and the next process must not forget."""
+
+    def memory(self) -> dict[str, Any]:
+        """What is written down of it, as JSON."""
+
+    def readable_memory(self, memory: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
+        """
+        Takes of a memory that was written down what can be read: a damaged part costs that part.
+
+        Args:
+            memory (`Mapping[str, Any]`):
+                As [`memory`] gave it, perhaps damaged since.
+            odd (`list[str]`):
+                Gets the names of what cannot be read.
+        """
+
+    def recall_memory(self, memory: Mapping[str, Any]) -> None:
+        """Takes in the memory of the process before this one, later than any checkpoint."""
 
 
 class Attempts:
@@ -28,13 +43,13 @@ class Attempts:
     Args:
         run ([`RunContext`]):
             The run.
-        numerics ([`NumericsState`]):
-            Whose ladder and learning rate belong to what must not be forgotten.
+        decided ([`OutlivesProcess`]):
+            What must not be forgotten beside incidents.
     """
 
-    def __init__(self, run: RunContext, numerics: NumericsState) -> None:
+    def __init__(self, run: RunContext, decided: OutlivesProcess) -> None:
         self._run = run
-        self._numerics = numerics
+        self._decided = decided
         self.record: RunRecord | None = None
         # Whether earlier processes wrote it: their incidents and budgets are this one's, too.
         self.taken_up = False
@@ -65,7 +80,9 @@ class Attempts:
         journal = self._run.journal
         if taken_up:
             journal.incidents = _incidents_in(record)
-            record.memory = _readable(record.memory, self._run.config)
+            odd: list[str] = []
+            record.memory = self._decided.readable_memory(record.memory, odd)
+            warn_about_parts(odd)
             self.recall()
             for incident in journal.incidents:
                 if incident.outcome == "open":
@@ -77,30 +94,17 @@ class Attempts:
         """Takes in budgets and learning rate as the process before this one left them, later than any checkpoint."""
         if self.record is None or not self.taken_up:
             return
-        memory = self.record.memory
-        for name, part in (("budget", self._run.budget), ("ladder", self._numerics.ladder)):
-            if name in memory:
-                part.load_state_dict(memory[name])
-        rate = memory.get("learning_rate")
-        if rate is not None and rate["reductions"] > self._numerics.learning_rate.reductions:
-            # What failed with the higher rate after the checkpoint was written would fail again.
-            self._numerics.learning_rate.load_state_dict(rate)
-            self._numerics.rate_after_reduction = memory.get("rate_after_reduction")
+        self._decided.recall_memory(self.record.memory)
 
     def write(self) -> None:
         """Writes down what must not be forgotten."""
-        record, run, numerics = self.record, self._run, self._numerics
+        record, run = self.record, self._run
         if record is None or run.journal.rank != 0:
             return
         if run.attachment.instrument is not None:
             record.newest.last_step = max(record.newest.last_step, run.step)
         record.incidents = [incident.to_dict() for incident in run.journal.incidents]
-        record.memory = {
-            "budget": run.budget.state_dict(),
-            "ladder": numerics.ladder.state_dict(),
-            "learning_rate": numerics.learning_rate.state_dict(),
-            "rate_after_reduction": numerics.rate_after_reduction,
-        }
+        record.memory = self._decided.memory()
         record.write()
 
     def about_to_write(self, checkpoint: Path, bookkeeping: Mapping[str, Any]) -> None:
@@ -180,23 +184,3 @@ def _incidents_in(record: RunRecord) -> list[Incident]:
             odd.append(f"incidents.{at}")
     warn_about_parts(odd)
     return incidents
-
-
-def _readable(memory: Mapping[str, Any], config: HealingConfig) -> dict[str, Any]:
-    """What can be read of what an earlier process has left: a damaged part costs that part."""
-    budget, rate = RecoveryBudget(config), LearningRateControl(config)
-    parts: dict[str, Stateful] = {
-        "budget": budget,
-        "ladder": RollbackLadder(config, budget),
-        "learning_rate": rate,
-    }
-    odd: list[str] = []
-    for name, part in parts.items():
-        take_over(part, memory.get(name), f"memory.{name}", odd)
-    if "memory.learning_rate.reductions" in odd and rate.touched:
-        # How often it was reduced is not known, and that it was is.
-        rate.reductions = max(rate.reductions, 1)
-    warn_about_parts(odd)
-    reduced = memory.get("rate_after_reduction")
-    readable = {name: part.state_dict() for name, part in parts.items()}
-    return readable | {"rate_after_reduction": reduced if isinstance(reduced, float) else None}

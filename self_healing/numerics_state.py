@@ -19,7 +19,7 @@ from .missing_steps import MissingSteps
 from .policy import StepPolicy
 from .repeatability_check import RepeatabilityCheck
 from .run.outcomes import Outcomes
-from .saved_state import take_over_whole
+from .saved_state import Stateful, take_over, take_over_whole
 from .signals import StepSignals
 from .step_clipping import StepClipping
 from .watch import LossWatch
@@ -48,6 +48,7 @@ class NumericsState:
         self.panel: DetectorPanel | None = None
         self.rules: MetricRules | None = None
         self.clipping: StepClipping | None = None
+        self.budget = budget
         self.ladder = RollbackLadder(config, budget)
         self.learning_rate = LearningRateControl(config)
         self.rate_after_reduction: float | None = None
@@ -146,6 +147,53 @@ class NumericsState:
         if "missing_steps" in state:
             take_over_whole(self.missing, state["missing_steps"])
         self.missing.goes_on_at(step)
+
+    # ---- what outlives the process ----
+
+    def memory(self) -> dict[str, Any]:
+        """What the next process must not forget, as JSON: how far the run has gone to heal, and its learning rate."""
+        return {name: part.state_dict() for name, part in self._outlives_process().items()} | {
+            "rate_after_reduction": self.rate_after_reduction
+        }
+
+    def readable_memory(self, memory: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
+        """
+        Takes of a memory that was written down what can be read: a damaged part costs that part.
+
+        Args:
+            memory (`Mapping[str, Any]`):
+                As [`memory`] gave it, perhaps damaged since.
+            odd (`list[str]`):
+                Gets the names of what cannot be read.
+        """
+        budget, rate = RecoveryBudget(self.config), LearningRateControl(self.config)
+        parts: dict[str, Stateful] = {
+            "budget": budget,
+            "ladder": RollbackLadder(self.config, budget),
+            "learning_rate": rate,
+        }
+        for name, part in parts.items():
+            take_over(part, memory.get(name), f"memory.{name}", odd)
+        if "memory.learning_rate.reductions" in odd and rate.touched:
+            # How often it was reduced is not known, and that it was is.
+            rate.reductions = max(rate.reductions, 1)
+        reduced = memory.get("rate_after_reduction")
+        readable = {name: part.state_dict() for name, part in parts.items()}
+        return readable | {"rate_after_reduction": reduced if isinstance(reduced, float) else None}
+
+    def recall_memory(self, memory: Mapping[str, Any]) -> None:
+        """Takes in budgets and learning rate as the process before this one left them, later than any checkpoint."""
+        for name, part in (("budget", self.budget), ("ladder", self.ladder)):
+            if name in memory:
+                part.load_state_dict(memory[name])
+        rate = memory.get("learning_rate")
+        if rate is not None and rate["reductions"] > self.learning_rate.reductions:
+            # What failed with the higher rate after the checkpoint was written would fail again.
+            self.learning_rate.load_state_dict(rate)
+            self.rate_after_reduction = memory.get("rate_after_reduction")
+
+    def _outlives_process(self) -> dict[str, Stateful]:
+        return {"budget": self.budget, "ladder": self.ladder, "learning_rate": self.learning_rate}
 
     # ---- what is told of it ----
 
