@@ -13,14 +13,20 @@ python benchmarks/overhead.py --device cuda --turn 10 --width 1024 --layers 16
 A step lasts from the end of the step before to its own end: logging, fetching, forward and backward, clipping, update.
 On a GPU the host runs ahead of the device, so there a turn should be several steps: the device is synchronised when
 the turn passes, and left alone within it.
+
+Beside the time on the clock stands the CPU time of the training thread, which other work on the machine disturbs less,
+and a profile: which functions of the package take how long per step by themselves, with what they call of Python and
+torch.
 """
 
 import argparse
+import cProfile
 import ctypes
 import gc
 import json
 import os
 import platform
+import pstats
 import statistics
 import tempfile
 import threading
@@ -49,6 +55,10 @@ from self_healing.demo import DemoSize, small_llama, stdlib_docstrings, train_to
 RESULTS = Path(__file__).parent / "results"
 # Turns at the start that are not counted: allocators and caches fill, the callback copies all buffers once.
 WARM_UP = 5
+# What a function of the package calls in these is the step of the plain trainer.
+NOT_OURS = ("/transformers/", "/trl/", "/accelerate/", "/datasets/", "/torch/optim/", "/torch/nn/")
+# Functions that the profile shows.
+PROFILED = 20
 # No turn takes as long; a thread that waits longer waits for one that has died.
 PATIENCE = 600.0
 
@@ -58,12 +68,14 @@ class Turn(TrainerCallback):
 
     def __init__(self, steps: int, on_device: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.mine = threading.Semaphore(0)
         self.other: Turn | None = None
         self._steps = steps
         self._on_device = on_device
         self._clock = clock
         self._began: float | None = None
+        self._cpu_began = 0.0
 
     def _synchronize(self) -> None:
         if self._on_device is not None:
@@ -79,10 +91,46 @@ class Turn(TrainerCallback):
         self._synchronize()
         if self._began is not None:
             self.seconds.append((self._clock() - self._began) / self._steps)
+            self.cpu_seconds.append((time.thread_time() - self._cpu_began) / self._steps)
         self.other.mine.release()
         if state.global_step < state.max_steps:
             self.wait()
-        self._began = self._clock()
+        self._began, self._cpu_began = self._clock(), time.thread_time()
+
+
+class Profile(TrainerCallback):
+    """Profiles the steps after the warm-up, in CPU time of the training thread."""
+
+    def __init__(self) -> None:
+        self._profile = cProfile.Profile(time.thread_time)
+        self._steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == WARM_UP:
+            self._profile.enable()
+        elif state.global_step == state.max_steps:
+            self._profile.disable()
+            self._steps = state.max_steps - WARM_UP
+
+    def own_time(self) -> list[dict[str, Any]]:
+        """Functions of the package by what they take per step themselves, those they call outside of it included."""
+        stats: dict[Any, Any] = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]
+        root = str(Path(self_healing.__file__).parent)
+        seconds = {function: entry[2] for function, entry in stats.items() if function[0].startswith(root)}
+        for function, (_, _, _, _, callers) in stats.items():
+            if function in seconds or any(part in function[0] for part in NOT_OURS):
+                continue
+            for caller in callers.keys() & seconds.keys():
+                seconds[caller] += callers[caller][3]
+        largest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:PROFILED]
+        return [
+            {
+                "function": f"{Path(file).relative_to(root)}:{name}",
+                "us_per_step": round(1e6 * seconds[file, line, name] / self._steps, 1),
+                "calls_per_step": round(stats[file, line, name][1] / self._steps, 2),
+            }
+            for file, line, name in largest
+        ]
 
 
 class Bench:
@@ -103,7 +151,7 @@ class Bench:
         model = small_llama(self.tokenizer, self.size, seed=0)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
-    def trainer(self, healed: bool, turn: Turn, directory: str) -> SFTTrainer:
+    def trainer(self, healed: bool, turn: TrainerCallback, directory: str) -> SFTTrainer:
         options = self.options
         trainer = SFTTrainer(
             model=small_llama(self.tokenizer, self.size, seed=0),
@@ -130,8 +178,16 @@ class Bench:
         trainer.add_callback(turn)
         return trainer
 
-    def duet(self, healed_first: bool) -> list[tuple[float, float]]:
-        """Seconds per step, plain and healed, of each pair of turns."""
+    def profile(self) -> list[dict[str, Any]]:
+        """Where the time of the callback goes, in a run of its own."""
+        profile = Profile()
+        torch.set_num_threads(self.options.threads)
+        with tempfile.TemporaryDirectory() as directory:
+            self.trainer(True, profile, directory).train()
+        return profile.own_time()
+
+    def duet(self, healed_first: bool) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """Seconds per step, plain and healed, of each pair of turns: on the clock, and of the thread's CPU time."""
         turns = {healed: Turn(self.options.turn, self.on_device) for healed in (False, True)}
         for healed, turn in turns.items():
             turn.other = turns[not healed]
@@ -149,7 +205,8 @@ class Bench:
             turns[healed_first].mine.release()
             for run in running:
                 run.result()
-        return list(zip(turns[False].seconds, turns[True].seconds, strict=True))[WARM_UP - 1 :]
+        clock = list(zip(turns[False].seconds, turns[True].seconds, strict=True))[WARM_UP - 1 :]
+        return clock, list(zip(turns[False].cpu_seconds, turns[True].cpu_seconds, strict=True))[WARM_UP - 1 :]
 
 
 def keep_freed_memory() -> None:
@@ -176,6 +233,11 @@ def median_and_interval(values: list[float], resamples: int = 10_000) -> tuple[f
     return statistics.median(values), medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
 
 
+def fastest_tenth(pairs: list[tuple[float, float]], which: int) -> float:
+    """The first decile of the plain (0) or the healed (1) steps."""
+    return statistics.quantiles([pair[which] for pair in pairs], n=10)[0]
+
+
 def processor() -> str:
     """The CPU's name as its maker writes it, where the system tells."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -190,12 +252,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     keep_freed_memory()
     bench = Bench(options)
     # The order alternates, so that whoever begins gains nothing by it.
-    duets = [bench.duet(healed_first=number % 2 == 1) for number in range(options.duets)]
+    measured = [bench.duet(healed_first=number % 2 == 1) for number in range(options.duets)]
+    duets, cpu_duets = [clock for clock, _ in measured], [cpu for _, cpu in measured]
     ratios = [statistics.median(healed / plain for plain, healed in duet) for duet in duets]
     extras = [statistics.median(1e3 * (healed - plain) for plain, healed in duet) for duet in duets]
     ratio, ratio_interval = median_and_interval(ratios)
     extra, extra_interval = median_and_interval(extras)
+    cpu_ratio, cpu_interval = median_and_interval([statistics.median(h / p for p, h in duet) for duet in cpu_duets])
+    cpu_extra, _ = median_and_interval([statistics.median(1e3 * (h - p) for p, h in duet) for duet in cpu_duets])
     pairs = [pair for duet in duets for pair in duet]
+    cpu_pairs = [pair for duet in cpu_duets for pair in duet]
     return {
         "what": "time of an optimizer step with SelfHealingCallback over that of the plain trainer, healthy SFT run",
         "ratio": ratio,
@@ -204,6 +270,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "extra_ms_per_step_ci95": extra_interval,
         "plain_ms_per_step": 1e3 * statistics.median(plain for plain, _ in pairs),
         "healed_ms_per_step": 1e3 * statistics.median(healed for _, healed in pairs),
+        "cpu_time": {
+            "ratio": cpu_ratio,
+            "ratio_ci95": cpu_interval,
+            "extra_ms_per_step": cpu_extra,
+            "plain_ms_per_step": 1e3 * statistics.median(plain for plain, _ in cpu_pairs),
+            # What nothing else on the machine has slowed down.
+            "fastest_plain_ms": 1e3 * min(plain for plain, _ in cpu_pairs),
+            "fastest_healed_ms": 1e3 * min(healed for _, healed in cpu_pairs),
+            "ratio_of_fastest_tenth": fastest_tenth(cpu_pairs, 1) / fastest_tenth(cpu_pairs, 0),
+        },
         "duets": options.duets,
         "pairs_of_turns_per_duet": options.turns,
         "steps_per_turn": options.turn,
@@ -225,6 +301,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "accelerate": accelerate.__version__,
             "self_healing": self_healing.__version__,
         },
+        "profile": bench.profile(),
         "ratio_of_each_duet": [round(value, 5) for value in ratios],
         "extra_ms_per_step_of_each_duet": [round(value, 4) for value in extras],
     }
@@ -240,6 +317,20 @@ def show(result: dict[str, Any]) -> Table:
     table.add_row("difference, ms per step", f"{result['extra_ms_per_step']:+.2f}", f"{low:+.2f} to {high:+.2f}")
     low, high = result["ratio_ci95"]
     table.add_row("ratio", f"{result['ratio']:.4f}", f"{low:.4f} to {high:.4f}")
+    cpu = result["cpu_time"]
+    low, high = cpu["ratio_ci95"]
+    table.add_row("ratio of CPU time", f"{cpu['ratio']:.4f}", f"{low:.4f} to {high:.4f}")
+    table.add_row("ratio of CPU time, fastest tenth", f"{cpu['ratio_of_fastest_tenth']:.4f}", "")
+    return table
+
+
+def show_profile(result: dict[str, Any]) -> Table:
+    table = Table(title="Own time of the callback, under the profiler", header_style="bold")
+    table.add_column("function")
+    table.add_column("us per step", justify="right")
+    table.add_column("calls per step", justify="right")
+    for entry in result["profile"]:
+        table.add_row(entry["function"], f"{entry['us_per_step']:.1f}", f"{entry['calls_per_step']:.2f}")
     return table
 
 
@@ -265,6 +356,7 @@ def main() -> None:
     output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     console = Console(highlight=False)
     console.print(show(result))
+    console.print(show_profile(result))
     console.print(f"Written to {output}", soft_wrap=True)
 
 
