@@ -307,7 +307,7 @@ def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_pat
     [
         "self_healing.detectors.nonfinite.NonFiniteDetector.judge",
         "self_healing.kept_batches.KeptBatches.note_healthy",
-        "self_healing.instrument.bookkeeping.Ledger.capture",
+        "self_healing.instrument.bookkeeping.Bookkeeper.capture",
         "self_healing.instrument.reentry.Reentry.step_ends",
         "self_healing.journal.Journal.metrics",
         "self_healing.instrument.Instrument.attach",

@@ -259,7 +259,7 @@ PLACES = {
     "NaN weights: putting a state back": Place(nan_weights, SnapshotRing, "restore", "stopped", repairs=True),
     "NaN weights: applying steps again": Place(nan_weights, Window, "_run_again", "ended"),
     "NaN weights: the update of such a step": Place(nan_weights, AccelerateEngine, "_clip", "ended"),
-    "NaN weights: the buffers they leave": Place(nan_weights, bookkeeping.Ledger, "with_buffers_of_now", "ended"),
+    "NaN weights: the buffers they leave": Place(nan_weights, bookkeeping.Bookkeeper, "with_buffers_of_now", "ended"),
     "before a save: the search for NaN": Place(nan_before_a_save, view, "nonfinite_tensors", "stopped"),
     "before a save: putting a state back": Place(nan_before_a_save, SnapshotRing, "restore", "stopped", repairs=True),
     "before a save: applying steps again": Place(nan_before_a_save, Window, "_run_again", "ended"),
