@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 import sys
@@ -20,19 +19,25 @@ from .actions import HealingActions
 from .assembly import assemble
 from .bad_samples import SampleHealer
 from .checkpoint_files import PINNED_DIR
-from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
-from .checkpoints.emergency import write_again
-from .checkpoints.marker import Standing, read_marker, write_marker
-from .checkpoints.owed import bookkeeping_now, owe_evaluation, owed_in
+from .checkpoints.choice import CheckpointError
+from .checkpoints.marker import Standing, write_marker
+from .checkpoints.owed import bookkeeping_now, owe_evaluation
 from .checkpoints.trainer_state import healing_state_of
 from .checkpoints.vetting import may_be_loaded, vet_weights
 from .config import HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
 from .disk import SaveHealer
-from .failures import FailureType, UnrecoverableTrainingError
+from .end_of_run import tell_of_best_model, tell_what_to_know
+from .entry_checks import (
+    refuse_damaged_checkpoint,
+    refuse_nonfinite_weights,
+    refuse_unwritable_output,
+    tell_of_offloaded,
+    warn_about_the_rate,
+)
+from .failures import UnrecoverableTrainingError
 from .incident import Incident
 from .instrument import (
-    BestChoice,
     BestModel,
     CheckpointSaving,
     Instrument,
@@ -43,15 +48,13 @@ from .instrument import (
     find_trainer,
     is_training,
     leave_out_of_uploads,
-    load_generated,
     save_generated,
 )
 from .judge import StepJudge
 from .memory import MemoryHealer
-from .output_dir import refuse_unwritable
 from .own_files import hide_from_uploads, own_patterns, remove_leftovers
 from .reporting import Reporting
-from .restart import bookkeeping_of
+from .resumed_bookkeeping import continue_bookkeeping
 from .run_hooks import RunHooks
 from .run_status import RunState
 from .services import ServiceCalls
@@ -61,8 +64,6 @@ from .setting import ConfigurationError
 
 logger = logging.getLogger("self_healing")
 
-# Share of the steps of a run.
-_MANY = 0.2
 _SESSION_ATTRIBUTE = "_self_healing_session"
 
 
@@ -158,7 +159,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         args = trainer.args
         adopted: Session | None = getattr(trainer, _SESSION_ATTRIBUTE, None)
         if self.session is not None and self.session.instrument is not None:
-            self._warn_about_the_run_it_leaves(self.session.instrument, trainer)
+            _warn_about_the_run_it_leaves(self.session.instrument, trainer)
             self.session.instrument.detach()
         if self._is_second(trainer):
             logger.warning(
@@ -167,7 +168,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self.session = None
             return
         if adopted is None:
-            self._refuse_unwritable(args)
+            refuse_unwritable_output(args)
         self.session = session = adopted or assemble(
             self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
         )
@@ -208,11 +209,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         else:
             session.numerics.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
         session.attempts.enter()
-        finite = session.attempts.entries > 1 or self._refuse_nonfinite_weights(instrument, resumed_from)
+        finite = session.attempts.entries > 1 or refuse_nonfinite_weights(session.run, resumed_from)
         if session.attempts.entries == 1 and adopted is None and resumed_from is not None:
             # The wrapper has looked before the Trainer loaded anything.
-            self._check_resumed(session, instrument, Path(resumed_from))
-        self._tell_of_offloaded(session, instrument)
+            refuse_damaged_checkpoint(session.run, Path(resumed_from))
+        if session.attempts.entries == 1:
+            tell_of_offloaded(instrument)
         instrument.attach()
         memory.attach()
         SampleHealer(self.config, session, session.remedies).attach()
@@ -221,7 +223,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             instrument.saves.writer = CheckpointSaving(trainer, session.saves, instrument.failsafe.contained)
         places = [Path(args.output_dir), Path(args.output_dir, PINNED_DIR)]
         instrument.best_model = BestModel(
-            trainer, places, vet_weights, may_be_loaded, partial(self._tell_of_best_model, session)
+            trainer, places, vet_weights, may_be_loaded, partial(tell_of_best_model, session.run)
         )
         ServiceGuard(instrument, ServiceCalls(self.config, session)).attach()
         if session.reporting is None:
@@ -230,27 +232,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if adopted is None and self.config.on_preemption == "save":
             session.preemption.listen()
             instrument.on_detach.append(session.preemption.release)
-        point = session.resume_point
-        if point is not None and point.path == resumed_from:
-            owed = point.pending, point.bookkeeping
-            paid = instrument.reentry.continue_from(point, session.started_at)
-            if paid and not write_again(
-                instrument, Path(point.path), session.run_id, point.leave, later=session.checksums.put
-            ):
-                point.pending, point.bookkeeping = owed
-        elif resumed_from is not None:
-            marker = read_marker(Path(resumed_from))
-            bookkeeping = bookkeeping_of(session.attempts.record, Path(resumed_from))
-            if marker is not None and marker.get("step") == state.global_step:
-                bookkeeping = marker["bookkeeping"]
-            if bookkeeping is not None:
-                self._take_over(instrument, bookkeeping)
-                load_generated(trainer, Path(resumed_from))
-                owes = owed_in(bookkeeping)
-                if owes is not None:
-                    # A process that had to leave, or was killed after an exception, had no time for it.
-                    leave = instrument.reentry.pay_first(resumed_from, *owes, session.started_at)
-                    write_again(instrument, Path(resumed_from), session.run_id, leave, later=session.checksums.put)
+        continue_bookkeeping(session, instrument, resumed_from, int(state.global_step))
         session.journal.event(
             "run_started",
             int(state.global_step),
@@ -265,7 +247,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             **session.numerics.rate_in_force(),
         )
         session.tell_status(Path(args.output_dir), int(state.max_steps))
-        self._warn_about_the_rate(instrument, resumed_from)
+        if resumed_from is not None and session.attempts.entries == 1:
+            warn_about_the_rate(instrument, resumed_from)
         session.rollback.begin(instrument, not session.numerics.warm, resumed_from, finite)
         if not instrument.view.can_reexecute:
             logger.warning(
@@ -279,68 +262,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 "which does so."
             )
 
-    def _tell_of_offloaded(self, session: Session, instrument: Instrument) -> None:
-        offloaded = instrument.view.offloaded_tensors()
-        if offloaded and session.attempts.entries == 1:
-            logger.warning(
-                "%d tensors of the model are offloaded (%s%s): what they hold is brought to the device for each call. "
-                "They are not searched for NaN and Inf, and are in no snapshot; everything else is.",
-                len(offloaded),
-                ", ".join(offloaded[:5]),
-                ", ..." if len(offloaded) > 5 else "",
-            )
-
-    def _refuse_unwritable(self, args: Any) -> None:
-        """Asks the process that writes checkpoints, for all of them."""
-        refusal: str | None = None
-        if args.process_index == 0:
-            try:
-                refuse_unwritable(args)
-            except ConfigurationError as error:
-                refusal = str(error)
-        refusal = consensus.from_first_rank(refusal)
-        if refusal is not None:
-            raise ConfigurationError(refusal)
-
-    def _warn_about_the_run_it_leaves(self, instrument: Instrument, trainer: Any) -> None:
-        outer = instrument.trainer
-        if outer is trainer or not instrument.attached or not is_training(outer, sys._getframe()):
-            return
-        logger.warning(
-            "This SelfHealingCallback watches a run that is still going on (step %d, %s), and leaves it for the one "
-            "that begins within it: the outer run is not healed from here on. Please give each trainer a "
-            "SelfHealingCallback of its own.",
-            instrument.view.step,
-            outer.args.output_dir,
-        )
-
-    def _check_resumed(self, session: Session, instrument: Instrument, checkpoint: Path) -> None:
-        """The Trainer takes the newest checkpoint, whatever it lacks; it has loaded it by now, and trained no step."""
-        told: str | None = None
-        refusal: CheckpointError | None = None
-        if consensus.is_first_rank():
-            try:
-                told = check_resumed(checkpoint, str(instrument.trainer.args.output_dir))
-            except CheckpointError as error:
-                refusal = error
-        told, reason = consensus.from_first_rank((told, None if refusal is None else str(refusal)))
-        if reason is not None:
-            session.journal.event("checkpoint_passed_over", instrument.view.step, path=str(checkpoint), reason=reason)
-            raise refusal or CheckpointError(reason)
-        if told is not None and consensus.is_first_rank():
-            logger.warning("%s is resumed from all the same: %s.", checkpoint, told)
-
-    def _take_over(self, instrument: Instrument, bookkeeping: Mapping[str, Any]) -> None:
-        try:
-            instrument.ledger.take_over(bookkeeping)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            logger.warning(
-                "Running loss and metrics of the checkpoint cannot be taken over (%s: %s): the next log and the "
-                "totals count from here; training itself is not concerned.",
-                type(error).__name__,
-                error,
-            )
-
     def _guard_reporting(self, trainer: Any, session: Session, instrument: Instrument) -> None:
         """Without the wrapper, which guards trackers and Hub from before `train()` to its very end."""
         reporting = Reporting(session.run)
@@ -348,48 +269,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         instrument.on_detach.append(lambda: reporting.sum_up(instrument.view.step))
         instrument.on_detach.append(guard.detach)
         guard.attach()
-
-    def _warn_about_the_rate(self, instrument: Instrument, resumed_from: str | None) -> None:
-        asked, kept = float(instrument.trainer.args.learning_rate), instrument.view.initial_rate
-        if resumed_from is None or kept is None or self.session is None or self.session.attempts.entries > 1:
-            return
-        if not math.isclose(asked, kept, rel_tol=1e-6):
-            logger.warning(
-                "learning_rate=%g has no effect: a resume takes the rate from the checkpoint, %g. For another rate, "
-                "begin a new run from the weights of %s.",
-                asked,
-                kept,
-                resumed_from,
-            )
-
-    def _refuse_nonfinite_weights(self, instrument: Instrument, resumed_from: str | None) -> bool:
-        """
-        There is nothing to be gained by training on weights that are not finite: no step can heal them.
-
-        Returns:
-            Whether they are finite, where training goes on all the same.
-        """
-        found = instrument.view.nonfinite_tensors()
-        if not consensus.any_rank(bool(found), instrument.view.device) or self.session is None:
-            return True
-        step, names = instrument.view.step, ", ".join(found[:5]) or "on another rank"
-        origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"
-        incident = self.session.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
-        self.session.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
-        text = f"The weights or the optimizer state that training would begin with are not finite ({names}; {origin})."
-        if self.config.on_nonfinite == "warn":
-            logger.warning("%s Training goes on all the same, because on_nonfinite='warn'.", text)
-            self.session.journal.closed(incident, "reported")
-            return False
-        trusted = find_trusted_checkpoint(str(instrument.trainer.args.output_dir))
-        self.session.journal.closed(incident, "fatal")
-        advice = (
-            "Please load other weights: there is no trusted checkpoint in the output_dir."
-            if trusted is None
-            else f"Please resume from the newest one that can be trusted: "
-            f"trainer.train(resume_from_checkpoint={trusted!r}), with a trainer that was built anew."
-        )
-        raise UnrecoverableTrainingError(f"{text} {advice}", failure=FailureType.CORRUPTED_STATE)
 
     def _is_second(self, trainer: Any) -> bool:
         others = [each for each in trainer.callback_handler.callbacks if isinstance(each, SelfHealingCallback)]
@@ -431,7 +310,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         )
         if session.status is not None and not session.leaving:
             session.status.end(RunState.ENDED, int(state.global_step))
-        self._sum_up(session, int(state.global_step))
+        tell_what_to_know(session.numerics, int(state.global_step))
         if session.leaving and session.instrument.leaving.owes_evaluation and args.should_save:
             owe_evaluation(Path(args.output_dir or ".") / f"checkpoint-{state.global_step}")
         session.instrument.detach()
@@ -440,42 +319,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             session.checksums.wait()
         if session.leaving and session.attempts.record is None and state.global_step < state.max_steps:
             session.leave(int(state.global_step), str(args.output_dir))
-
-    def _tell_of_best_model(self, session: Session, best: str, choice: BestChoice) -> None:
-        """The best checkpoint could not be loaded: what the model holds in its place."""
-        step = 0 if session.instrument is None else session.instrument.view.step
-        session.journal.event(
-            "best_model_passed_over", step, path=best, reason=choice.refused, instead=choice.path, metric=choice.metric
-        )
-        instead = "they are those of the last step"
-        if choice.path is not None:
-            instead = f"they are those of the next best, {choice.path} ({choice.metric:.4g})"
-        logger.error(
-            "Step %d: the best checkpoint, %s, is not loaded, because its weights are no good: %s. The weights at the "
-            "end of this run are not the best: %s. Nothing of the run is lost; evaluate them before you use them.",
-            step,
-            best,
-            choice.refused,
-            instead,
-        )
-
-    def _sum_up(self, session: Session, steps: int) -> None:
-        """What one should know before one trusts, or resumes, a run that has come to its end."""
-        scale = session.numerics.learning_rate.scale(steps)
-        if scale != 1.0:
-            logger.warning(
-                "The learning rate in force at the end is %.3g times the schedule's. A resume without "
-                "SelfHealingCallback would go on with the schedule's.",
-                scale,
-            )
-        lost = steps - session.numerics.missing.trained(steps)
-        if lost > _MANY * steps:
-            logger.warning(
-                "%d of %d steps are not in the weights: please look at the incidents (self-healing report) before "
-                "you use this model.",
-                min(lost, steps),
-                steps,
-            )
 
     def _give_up_quietly(self) -> None:
         if self.session is not None:
@@ -612,6 +455,19 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 handler(trainer.args, trainer.state, trainer.control, incident, model=trainer.model)
             except Exception:
                 logger.warning("on_instability of %s raised.", type(callback).__name__, exc_info=True)
+
+
+def _warn_about_the_run_it_leaves(instrument: Instrument, trainer: Any) -> None:
+    outer = instrument.trainer
+    if outer is trainer or not instrument.attached or not is_training(outer, sys._getframe()):
+        return
+    logger.warning(
+        "This SelfHealingCallback watches a run that is still going on (step %d, %s), and leaves it for the one "
+        "that begins within it: the outer run is not healed from here on. Please give each trainer a "
+        "SelfHealingCallback of its own.",
+        instrument.view.step,
+        outer.args.output_dir,
+    )
 
 
 def _rules_of(config: HealingConfig) -> tuple[MetricRule, ...]:

@@ -1,0 +1,137 @@
+"""Looks at what `train()` begins with, before the first step: output directory, checkpoint, weights, learning rate."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from . import consensus
+from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
+from .failures import FailureType, UnrecoverableTrainingError
+from .instrument import Instrument
+from .output_dir import refuse_unwritable
+from .run.context import RunContext
+from .setting import ConfigurationError
+
+
+logger = logging.getLogger("self_healing")
+
+
+def refuse_unwritable_output(args: Any) -> None:
+    """
+    Asks the process that writes checkpoints, for all of them, whether any can be written. Collective.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            Of the trainer.
+
+    Raises:
+        ConfigurationError: On all of them, if not.
+    """
+    refusal: str | None = None
+    if args.process_index == 0:
+        try:
+            refuse_unwritable(args)
+        except ConfigurationError as error:
+            refusal = str(error)
+    refusal = consensus.from_first_rank(refusal)
+    if refusal is not None:
+        raise ConfigurationError(refusal)
+
+
+def refuse_damaged_checkpoint(run: RunContext, checkpoint: Path) -> None:
+    """
+    Looks at the checkpoint that was resumed from: the Trainer takes the newest, whatever it lacks. It has loaded it
+    by now, and trained no step. Collective.
+
+    Args:
+        run ([`RunContext`]):
+            The run.
+        checkpoint (`Path`):
+            What was resumed from.
+
+    Raises:
+        CheckpointError: If it cannot be resumed from.
+    """
+    told: str | None = None
+    refusal: CheckpointError | None = None
+    if consensus.is_first_rank():
+        try:
+            told = check_resumed(checkpoint, str(run.instrument.trainer.args.output_dir))
+        except CheckpointError as error:
+            refusal = error
+    told, reason = consensus.from_first_rank((told, None if refusal is None else str(refusal)))
+    if reason is not None:
+        run.journal.event("checkpoint_passed_over", run.step, path=str(checkpoint), reason=reason)
+        raise refusal or CheckpointError(reason)
+    if told is not None and consensus.is_first_rank():
+        logger.warning("%s is resumed from all the same: %s.", checkpoint, told)
+
+
+def refuse_nonfinite_weights(run: RunContext, resumed_from: str | None) -> bool:
+    """
+    Ends a run that would begin with weights or an optimizer state that are not finite: no step can heal them.
+    Collective.
+
+    Args:
+        run ([`RunContext`]):
+            The run.
+        resumed_from (`str`, *optional*):
+            The checkpoint they come from.
+
+    Returns:
+        `bool`: Whether they are finite, where training goes on all the same.
+
+    Raises:
+        UnrecoverableTrainingError: If they are not, unless `on_nonfinite="warn"`.
+    """
+    instrument = run.instrument
+    found = instrument.view.nonfinite_tensors()
+    if not consensus.any_rank(bool(found), instrument.view.device):
+        return True
+    step, names = instrument.view.step, ", ".join(found[:5]) or "on another rank"
+    origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"
+    incident = run.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
+    run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
+    text = f"The weights or the optimizer state that training would begin with are not finite ({names}; {origin})."
+    if run.config.on_nonfinite == "warn":
+        logger.warning("%s Training goes on all the same, because on_nonfinite='warn'.", text)
+        run.journal.closed(incident, "reported")
+        return False
+    trusted = find_trusted_checkpoint(str(instrument.trainer.args.output_dir))
+    run.journal.closed(incident, "fatal")
+    advice = (
+        "Please load other weights: there is no trusted checkpoint in the output_dir."
+        if trusted is None
+        else f"Please resume from the newest one that can be trusted: "
+        f"trainer.train(resume_from_checkpoint={trusted!r}), with a trainer that was built anew."
+    )
+    raise UnrecoverableTrainingError(f"{text} {advice}", failure=FailureType.CORRUPTED_STATE)
+
+
+def tell_of_offloaded(instrument: Instrument) -> None:
+    """Warns that offloaded tensors are neither searched nor kept."""
+    offloaded = instrument.view.offloaded_tensors()
+    if offloaded:
+        logger.warning(
+            "%d tensors of the model are offloaded (%s%s): what they hold is brought to the device for each call. "
+            "They are not searched for NaN and Inf, and are in no snapshot; everything else is.",
+            len(offloaded),
+            ", ".join(offloaded[:5]),
+            ", ..." if len(offloaded) > 5 else "",
+        )
+
+
+def warn_about_the_rate(instrument: Instrument, resumed_from: str) -> None:
+    """Warns that a learning rate in the arguments has no effect on a run that is resumed."""
+    asked, kept = float(instrument.trainer.args.learning_rate), instrument.view.initial_rate
+    if kept is not None and not math.isclose(asked, kept, rel_tol=1e-6):
+        logger.warning(
+            "learning_rate=%g has no effect: a resume takes the rate from the checkpoint, %g. For another rate, "
+            "begin a new run from the weights of %s.",
+            asked,
+            kept,
+            resumed_from,
+        )
