@@ -51,6 +51,8 @@ class SampleHealer:
         self._loading: TrainingLoader | None = None
         self._findings: Findings | None = None
         self._drawn = 0
+        # Those that load a sample in this process.
+        self.calls = ServiceCalls(config, session)
 
     def attach(self) -> None:
         """Called with the instrument attached. A loader that cannot be guarded is left as it is."""
@@ -117,7 +119,7 @@ class SampleHealer:
         if loading.has_workers:
             # It goes to another process, where there is no journal.
             return RetryPolicy.of(self.config).call
-        return partial(ServiceCalls(self.config, self.session).call, "the training data", _nothing)
+        return partial(self.calls.call, "the training data", _nothing)
 
     @property
     def _instrument(self) -> Any:
@@ -151,12 +153,11 @@ class SampleHealer:
         if not findings.new and not findings.retried:
             return
         new, retried = findings.take()
-        handed_over = self.session.handed_over
-        if new and handed_over is not None:
-            # The call that was given up was that of a sample which has been replaced: nobody enters again for it.
-            self.session.handed_over = None
-            self.session.journal.dealt_with(handed_over)
-            self.session.journal.closed(handed_over, "resolved")
+        given_up = self.calls.take_back() if new else None
+        if given_up is not None:
+            # The call was that of a sample which has been replaced: nobody enters again for it.
+            self.session.journal.dealt_with(given_up)
+            self.session.journal.closed(given_up, "resolved")
         self._report(new, retried)
         bad, limit = findings.bad, self._limit(loading)
         if len(bad) > limit:

@@ -175,7 +175,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         session.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
         self._hide_own_files(args)
         self._judge = judge = StepJudge(
-            session.run, session.numerics, session.rollback, lambda: session.handed_over is not None
+            session.run, session.numerics, session.rollback, lambda: any(each.has_claim for each in session.claimants)
         )
         memory = MemoryHealer(self.config, session, session.remedies, judge.heal_interrupted_step)
         session.memory_metrics = memory.metrics
@@ -217,7 +217,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             tell_of_offloaded(instrument)
         instrument.attach()
         memory.attach()
-        SampleHealer(self.config, session, session.remedies).attach()
+        samples = SampleHealer(self.config, session, session.remedies)
+        samples.attach()
         if self.config.on_save_failure == "continue":
             session.saves = session.saves or SaveHealer(session.run, lambda: session.rollback.give_way())
             instrument.saves.writer = CheckpointSaving(trainer, session.saves, instrument.failsafe.contained)
@@ -225,10 +226,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         instrument.best_model = BestModel(
             trainer, places, vet_weights, may_be_loaded, partial(tell_of_best_model, session.run)
         )
-        ServiceGuard(instrument, ServiceCalls(self.config, session)).attach()
+        services = ServiceCalls(self.config, session)
+        ServiceGuard(instrument, services).attach()
         if session.reporting is None:
             self._guard_reporting(trainer, session, instrument)
-        session.watch_for_hangs(instrument)
+        watchdog = session.watch_for_hangs(instrument)
+        # Calls last: the user's code may have let one fail some time before memory ran out, or training hung.
+        session.claimants = (memory, watchdog, services, samples.calls)
         if adopted is None and self.config.on_preemption == "save":
             session.preemption.listen()
             instrument.on_detach.append(session.preemption.release)

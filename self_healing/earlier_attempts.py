@@ -94,8 +94,7 @@ def take_up(session: Session, start: Start) -> None:
     """
     refusal: Refusal | None = None
     try:
-        if start.record is not None:
-            refusal = _judge(session, start, start.record)
+        refusal = _judge(session, start)
     except Exception:
         logger.exception("self_healing failed while it looked at earlier attempts; training goes on without them.")
     session.attempts.begin(start.checkpoint, start.step)
@@ -103,8 +102,11 @@ def take_up(session: Session, start: Start) -> None:
         _refuse(session, start, refusal)
 
 
-def _judge(session: Session, start: Start, record: RunRecord) -> Refusal | None:
+def _judge(session: Session, start: Start) -> Refusal | None:
     """Takes in how the process before this one ended. Gives why the run is not continued, if it is not."""
+    record = start.record
+    if record is None:
+        return None
     earlier, refusal = record.newest, None
     if start.by_hand:
         session.numerics.ladder.reset()

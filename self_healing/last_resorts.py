@@ -9,15 +9,15 @@ from transformers import TrainingArguments
 
 from . import consensus
 from .checkpoints.choice import newest_checkpoint_of
-from .checkpoints.emergency import publish, save_emergency_checkpoint
+from .checkpoints.emergency import save_emergency_checkpoint
 from .checkpoints.marker import step_of
 from .classify import classify_exception, describe_exception
 from .config import HealingConfig
-from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
+from .failures import Action, FailureType
 from .instrument import Instrument
-from .postmortem import where_to_go_on
 from .retry import RetryPolicy
 from .run.remedies import CarryOut, HealingContext
+from .run_ending import RunEnding
 from .session import Session
 from .went_back import Target
 
@@ -100,42 +100,10 @@ class LastResorts:
         return {"waited_seconds": round(seconds, 3)}
 
     def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        incident, trainer = context.incident, context.running.trainer
-        failure = incident.failure or FailureType.USER_CODE
-        session = self.session
-        session.journal.acted(incident, Action.STOP.value)
-        session.close_as_fatal(incident)
-        session.journal.dealt_with(incident)
-        step = int(trainer.state.global_step)
-        point = session.resume_point
-        checkpoint = None
-        if point is not None and point.step == step:
-            checkpoint = point.path = publish(point.path, str(trainer.args.output_dir))
-        # Of a run that came to nothing the newest checkpoint is no better than its end.
-        verified = failure is FailureType.NOT_TRAINED
-        older = context.resume_from
-        if checkpoint is None and older is None:
-            older = newest_checkpoint_of(session.run_id, str(trainer.args.output_dir), verified=verified)
+        session, trainer = self.session, context.running.trainer
         session.rollback.release()
-        advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
-        advice += f" {where_to_go_on(checkpoint or older)}"
         verdict = context.verdict or "it was asked to stop"
-        path = session.journal.write_postmortem(
-            verdict,
-            failure,
-            step,
-            context.error,
-            trainer.state.log_history,
-            checkpoint,
-            advice=advice,
-            older_checkpoint=older,
-        )
-        raise UnrecoverableTrainingError(
-            f"Training stopped at step {step}: {verdict.rstrip('.')}. What to do: {advice} "
-            f"Postmortem: {path or 'could not be written, see the log'}.",
-            failure=failure,
-            postmortem=path,
-        )
+        raise RunEnding(session, trainer).stop(context.incident, verdict, context.error, context.resume_from)
 
 
 def _why_there_is_none(instrument: Instrument) -> str:

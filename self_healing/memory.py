@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import consensus
+from .claims import Claim, claim_by_recipe
 from .classify import classify_exception
 from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, FailureType
@@ -90,6 +91,8 @@ class MemoryHealer:
         # The state right before the step that is being taken.
         self._backup: SnapshotRing | None = None
         self._snapshot_written = False
+        # Until the exception has left train(): a smaller batch needs another entry.
+        self._claim: Claim | None = None
         self._alloc_retries: int | None = None
 
     # ---- a run begins ----
@@ -253,7 +256,7 @@ class MemoryHealer:
             return True
         if in_training and session.may_enter_again and self.config.oom_reduce_batch:
             try:
-                session.batch_plan = smaller_batch(
+                plan = smaller_batch(
                     self._instrument.trainer, self._instrument.objective.name, refusals[-1] if refusals else ""
                 )
             except CannotReduce as refusal:
@@ -261,12 +264,26 @@ class MemoryHealer:
             else:
                 # The wrapper takes it from here: it has to enter `train()` again. What did not help is taken back.
                 session.memory.checkpointing_activations = False
-                session.handed_over = self._end()
+                self._claim = Claim(self._end(), Action.REDUCE_BATCH_SIZE, batch=plan)
                 return False
         context.verdict = f"out of memory in {ran_out.place}: {_sizes(shape)}; {why}; {_memory(ran_out)}"
         incident.evidence["remedy"] = _advice(ran_out, in_training and not session.may_enter_again)
         self._stop(context, ran_out)
         return False
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether a smaller batch is to be trained on as soon as the exception has left `train()`."""
+        return self._claim is not None
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """Claims the out-of-memory error that nothing inside `train()` cures."""
+        claim, self._claim = self._claim, None
+        failure = classify_exception(error)
+        if claim is None or failure is FailureType.OUT_OF_MEMORY:
+            return claim
+        # The user's code has put an exception of its own in the place of the error.
+        return claim_by_recipe(claim.incident, failure)
 
     def _may_checkpoint_activations(self, context: HealingContext) -> bool:
         if not self.config.oom_activation_checkpointing or self.session.memory.checkpointing_activations:
@@ -283,6 +300,8 @@ class MemoryHealer:
     def on_success(self) -> None:
         """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
         sizes = self.session.memory.sizes
+        # The user's code has let the error pass that a smaller batch was to cure.
+        self._claim = None
         if self._splits:
             sizes.on_success()
         for calls in self._splits:

@@ -8,6 +8,7 @@ from .instrument import Hooks, OutOfMemory, StepPasses, Window
 from .judge import StepJudge
 from .lost_device import write_down_lost_device
 from .memory import MemoryHealer
+from .run_ending import RunEnding
 from .session import Session
 
 
@@ -87,7 +88,7 @@ class RunHooks(Hooks):
         self._session.about_to_save(step)
 
     def device_lost(self, error: BaseException) -> None:
-        write_down_lost_device(self._session, self._trainer, error)
+        write_down_lost_device(RunEnding(self._session, self._trainer), error)
 
     def broken(self) -> None:
         self._session.broken = True

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .claims import Claim, claim_unless_out_of_memory
 from .classify import http_status, text_of
 from .config import HealingConfig
 from .failures import Action, FailureType, NonFiniteReward
@@ -35,7 +36,8 @@ class ServiceCalls:
         self.policy = RetryPolicy.of(config, session.sleep)
         self._config = config
         self._session = session
-        self._handed_over: Incident | None = None
+        # Of a call that was given up, until its exception has left train().
+        self._claimed: Incident | None = None
         # Of the services whose rewards were not finite however often they were asked for.
         self._never_finite: dict[str, Incident] = {}
 
@@ -166,11 +168,8 @@ class ServiceCalls:
     def _came_through(self, failures: _Failures) -> None:
         with self._contained():
             self._never_finite.pop(failures.service, None)
-            if self._handed_over is not None:
-                # Whoever was to deal with it has let it pass.
-                if self._session.handed_over is self._handed_over:
-                    self._session.handed_over = None
-                self._handed_over = None
+            # The exception of an earlier call has not left train(): the user's code has let it pass.
+            self._claimed = None
             if failures.incident is not None:
                 self._acted(failures, failures.incident)
                 self._session.journal.dealt_with(failures.incident)
@@ -183,10 +182,24 @@ class ServiceCalls:
         with self._contained():
             self._acted(failures, incident)
             if isinstance(error, Exception) and may_pass(error) and session.may_enter_again:
-                session.handed_over = self._handed_over = incident
+                self._claimed = incident
             else:
                 session.journal.dealt_with(incident)
                 session.journal.closed(incident, "unresolved")
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether a call was given up, and its exception has not left `train()` yet."""
+        return self._claimed is not None
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """Claims the exception that training was left by after a call was given up."""
+        return claim_unless_out_of_memory(self.take_back(), error)
+
+    def take_back(self) -> Incident | None:
+        """Gives the incident of the call that was given up, which is claimed no longer."""
+        incident, self._claimed = self._claimed, None
+        return incident
 
     def _contained(self) -> contextlib.AbstractContextManager[None]:
         instrument = self._session.instrument

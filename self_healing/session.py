@@ -18,12 +18,13 @@ from .checkpoints.checksums import ChecksumQueue
 from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.marker import step_of
 from .checkpoints.owed import bookkeeping_now
+from .claims import Claimant
 from .classify import describe_exception
 from .config import HealingConfig
 from .data import Quarantine
 from .failures import Action, FailureType
 from .incident import Incident
-from .instrument import BatchPlan, Instrument, ResumePoint, is_training, save_generated
+from .instrument import Instrument, ResumePoint, is_training, save_generated
 from .instrument.sections import Heartbeat
 from .journal import Journal
 from .memory_remedies import MemoryState
@@ -105,9 +106,8 @@ class Session:
         self.rollback = Rollback(config, self.journal, self.numerics.remember, self.numerics.recall)
         self.memory = MemoryState(SizeMemory(config.oom_probe_steps))
         self.memory_metrics: Callable[[], dict[str, float]] = dict
-        self.batch_plan: BatchPlan | None = None
-        # An incident that began inside of `train()` and is healed outside of it.
-        self.handed_over: Incident | None = None
+        # Asked in this order whose an exception is that leaves `train()`.
+        self.claimants: tuple[Claimant, ...] = ()
         self.saves: SaveHealer | None = None
         # What keeps trackers and Hub from training for the time of the wrapper's `train()`.
         self.reporting: Reporting | None = None
@@ -184,14 +184,13 @@ class Session:
     def stop_for(self, incident: Incident | None) -> None:
         self.run.stop.incident = incident
 
-    def watch_for_hangs(self, instrument: Instrument) -> None:
+    def watch_for_hangs(self, instrument: Instrument) -> Watchdog:
         """Watches the signs of life of one `train()` call, until the trainer is itself again."""
         if self.watchdog is None:
             self.watchdog = Watchdog(
                 self.config,
                 self.heartbeat,
                 self.journal,
-                hand_over=self._hand_over,
                 may_recover=lambda: self.may_enter_again,
                 before_exit=self.about_to_be_restarted,
                 step=lambda: self.run.step,
@@ -211,6 +210,7 @@ class Session:
         if instrument.view.loader_workers > 0:
             # They wait before another attempt as well, and cannot say so from where they are.
             self.heartbeat.allow("data", self.config.retry_total_seconds + self.config.hang_floor_seconds)
+        return self.watchdog
 
     def tell_status(self, output_dir: Path, max_steps: int) -> None:
         """Tells whoever looks into the `output_dir` that the run goes on, until the trainer is itself again."""
@@ -238,9 +238,6 @@ class Session:
         if self.status is not None:
             step = self.run.step
             self.status.end(RunState.STOPPED, step, "an exception that this callback was not told of")
-
-    def _hand_over(self, incident: Incident | None) -> None:
-        self.handed_over = incident
 
     def metrics(self, training: bool, summary: bool = False) -> dict[str, float]:
         """What is added to the trainer's logs; the statistic of clipping only to those of training steps."""

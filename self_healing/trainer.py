@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
@@ -17,43 +15,27 @@ from transformers.trainer_utils import TrainOutput
 from . import consensus
 from .assembly import assemble
 from .callback import SelfHealingCallback, adopt_session
-from .checkpoints.choice import newest_checkpoint_of
-from .checkpoints.emergency import publish, remove_emergency_checkpoints, save_emergency_checkpoint
-from .checkpoints.marker import step_of
-from .classify import add_note, classify_exception, describe_exception, text_of
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .earlier_attempts import take_up
-from .failures import FAILURE_RECIPES, Action, DamagedCheckpointError, FailureType, UnrecoverableTrainingError
-from .incident import Incident
-from .instrument import CannotReduce, ReportingGuard, let_go, smaller_batch
+from .failures import (
+    DamagedCheckpointError,
+    UnrecoverableTrainingError,
+)
+from .instrument import ReportingGuard, let_go
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
-from .instrument.loader_workers import end_workers_that_failed
 from .instrument.loading import loading_twice_at_most, skipping_any_loader
-from .lost_device import leave_lost_device, write_down_lost_device
-from .postmortem import where_to_go_on
 from .random_state import RandomState
+from .recovery import NextEntry, Recovery
 from .report import HealingReport
 from .reporting import Reporting
 from .restart import Start, find_start, note_start
-from .run.remedies import HealingContext
-from .run_record import Ending, RunRecord
+from .run_ending import RunEnding
+from .run_record import RunRecord
 from .session import Session
 
 
 logger = logging.getLogger("self_healing")
-
-# Out of memory outside of the model twice within so many steps is no accident.
-_LATELY = 50
-
-
-@dataclass(slots=True)
-class _Recovery:
-    """An exception that can be healed: its incident, what `train()` resumes from, and whether to wait before."""
-
-    incident: Incident
-    resume: Any
-    waits: bool
 
 
 class SelfHealingTrainer:
@@ -113,8 +95,6 @@ class SelfHealingTrainer:
             self._put_config_in_force(existing)
         self._sleep = sleep
         self._session: Session | None = None
-        self._memory_ran_out_at = -1
-        self._entered_in_vain = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "trainer":
@@ -169,9 +149,8 @@ class SelfHealingTrainer:
         self._put_callback_in_force()
         args = self.trainer.args
         session, start = self._open_session(resume_from_checkpoint)
+        ending = RunEnding(session, self.trainer)
         theirs = args.eval_on_start, args.ignore_data_skip
-        self._memory_ran_out_at = -1
-        self._entered_in_vain = False
         session.reporting = reporting = Reporting(session.run)
         guard = ReportingGuard(self.trainer, reporting)
         try:
@@ -180,16 +159,14 @@ class SelfHealingTrainer:
             adopt_session(self.trainer, session)
             if self.config.on_preemption == "save":
                 session.preemption.listen()
-            output = self._enter_until_done(session, start.checkpoint, kwargs)
+            output = self._enter_until_done(Recovery(self.trainer, session, ending), start.checkpoint, kwargs)
             if session.leaving and not self._at_the_end():
                 session.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
         except BaseException as error:
-            self._note_end(session, error)
-            self._give_directions(session, error)
+            ending.note_exception(error)
             raise
         else:
-            session.end_attempt(Ending.FINISHED)
-            self._look_back(session)
+            ending.finish()
         finally:
             args.eval_on_start, args.ignore_data_skip = theirs
             adopt_session(self.trainer, None)
@@ -200,20 +177,6 @@ class SelfHealingTrainer:
             guard.detach()
             reporting.sum_up(int(self.trainer.state.global_step))
         return output
-
-    def _look_back(self, session: Session) -> None:
-        """At the end of the run: what was only there for a restart goes, and what was put off is done."""
-        if session.resume_point is not None or session.attempts.taken_up:
-            remove_emergency_checkpoints(self.trainer.args.output_dir)
-        preemption = session.preemption
-        if preemption.raised is not None:
-            raise preemption.raised
-        if preemption.requested is not None:
-            logger.warning(
-                "%s arrived in the last step. The run is complete; what follows train() in the script goes on, and "
-                "the process will be killed when whoever sent it loses patience.",
-                preemption.requested.name,
-            )
 
     # ---- where the run begins ----
 
@@ -231,90 +194,42 @@ class SelfHealingTrainer:
             note_start(session.journal, start, args.output_dir)
         return session, start
 
-    # ---- how it ends ----
-
-    def _note_end(self, session: Session, error: BaseException) -> None:
-        """Writes down how this process's part in the run ends, unless that is done."""
-        try:
-            self._write_down_the_end(session, error)
-        except Exception:
-            logger.exception("How the run ended could not be written down; what ended it is raised unchanged.")
-
-    def _give_directions(self, session: Session, error: BaseException) -> None:
-        """Adds to the exception where to read on, and how to go on: its traceback is what is looked at first."""
-        directions = session.journal.directions
-        if directions is not None:
-            add_note(error, str(directions))
-
-    def _write_down_the_end(self, session: Session, error: BaseException) -> None:
-        why = describe_exception(error)
-        if session.attempts.ended:
-            return
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            session.close_outcomes()
-            point = session.resume_point
-            path = None if point is None else publish(point.path, self.trainer.args.output_dir)
-            self._write_postmortem(session, FailureType.INTERRUPTED, error, "the run was interrupted", path)
-            session.end_attempt(Ending.INTERRUPTED, why)
-        else:
-            # Another process goes on from the older checkpoint.
-            damaged = getattr(error, "failure", None) is FailureType.DAMAGED_CHECKPOINT
-            told = isinstance(error, UnrecoverableTrainingError)
-            gave_up = told and not damaged
-            if not told and session.journal.directions is None:
-                self._write_postmortem(session, classify_exception(error), error, why)
-            session.end_attempt(Ending.GAVE_UP if gave_up else Ending.FAILED, why)
-            # Those of the emergency checkpoint: the process may be about to end.
-            session.checksums.wait()
-
     def _at_the_end(self) -> bool:
         state = self.trainer.state
         return 0 < int(state.max_steps) <= int(state.global_step)
 
     # ---- entering train() ----
 
-    def _enter_until_done(self, session: Session, resume: Any, kwargs: dict[str, Any]) -> TrainOutput:
+    def _enter_until_done(self, recovery: Recovery, resume_from: Any, kwargs: dict[str, Any]) -> TrainOutput:
         entry_rng = RandomState.capture(self.trainer.accelerator.device)
-        cause: BaseException | None = None
         while True:
-            recovery: _Recovery | None
+            entry: NextEntry | None
             try:
-                with entry_hooks_removed_on_exception(self.trainer), self._resuming(resume):
-                    output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume, **kwargs)
+                with entry_hooks_removed_on_exception(self.trainer), self._resuming(resume_from):
+                    output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume_from, **kwargs)
                 return output
             except DamagedCheckpointError as error:
-                recovery = self._leave_damaged_checkpoint(session, error)
+                entry = recovery.leave_damaged_checkpoint(error)
                 let_go(error)
             except (UnrecoverableTrainingError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
             except BaseException as error:
                 # A panic of a library in Rust, or a cancelled coroutine, is no `Exception`, and an error all the same.
-                if cause is None or self._trains_again(session):
-                    cause = error
-                recovery = self._recover(session, error, resume, cause)
-                if recovery is None and cause is error:
+                entry = recovery.decide(error, resume_from)
+                if entry is None and recovery.cause is error:
                     raise
                 let_go(error)
-            if recovery is None:
-                assert cause is not None
+            if entry is None:
+                assert recovery.cause is not None
                 # Outside the handler, which would put another exception in the place of what it came from.
-                raise cause
+                raise recovery.cause
             # Outside the handler: the exception and with it the failed step's activations are gone.
-            self._let_go(session)
-            if recovery.incident.failure is FailureType.DAMAGED_CHECKPOINT:
-                session.begin_from_older(recovery.resume, step_of(recovery.resume, default=0))
-            began = time.perf_counter()
-            if recovery.waits:
-                self._wait(session, recovery)
-                if session.preempted:
-                    session.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
-            recovery.incident.seconds_lost += time.perf_counter() - began
-            session.journal.dealt_with(recovery.incident)
-            session.outcomes.wait_for(recovery.incident)
-            resume = recovery.resume
+            self._let_go(recovery.session)
+            recovery.prepare(entry)
+            resume_from = entry.resume_from
             # Samplers and their seeds are made anew on entry, some from the global generators.
             entry_rng.restore()
-            if session.resume_point is not None:
+            if recovery.session.resume_point is not None:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
 
@@ -328,202 +243,6 @@ class SelfHealingTrainer:
                 stack.enter_context(loading_twice_at_most(self.trainer))
             yield
 
-    def _trains_again(self, session: Session) -> bool:
-        """Whether this entry has come as far as the data, so that what it is left by is a failure of its own."""
-        return session.broken or (session.instrument is not None and session.instrument.reentry.has_fetched)
-
-    def _leave_damaged_checkpoint(self, session: Session, error: DamagedCheckpointError) -> _Recovery:
-        """Back to an older checkpoint, with the learning rate as it was: the steps since then are done again."""
-        step = int(self.trainer.state.global_step)
-        logger.warning(
-            "The run has not been well since it was resumed, and with %s the same batch is: it goes on from there.",
-            error.older,
-        )
-        error.incident.steps_repeated = max(step - step_of(error.older, default=step), 0)
-        session.journal.acted(error.incident, Action.RESUME.value, checkpoint=error.older)
-        return _Recovery(error.incident, error.older, waits=False)
-
-    def _recover(self, session: Session, error: BaseException, resume: Any, cause: BaseException) -> _Recovery | None:
-        """
-        Decides what to do about an exception that left `train()`.
-
-        Args:
-            session ([`Session`]):
-                Of this run.
-            error (`BaseException`):
-                The exception.
-            resume (`Any`):
-                What the entry it left had resumed from.
-            cause (`BaseException`):
-                The same, or where `train()` could not be entered again, what it had been left by before.
-
-        Returns:
-            How it is healed; `None` if it cannot be, and `cause` ends the run.
-        """
-        recovery = None
-        try:
-            recovery = self._recovery_from(session, error, resume, cause)
-        except UnrecoverableTrainingError:
-            raise
-        except Exception:
-            logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
-        if recovery is None and cause is not error:
-            add_note(cause, f"self_healing: {_failed_at_entry(error)}.")
-        return recovery
-
-    def _recovery_from(
-        self, session: Session, error: BaseException, resume: Any, cause: BaseException
-    ) -> _Recovery | None:
-        failure = classify_exception(error)
-        if failure is FailureType.PROCESS_DIED:
-            end_workers_that_failed(error)
-        if failure is FailureType.DEVICE:
-            self._lose_device(session, error, cause)
-            return None
-        try:
-            return self._plan_recovery(session, error, resume, cause)
-        except UnrecoverableTrainingError:
-            raise
-        except Exception as failed:
-            if classify_exception(failed) is not FailureType.DEVICE:
-                raise
-            # The exception did not say so, and what was to be saved could not be read.
-            self._lose_device(session, failed, cause)
-            return None
-
-    def _lose_device(self, session: Session, error: BaseException, cause: BaseException) -> None:
-        """Nothing can be saved and nothing entered again: the process ends, or what ended the run is raised."""
-        verdict = describe_exception(error) if cause is error else f"{describe_exception(cause)}; {text_of(error)}"
-        write_down_lost_device(session, self.trainer, error, verdict)
-        leave_lost_device(session, error)
-
-    def _plan_recovery(
-        self, session: Session, error: BaseException, resume: Any, cause: BaseException
-    ) -> _Recovery | None:
-        began = time.perf_counter()
-        failure = classify_exception(error)
-        step = int(self.trainer.state.global_step)
-        if failure is FailureType.PREEMPTED:
-            self._leave_unfinished_step(session, error)
-        incident, session.handed_over = session.handed_over, None
-        if incident is None:
-            incident = session.journal.open(step, type(error).__name__, {"message": text_of(error)[:500]})
-            session.journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
-        point, unmoved = self._resume_from(session, incident, error, failure, resume)
-        remedies = self._remedies(session, incident, failure, step)
-        if not remedies and cause is not error and not self._entered_in_vain:
-            # It need not be the training that fails here, but the way back to it.
-            remedies = (Action.RESUME,)
-        self._entered_in_vain = cause is not error
-        if not remedies or consensus.world_size() > 1:
-            if cause is error:
-                self._end(session, incident, failure, error, point)
-            else:
-                verdict = f"{describe_exception(cause)}; {_failed_at_entry(error)}"
-                self._end(session, incident, classify_exception(cause), cause, point, verdict)
-            return None
-        why = ""
-        if point is None and not unmoved:
-            why = "there is no state to resume from"
-        elif not session.budget.spend(step):
-            why = f"the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
-        if why:
-            advice = self._end(session, incident, failure, error, point)
-            path = session.attempts.postmortem
-            raise UnrecoverableTrainingError(
-                f"Training stopped at step {step}: {describe_exception(error)}; {why}. "
-                f"What to do: {advice} Postmortem: {path or 'could not be written'}.",
-                failure=failure,
-                postmortem=path,
-            ) from error
-        incident.steps_repeated = 0 if unmoved else max(step - step_of(point, default=step), 0)
-        if Action.REDUCE_BATCH_SIZE in remedies:
-            self._reduce_batch_size(session, incident)
-        if Action.RESUME in remedies:
-            session.journal.acted(incident, Action.RESUME.value, checkpoint=point)
-        incident.seconds_lost += time.perf_counter() - began
-        return _Recovery(incident, point, waits=Action.WAIT_AND_RESUME in remedies)
-
-    def _leave_unfinished_step(self, session: Session, error: BaseException) -> NoReturn:
-        """The step would have taken too long: what is saved is the state before it."""
-        path: str | None = None
-        if session.instrument is not None and consensus.world_size() == 1:
-            try:
-                point = save_emergency_checkpoint(
-                    session.instrument,
-                    session.run_id,
-                    about_to_write=session.attempts.about_to_write,
-                    later=session.checksums.put,
-                )
-                path = None if point is None else publish(point.path, self.trainer.args.output_dir)
-            except Exception:
-                logger.warning("The state before the interrupted step could not be saved.", exc_info=error)
-        session.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir, path)
-
-    def _remedies(self, session: Session, incident: Incident, failure: FailureType, step: int) -> tuple[Action, ...]:
-        """What is done before `train()` is entered again; nothing if it is not."""
-        if failure is FailureType.OUT_OF_MEMORY and self.config.on_oom == "heal":
-            if session.batch_plan is not None:
-                return (Action.REDUCE_BATCH_SIZE,)
-            return self._remedies_outside_of_the_model(session, incident, step)
-        reentry = FAILURE_RECIPES[failure].reentry
-        return () if reentry is None else (reentry,)
-
-    def _remedies_outside_of_the_model(self, session: Session, incident: Incident, step: int) -> tuple[Action, ...]:
-        """
-        Where nothing could be split (a callback, the data): once more with the memory freed; soon again, a smaller
-        batch, which leaves more memory to everything else.
-        """
-        last, self._memory_ran_out_at = self._memory_ran_out_at, step
-        if last < 0 or step - last > _LATELY:
-            return (Action.FREE_MEMORY,)
-        if self.config.oom_reduce_batch and session.instrument is not None:
-            try:
-                session.batch_plan = smaller_batch(self.trainer, session.instrument.objective.name)
-            except CannotReduce as refusal:
-                incident.evidence["not_reduced"] = str(refusal)
-                logger.warning("Step %d: the batch cannot be made smaller: %s.", step, refusal)
-            else:
-                return (Action.REDUCE_BATCH_SIZE,)
-        return (Action.FREE_MEMORY,) if step > last else ()
-
-    def _reduce_batch_size(self, session: Session, incident: Incident) -> None:
-        callback, plan = self._find_callback(), session.batch_plan
-        session.batch_plan = None
-        if callback is not None and session.instrument is not None:
-            context = HealingContext(incident, session.instrument, batch=plan)
-            callback.actions.apply((Action.REDUCE_BATCH_SIZE,), context, self.trainer.args)
-
-    def _resume_from(
-        self,
-        session: Session,
-        incident: Incident,
-        error: BaseException,
-        failure: FailureType,
-        resume: Any,
-    ) -> tuple[Any, bool]:
-        """Where to enter again, and whether that is where this entry began."""
-        instrument, callback = session.instrument, self._find_callback()
-        if instrument is None or callback is None or callback.session is not session:
-            # Before our on_train_begin: nothing has moved, the same call can be made again.
-            return resume, True
-        unmoved = not instrument.reentry.moved
-        if not FAILURE_RECIPES[failure].saves_first or (unmoved and resume is not None):
-            instrument.reentry.rewind_to_last_step()
-            return resume, unmoved
-        context = HealingContext(incident, instrument, error=error)
-        saved = callback.actions.apply((Action.EMERGENCY_CHECKPOINT,), context, self.trainer.args)
-        if saved["checkpoint"] is None and not unmoved:
-            newest = newest_checkpoint_of(session.run_id, self.trainer.args.output_dir)
-            return newest or session.attempts.first_resume, False
-        return saved["checkpoint"], unmoved
-
-    def _wait(self, session: Session, recovery: _Recovery) -> None:
-        callback = self._find_callback()
-        if callback is not None:
-            callback.session = session
-            callback.actions.apply((Action.WAIT_AND_RESUME,), HealingContext(recovery.incident), self.trainer.args)
-
     def _let_go(self, session: Session) -> None:
         """The trainer is itself again, and nothing holds on to the failed step."""
         if session.instrument is not None:
@@ -532,51 +251,6 @@ class SelfHealingTrainer:
                 return
             session.instrument.reentry.release()
             session.instrument = None
-
-    def _end(
-        self,
-        session: Session,
-        incident: Incident,
-        failure: FailureType,
-        error: BaseException,
-        point: Any,
-        verdict: str | None = None,
-    ) -> str:
-        """Writes down that an exception ends the run, and gives what to do about it."""
-        session.journal.acted(incident, Action.STOP.value)
-        session.close_as_fatal(incident)
-        output_dir = self.trainer.args.output_dir
-        path = point if isinstance(point, str) else None
-        emergency = older = None
-        if session.resume_point is not None and session.resume_point.path == path:
-            emergency = publish(session.resume_point.path, output_dir)
-        elif path is not None and FAILURE_RECIPES[failure].saves_first:
-            older = path
-        else:
-            # What this entry began with need not be the newest.
-            older = newest_checkpoint_of(session.run_id, output_dir) or path
-        advice = f"{FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
-        verdict = verdict or describe_exception(error)
-        self._write_postmortem(session, failure, error, verdict, emergency, advice, older)
-        session.journal.dealt_with(incident)
-        return advice
-
-    def _write_postmortem(
-        self,
-        session: Session,
-        failure: FailureType,
-        error: BaseException,
-        verdict: str,
-        checkpoint: str | None = None,
-        advice: str | None = None,
-        older_checkpoint: str | None = None,
-    ) -> None:
-        state = self.trainer.state
-        if checkpoint is None and older_checkpoint is None:
-            older_checkpoint = newest_checkpoint_of(session.run_id, self.trainer.args.output_dir)
-        session.attempts.postmortem = session.journal.write_postmortem(
-            verdict, failure, int(state.global_step), error, state.log_history, checkpoint, advice, older_checkpoint
-        )
 
     def _switch_off_auto_find_batch_size(self) -> None:
         if self.trainer.args.auto_find_batch_size:
@@ -642,7 +316,3 @@ class SelfHealingTrainer:
         return HealingReport.from_incidents(
             session.journal.incidents, str(session.journal.path), session.numerics.rate_in_force()
         )
-
-
-def _failed_at_entry(error: BaseException) -> str:
-    return f"train() was entered again and failed before the first batch: {describe_exception(error)}"

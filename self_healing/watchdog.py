@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from .claims import Claim, claim_unless_out_of_memory
 from .config import HealingConfig
 from .failures import Action, FailureType, Interruption
 from .hang_memory import HangMemory
@@ -90,9 +91,6 @@ class Watchdog:
             The signs of life.
         journal ([`Journal`]):
             Where hangs are written down.
-        hand_over (`Callable[[Incident | None], None]`):
-            Told in the training thread, right before [`TrainingHang`] is raised there, which incident it belongs to;
-            `None` takes it back.
         may_recover (`Callable[[], bool]`):
             Whether somebody catches [`TrainingHang`] and enters `train()` again.
         before_exit (`Callable[[str], None]`):
@@ -115,7 +113,6 @@ class Watchdog:
         config: HealingConfig,
         heartbeat: Heartbeat,
         journal: Journal,
-        hand_over: Callable[[Incident | None], None],
         may_recover: Callable[[], bool],
         before_exit: Callable[[str], None],
         step: Callable[[], int],
@@ -127,7 +124,6 @@ class Watchdog:
         self._config = config
         self._heartbeat = heartbeat
         self._journal = journal
-        self._hand_over = hand_over
         self._may_recover = may_recover
         self._counts_attempts = counts_attempts
         self._before_exit = before_exit
@@ -146,6 +142,8 @@ class Watchdog:
         self._stood: tuple[int, float] = (-1, 0.0)
         self._alarm: _Alarm | None = None
         self._interrupted: tuple[Incident | None, int] | None = None
+        # Of the hang that was interrupted, until the exception has left train().
+        self._claimed: Incident | None = None
         self._failed = False
 
     @property
@@ -223,7 +221,7 @@ class Watchdog:
         alarm.answered = True
         heartbeat.start_over()
         self._interrupted = (alarm.incident, heartbeat.last[2])
-        self._hand_over(alarm.incident)
+        self._claimed = alarm.incident
         ended = end_awaited_workers(frame)
         seconds = heartbeat.clock() - alarm.since
         if alarm.incident is not None:
@@ -231,6 +229,16 @@ class Watchdog:
             if ended:
                 alarm.incident.evidence["workers_ended"] = ended
         raise TrainingHang(f"no sign of life from '{alarm.section}' for {seconds:.0f} s (limit {alarm.limit:.0f} s)")
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether a hang was interrupted, and the exception has not left `train()` yet."""
+        return self._claimed is not None
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """Claims the exception that the interrupted training was left by."""
+        incident, self._claimed = self._claimed, None
+        return claim_unless_out_of_memory(incident, error)
 
     # ---- the watching thread ----
 
@@ -301,7 +309,7 @@ class Watchdog:
         if self._interrupted is not None and beats - self._interrupted[1] > _GOES_ON:
             # The exception was swallowed on its way, and training goes on: nobody will ask for the incident.
             incident, self._interrupted = self._interrupted[0], None
-            self._hand_over(None)
+            self._claimed = None
             if incident is not None:
                 _bounded(functools.partial(self._journal.closed, incident, "self_recovered"))
 

@@ -645,9 +645,8 @@ def test_our_own_failure_to_judge_earlier_attempts_stops_nothing(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
-    healer = SelfHealingTrainer(trainer)
-    monkeypatch.setattr(healer, "_judge_earlier_attempts", lambda *_: 1 / 0)
-    healer.train()
+    monkeypatch.setattr("self_healing.earlier_attempts._judge", lambda *_: 1 / 0)
+    SelfHealingTrainer(trainer).train()
     assert trainer.state.global_step == 2
     assert "failed while it looked at earlier attempts" in caplog.text
 

@@ -1,0 +1,266 @@
+"""Decides what to do about an exception that left `train()`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from . import consensus
+from .checkpoints.choice import newest_checkpoint_of
+from .checkpoints.emergency import publish, save_emergency_checkpoint
+from .checkpoints.marker import step_of
+from .claims import Claim, claim_by_recipe, first_claim
+from .classify import add_note, classify_exception, describe_exception, text_of
+from .failures import (
+    FAILURE_RECIPES,
+    Action,
+    DamagedCheckpointError,
+    FailureType,
+    UnrecoverableTrainingError,
+)
+from .incident import Incident
+from .instrument.loader_workers import end_workers_that_failed
+from .lost_device import leave_lost_device, write_down_lost_device
+from .memory_outside import MemoryOutsideOfModel
+from .run.remedies import HealingContext
+from .run_ending import RunEnding
+from .session import Session
+
+
+logger = logging.getLogger("self_healing")
+
+
+@dataclass(frozen=True, slots=True)
+class NextEntry:
+    """
+    How `train()` is entered again.
+
+    Args:
+        incident ([`Incident`]):
+            Of the exception it was left by.
+        resume_from (`Any`):
+            What `train()` resumes from.
+        wait (`bool`, *optional*, defaults to `False`):
+            Whether to wait before.
+    """
+
+    incident: Incident
+    resume_from: Any
+    wait: bool = False
+
+
+class Recovery:
+    """
+    Decides what to do about exceptions that leave `train()`, in one run of the wrapper.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer whose `train()` is entered.
+        session ([`Session`]):
+            The run.
+        ending ([`RunEnding`]):
+            Where what ends the run is written down.
+    """
+
+    def __init__(self, trainer: Any, session: Session, ending: RunEnding) -> None:
+        self.session = session
+        # What ends the run if it cannot go on; an entry that fails before its first batch does not replace it.
+        self.cause: BaseException | None = None
+        self._trainer = trainer
+        self._config = session.config
+        self._ending = ending
+        self._outside_of_model = MemoryOutsideOfModel(session.config, session, trainer)
+        self._entered_in_vain = False
+
+    def decide(self, error: BaseException, resume_from: Any) -> NextEntry | None:
+        """
+        Decides what to do about an exception that left `train()`.
+
+        Args:
+            error (`BaseException`):
+                The exception.
+            resume_from (`Any`):
+                What the entry it left had resumed from.
+
+        Returns:
+            [`NextEntry`]: `None` if it cannot be healed, and `cause` ends the run.
+
+        Raises:
+            UnrecoverableTrainingError: If the remedies are spent.
+            SystemExit: If the process has to end: the machine was asked for back, or the device is lost.
+        """
+        if self.cause is None or self._trained_again:
+            self.cause = error
+        entry = None
+        try:
+            entry = self._decide(error, resume_from, self.cause)
+        except UnrecoverableTrainingError:
+            raise
+        except Exception:
+            logger.exception("self_healing failed while it dealt with %s, which is raised unchanged.", type(error))
+        if entry is None and self.cause is not error:
+            add_note(self.cause, f"self_healing: {_failed_at_entry(error)}.")
+        return entry
+
+    def leave_damaged_checkpoint(self, error: DamagedCheckpointError) -> NextEntry:
+        """Goes back to an older checkpoint, with the learning rate as it was: the steps since then are done again."""
+        step = self._step
+        logger.warning(
+            "The run has not been well since it was resumed, and with %s the same batch is: it goes on from there.",
+            error.older,
+        )
+        error.incident.steps_repeated = max(step - step_of(error.older, default=step), 0)
+        self.session.journal.acted(error.incident, Action.RESUME.value, checkpoint=error.older)
+        return NextEntry(error.incident, error.older)
+
+    def prepare(self, entry: NextEntry) -> None:
+        """Does what comes before `train()` is entered again, with the trainer given back: waits, and tells of it."""
+        session, incident = self.session, entry.incident
+        if incident.failure is FailureType.DAMAGED_CHECKPOINT:
+            session.begin_from_older(entry.resume_from, step_of(entry.resume_from, default=0))
+        began = time.perf_counter()
+        if entry.wait:
+            session.remedies.apply(Action.WAIT_AND_RESUME, HealingContext(incident), self._trainer.args)
+            if session.preempted:
+                session.leave(self._step, self._output_dir)
+        incident.seconds_lost += time.perf_counter() - began
+        session.journal.dealt_with(incident)
+        session.outcomes.wait_for(incident)
+
+    # ---- whose it is, and what cures it ----
+
+    def _decide(self, error: BaseException, resume_from: Any, cause: BaseException) -> NextEntry | None:
+        failure = classify_exception(error)
+        if failure is FailureType.PROCESS_DIED:
+            end_workers_that_failed(error)
+        if failure is FailureType.DEVICE:
+            self._leave_lost_device(error, cause)
+            return None
+        if failure is FailureType.PREEMPTED:
+            self._leave_unfinished_step(error)
+        try:
+            return self._plan(error, failure, resume_from, cause)
+        except UnrecoverableTrainingError:
+            raise
+        except Exception as failed:
+            if classify_exception(failed) is not FailureType.DEVICE:
+                raise
+            # The exception did not say so, and what was to be saved could not be read.
+            self._leave_lost_device(failed, cause)
+            return None
+
+    def _plan(
+        self, error: BaseException, failure: FailureType, resume_from: Any, cause: BaseException
+    ) -> NextEntry | None:
+        began, step = time.perf_counter(), self._step
+        claim = self._claim(error, failure)
+        incident = claim.incident
+        point, unmoved = self._resume_from(incident, error, failure, resume_from)
+        if claim.remedy is Action.STOP and cause is not error and not self._entered_in_vain:
+            # It need not be the training that fails here, but the way back to it.
+            claim = replace(claim, remedy=Action.RESUME)
+        self._entered_in_vain = cause is not error
+        if claim.remedy is Action.STOP or consensus.world_size() > 1:
+            verdict = None if cause is error else f"{describe_exception(cause)}; {_failed_at_entry(error)}"
+            self._ending.stop_for_exception(incident, classify_exception(cause), cause, point, verdict)
+            return None
+        if point is None and not unmoved:
+            self._stop(incident, failure, error, point, "there is no state to resume from")
+        if not self.session.budget.spend(step):
+            why = f"the budget of {self._config.max_recovery_attempts} attempts without progress is spent"
+            self._stop(incident, failure, error, point, why)
+        incident.steps_repeated = 0 if unmoved else max(step - step_of(point, default=step), 0)
+        self._carry_out(claim, point)
+        incident.seconds_lost += time.perf_counter() - began
+        return NextEntry(incident, point, claim.wait)
+
+    def _claim(self, error: BaseException, failure: FailureType) -> Claim:
+        """Asks in a fixed order: those inside `train()`, then out of memory outside of the model, then the recipe."""
+        claim = first_claim(self.session.claimants, error)
+        if claim is not None:
+            return claim
+        journal = self.session.journal
+        incident = journal.open(self._step, type(error).__name__, {"message": text_of(error)[:500]})
+        journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
+        return self._outside_of_model.claim(error, incident) or claim_by_recipe(incident, failure)
+
+    def _carry_out(self, claim: Claim, point: Any) -> None:
+        """Does what does not have to wait until the exception, and with it the failed step, is gone."""
+        incident, session = claim.incident, self.session
+        if claim.remedy is Action.REDUCE_BATCH_SIZE and session.instrument is not None:
+            context = HealingContext(incident, session.instrument, batch=claim.batch)
+            session.remedies.apply(Action.REDUCE_BATCH_SIZE, context, self._trainer.args)
+        if claim.remedy is Action.RESUME:
+            session.journal.acted(incident, Action.RESUME.value, checkpoint=point)
+
+    def _resume_from(
+        self, incident: Incident, error: BaseException, failure: FailureType, resume_from: Any
+    ) -> tuple[Any, bool]:
+        """Where to enter again, and whether that is where this entry began."""
+        session, instrument = self.session, self.session.instrument
+        if instrument is None:
+            # Before our on_train_begin: nothing has moved, the same call can be made again.
+            return resume_from, True
+        unmoved = not instrument.reentry.moved
+        if not FAILURE_RECIPES[failure].saves_first or (unmoved and resume_from is not None):
+            instrument.reentry.rewind_to_last_step()
+            return resume_from, unmoved
+        context = HealingContext(incident, instrument, error=error)
+        saved = session.remedies.apply(Action.EMERGENCY_CHECKPOINT, context, self._trainer.args)
+        if saved["checkpoint"] is None and not unmoved:
+            return newest_checkpoint_of(session.run_id, self._output_dir) or session.attempts.first_resume, False
+        return saved["checkpoint"], unmoved
+
+    @property
+    def _trained_again(self) -> bool:
+        """Whether this entry has come as far as the data, so that what it is left by is a failure of its own."""
+        session = self.session
+        return session.broken or (session.instrument is not None and session.instrument.reentry.has_fetched)
+
+    # ---- the run ends ----
+
+    def _stop(self, incident: Incident, failure: FailureType, error: BaseException, point: Any, why: str) -> NoReturn:
+        advice = self._ending.stop_for_exception(incident, failure, error, point)
+        path = self.session.attempts.postmortem
+        raise UnrecoverableTrainingError(
+            f"Training stopped at step {self._step}: {describe_exception(error)}; {why}. "
+            f"What to do: {advice} Postmortem: {path or 'could not be written'}.",
+            failure=failure,
+            postmortem=path,
+        ) from error
+
+    def _leave_lost_device(self, error: BaseException, cause: BaseException) -> None:
+        """Nothing can be saved and nothing entered again: the process ends, or what ended the run is raised."""
+        verdict = describe_exception(error) if cause is error else f"{describe_exception(cause)}; {text_of(error)}"
+        write_down_lost_device(self._ending, error, verdict)
+        leave_lost_device(self._ending, error)
+
+    def _leave_unfinished_step(self, error: BaseException) -> NoReturn:
+        """Leaves with the state before the step, which would have taken too long."""
+        session, path = self.session, None
+        if session.instrument is not None and consensus.world_size() == 1:
+            try:
+                point = save_emergency_checkpoint(
+                    session.instrument,
+                    session.run_id,
+                    about_to_write=session.attempts.about_to_write,
+                    later=session.checksums.put,
+                )
+                path = None if point is None else publish(point.path, self._output_dir)
+            except Exception:
+                logger.warning("The state before the interrupted step could not be saved.", exc_info=error)
+        session.leave(self._step, self._output_dir, path)
+
+    @property
+    def _step(self) -> int:
+        return int(self._trainer.state.global_step)
+
+    @property
+    def _output_dir(self) -> str:
+        return str(self._trainer.args.output_dir)
+
+
+def _failed_at_entry(error: BaseException) -> str:
+    return f"train() was entered again and failed before the first batch: {describe_exception(error)}"

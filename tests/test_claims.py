@@ -1,0 +1,133 @@
+"""Whose an exception is that left `train()`, asked of made-up claimants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from self_healing import HealingConfig, Incident
+from self_healing.claims import Claim, claim_by_recipe, claim_unless_out_of_memory, first_claim
+from self_healing.failures import Action, FailureType
+from self_healing.journal import Journal
+from self_healing.memory_outside import MemoryOutsideOfModel
+from self_healing.services import ServiceCalls
+
+
+def incident(name: str = "1") -> Incident:
+    return Incident(name, 7, "made up")
+
+
+@dataclass
+class Claims:
+    """Claims exceptions as it is told to."""
+
+    claims: list[Claim] = field(default_factory=list)
+
+    @property
+    def has_claim(self) -> bool:
+        return bool(self.claims)
+
+    def claim(self, error: BaseException) -> Claim | None:
+        return self.claims.pop() if self.claims else None
+
+
+def test_the_first_that_claims_an_exception_heals_it_and_no_claim_is_left() -> None:
+    idle, first, second = Claims(), Claims(), Claims()
+    first.claims.append(Claim(incident("first"), Action.RESUME))
+    second.claims.append(Claim(incident("second"), Action.RESUME))
+    claim = first_claim((idle, first, second), ValueError())
+    assert claim is not None
+    assert claim.incident.id == "first"
+    assert first_claim((idle, first, second), ValueError()) is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "remedy", "wait"),
+    [
+        (FailureType.NETWORK, Action.WAIT_AND_RESUME, True),
+        (FailureType.HANG, Action.RESUME, False),
+        (FailureType.PROCESS_DIED, Action.RESUME, False),
+        (FailureType.OUT_OF_MEMORY, Action.STOP, False),
+        (FailureType.USER_CODE, Action.STOP, False),
+    ],
+)
+def test_a_recipe_says_what_is_done_outside_of_train(failure: FailureType, remedy: Action, wait: bool) -> None:
+    claim = claim_by_recipe(incident(), failure)
+    assert (claim.remedy, claim.wait) == (remedy, wait)
+
+
+def test_an_incident_does_not_claim_memory_that_ran_out_on_the_way() -> None:
+    assert claim_unless_out_of_memory(incident(), MemoryError()) is None
+    assert claim_unless_out_of_memory(None, ConnectionError()) is None
+    claim = claim_unless_out_of_memory(incident(), ConnectionError())
+    assert claim is not None
+    assert claim.wait
+
+
+def made_up_run(directory: Path, **settings: Any) -> Any:
+    config = HealingConfig(retry_attempts=2, retry_initial_seconds=0.01, **settings)
+    return SimpleNamespace(
+        config=config,
+        journal=Journal(directory, config, "run"),
+        instrument=None,
+        may_enter_again=True,
+        sleep=lambda seconds: None,
+    )
+
+
+def fail() -> None:
+    raise ConnectionError("refused")
+
+
+def test_a_call_that_is_given_up_claims_the_exception_once(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path)
+    calls = ServiceCalls(run.config, run)
+    with pytest.raises(ConnectionError) as caught:
+        calls.call("a judge", lambda: None, fail)
+    assert calls.has_claim
+    claim = calls.claim(caught.value)
+    assert claim is not None
+    assert claim.incident is run.journal.incidents[0]
+    assert calls.claim(caught.value) is None
+
+
+def test_a_call_that_succeeds_ends_the_claim_of_an_earlier_one(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path)
+    calls = ServiceCalls(run.config, run)
+    with pytest.raises(ConnectionError):
+        calls.call("a judge", lambda: None, fail)
+    calls.call("a judge", lambda: None, lambda: None)
+    assert not calls.has_claim
+
+
+class TestMemoryOutsideOfTheModel:
+    def healer(self, directory: Path, **settings: Any) -> MemoryOutsideOfModel:
+        run = made_up_run(directory, **settings)
+        self.state = SimpleNamespace(global_step=0)
+        return MemoryOutsideOfModel(run.config, run, SimpleNamespace(state=self.state))
+
+    def remedies(self, directory: Path, steps: list[int], **settings: Any) -> list[Action | None]:
+        healer = self.healer(directory, **settings)
+        found: list[Action | None] = []
+        for step in steps:
+            self.state.global_step = step
+            claim = healer.claim(MemoryError(), incident())
+            found.append(None if claim is None else claim.remedy)
+        return found
+
+    def test_a_step_is_done_once_more_with_the_memory_freed(self, tmp_path: Path) -> None:
+        assert self.remedies(tmp_path, [3, 90]) == [Action.FREE_MEMORY, Action.FREE_MEMORY]
+
+    def test_the_same_step_again_ends_the_run_if_the_batch_stays(self, tmp_path: Path) -> None:
+        found = self.remedies(tmp_path, [3, 4, 4], oom_reduce_batch=False)
+        assert found == [Action.FREE_MEMORY, Action.FREE_MEMORY, Action.STOP]
+
+    def test_nothing_is_claimed_where_it_is_not_to_be_healed(self, tmp_path: Path) -> None:
+        assert self.remedies(tmp_path, [3], on_oom="raise") == [None]
+
+    def test_other_exceptions_are_not_claimed(self, tmp_path: Path) -> None:
+        assert self.healer(tmp_path).claim(ValueError(), incident()) is None
