@@ -66,11 +66,11 @@ class Rounds(TrainerCallback):
             self.step_seconds.append(time.perf_counter() - self._step_began)
 
     def _round(self, counted: bool) -> None:
-        session = self.healing.session
-        assert session is not None
-        assert session.instrument is not None
-        trainer, ring = session.instrument.trainer, session.rollback.ring
-        live = session.instrument.view.live_state()
+        run = self.healing.run
+        assert run is not None
+        assert run.instrument is not None
+        trainer, ring = run.instrument.trainer, run.rollback.ring
+        live = run.instrument.view.live_state()
         checkpoint = f"{trainer.args.output_dir}/checkpoint-{trainer.state.global_step}"
 
         def take() -> None:
@@ -86,7 +86,7 @@ class Rounds(TrainerCallback):
             ("snapshot", take),
             ("restore", restore),
             ("save_checkpoint", lambda: trainer._save_checkpoint(trainer.model, trial=None)),
-            ("load_checkpoint", lambda: reload_checkpoint(session.instrument.trainer, checkpoint)),
+            ("load_checkpoint", lambda: reload_checkpoint(run.instrument.trainer, checkpoint)),
         ):
             self._time(name, operation, counted)
 

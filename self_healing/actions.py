@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from .assembly import Run
 from .failures import Action
 from .run.remedies import HealingContext
-from .session import Session
 
 
 class HealingActions:
@@ -17,12 +17,12 @@ class HealingActions:
     Carries out actions, for code of your own that decides what is to be done.
 
     Args:
-        session ([`Session`], *optional*):
+        run ([`Run`], *optional*):
             The run; `None` before a trainer is attached to, where no action can be carried out.
     """
 
-    def __init__(self, session: Session | None) -> None:
-        self._session = session
+    def __init__(self, run: Run | None) -> None:
+        self._run = run
 
     def apply(
         self,
@@ -48,9 +48,9 @@ class HealingActions:
             UnrecoverableTrainingError: For `STOP`.
             ValueError: For an action that is not known.
         """
-        session = self._session
-        if session is None:
+        run = self._run
+        if run is None:
             raise RuntimeError("the callback is not attached to a running trainer")
         if context.instrument is None:
-            context.instrument = session.instrument
-        return session.remedies.apply(actions, context, training_args)
+            context.instrument = run.instrument
+        return run.context.remedies.apply(actions, context, training_args)

@@ -2,15 +2,166 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from . import consensus
+from .attempts import Attempts
+from .budget import RecoveryBudget
+from .checkpoints.checksums import ChecksumQueue
+from .checkpoints.owed import bookkeeping_now
 from .config import HealingConfig
+from .data import Quarantine
+from .departure import Departure
+from .disk import SaveHealer
+from .hang_watch import HangWatch
+from .instrument import Instrument, save_generated
+from .instrument.sections import Heartbeat
+from .journal import Journal
 from .last_resorts import LastResorts
-from .memory_remedies import MemoryRemedies
+from .memory_remedies import MemoryRemedies, MemoryState
+from .microbatch import SizeMemory
 from .numerics_remedies import NumericsRemedies
+from .numerics_state import NumericsState
+from .rollback import Rollback
 from .row_quarantine import RowQuarantine
-from .session import Session
+from .run.context import RunContext
+from .run.outcomes import Outcomes
+from .run.remedies import Remedies
+from .run_record import Ending
+from .saved_state import take_over_whole
+
+
+logger = logging.getLogger("self_healing")
+
+
+class Run:
+    """
+    One run, however often `train()` is entered: what all parts know of it, and the parts that last as long as it.
+
+    Args:
+        context ([`RunContext`]):
+            What all parts know.
+        numerics ([`NumericsState`]), rollback ([`Rollback`]):
+            What is learned about its numbers, and the states it can go back to.
+        memory ([`MemoryState`]):
+            What is known to fit.
+        quarantine ([`Quarantine`]):
+            Rows and samples that are left out.
+        attempts ([`Attempts`]), departure ([`Departure`]):
+            Its processes, and how this one leaves.
+        saves ([`SaveHealer`]), hangs ([`HangWatch`]):
+            Handle failed saves, and watch for hangs.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        numerics: NumericsState,
+        rollback: Rollback,
+        memory: MemoryState,
+        quarantine: Quarantine,
+        attempts: Attempts,
+        departure: Departure,
+        saves: SaveHealer,
+        hangs: HangWatch,
+    ) -> None:
+        self.context = context
+        self.numerics = numerics
+        self.rollback = rollback
+        self.memory = memory
+        self.quarantine = quarantine
+        self.attempts = attempts
+        self.departure = departure
+        self.saves = saves
+        self.hangs = hangs
+
+    @property
+    def journal(self) -> Journal:
+        """Where incidents are written down."""
+        return self.context.journal
+
+    @property
+    def instrument(self) -> Instrument | None:
+        """Attached to the trainer; `None` before the first `train()` call, and between two."""
+        return self.context.attachment.instrument
+
+    @property
+    def broken(self) -> bool:
+        """Whether code of ours has failed: training goes on without it."""
+        return self.context.attachment.broken
+
+    def about_to_save(self, step: int) -> None:
+        """
+        A regular checkpoint is about to be written. It is one as soon as the Trainer has written its state, last of
+        all: a process that is killed before it is marked must have left by then what belongs to it.
+        """
+        self.rollback.about_to_save(step)
+        instrument = self.instrument
+        if instrument is None:
+            return
+        checkpoint = Path(instrument.trainer.args.output_dir) / f"checkpoint-{step}"
+        self.attempts.about_to_write(checkpoint, bookkeeping_now(instrument))
+        # Written once more with the marker: there the disk may have room that rotation has made.
+        with contextlib.suppress(OSError, RuntimeError):
+            save_generated(instrument.trainer, checkpoint)
+
+    def start_over(self, checkpoint: str, step: int) -> None:
+        """
+        The checkpoint that was resumed from is damaged: what was learned from it is forgotten, and read anew from an
+        older one when `train()` is entered the next time, as a new process would.
+
+        Args:
+            checkpoint (`str`), step (`int`):
+                The older one, and where it is.
+        """
+        self.context.outcomes.nothing_lost_since(step)
+        self.rollback.start_over()
+        self.numerics.forget()
+        self.context.outcomes.trust_again()
+        self.context.stop.incident = None
+        self.attempts.begin_from_older(checkpoint, step)
+
+    # ---- state in checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **self.context.outcomes.state_dict(),
+            "rate_after_reduction": self.numerics.rate_after_reduction,
+            **{name: part.state_dict() for name, part in self._parts().items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        reduced = state.get("rate_after_reduction")
+        self.numerics.rate_after_reduction = reduced if isinstance(reduced, float) else None
+        if not self.attempts.taken_up:
+            self.context.outcomes.load_state_dict(state)
+        for name, part in self._parts().items():
+            # Written by an earlier version of the library, or with other settings.
+            if name in state and not take_over_whole(part, state[name]):
+                logger.warning(
+                    "What %r has learned cannot be taken from the checkpoint (it is damaged, or of another version of "
+                    "this library): it begins anew.",
+                    name,
+                )
+        if self.numerics.panel is not None and self.numerics.panel.divergence.alarmed:
+            # The incident is not taken along: what still holds is seen again, and opens one in this run's journal.
+            self.numerics.panel.divergence.alarmed = False
+
+    def _parts(self) -> dict[str, Any]:
+        return self.numerics.detectors() | {
+            "policy": self.numerics.policy,
+            "quarantine": self.quarantine,
+            "learning_rate": self.numerics.learning_rate,
+            "budget": self.context.budget,
+            "ladder": self.numerics.ladder,
+            "missing_steps": self.numerics.missing,
+        }
 
 
 def assemble(
@@ -20,9 +171,9 @@ def assemble(
     sleep: Callable[[float], None] | None = None,
     run_id: str | None = None,
     may_enter_again: bool = False,
-) -> Session:
+) -> Run:
     """
-    Builds what one run remembers, with all the remedies it may need.
+    Builds a run, with all the remedies it may need.
 
     Args:
         config ([`HealingConfig`]):
@@ -39,12 +190,49 @@ def assemble(
         may_enter_again (`bool`, *optional*, defaults to `False`):
             Whether an exception may leave `train()` to be healed outside, where it is entered again.
     """
-    session = Session(config, directory, rank, sleep, run_id, may_enter_again)
+    heartbeat = Heartbeat(config.hang_learning_steps)
+    run_id = run_id or new_run_id()
+    journal = Journal(directory, config, run_id, rank)
+    outcomes = Outcomes(journal, config.outcome_steps, lambda: numerics.detector.trend(), lambda: numerics.early_limit)
+    context = RunContext(
+        config=config,
+        directory=directory,
+        run_id=run_id,
+        started_at=time.time(),
+        may_enter_again=may_enter_again,
+        journal=journal,
+        outcomes=outcomes,
+        remedies=Remedies(journal),
+        checksums=ChecksumQueue(),
+        budget=RecoveryBudget(config),
+        heartbeat=heartbeat,
+        sleep=heartbeat.pausing(sleep or (lambda seconds: departure.sleep(seconds))),
+        leave_asked=lambda: departure.asked,
+    )
+    numerics = NumericsState(config, journal, context.budget, outcomes, lambda: context.step)
+    rollback = Rollback(config, journal, numerics.remember, numerics.recall)
+    memory = MemoryState(SizeMemory(config.oom_probe_steps))
+    quarantine = Quarantine(directory, config.quarantine_text)
+    attempts = Attempts(context, numerics)
+    departure = Departure(context, attempts)
+    hangs = HangWatch(
+        context,
+        before_exit=lambda why: attempts.end(Ending.RESTART, why),
+        still_training=departure.still_training,
+        over=departure.forget,
+        counts_attempts=lambda: attempts.record is not None,
+    )
     for remedies in (
-        NumericsRemedies(session.run, session.numerics, session.rollback),
-        MemoryRemedies(session.memory),
-        RowQuarantine(config, session.quarantine),
-        LastResorts(config, session),
+        NumericsRemedies(context, numerics, rollback),
+        MemoryRemedies(memory),
+        RowQuarantine(config, quarantine),
+        LastResorts(context, attempts, departure, rollback),
     ):
-        session.remedies.offer(remedies.table())
-    return session
+        context.remedies.offer(remedies.table())
+    saves = SaveHealer(context, rollback.give_way)
+    return Run(context, numerics, rollback, memory, quarantine, attempts, departure, saves, hangs)
+
+
+def new_run_id() -> str:
+    """A name for a run that begins: the same on every rank, so all of them have to ask. Collective."""
+    return str(consensus.from_first_rank(f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from .classify import describe_exception
 from .incident import Incident
+from .instrument import Instrument, ResumePoint
 from .launcher import launch_of
 from .run.context import RunContext
 from .run_record import Ending, RunRecord, warn_about_parts
-from .run_status import StatusKeeper
+from .run_status import RunState, StatusKeeper
 
 
-class OutlivesProcess(Protocol):
-    """What a run has decided, and the next process must not forget."""
+class HealedSteps(Protocol):
+    """What healing inside of steps has decided, which the next process must not forget, and has left open."""
 
     def memory(self) -> dict[str, Any]:
         """What is written down of it, as JSON."""
@@ -34,6 +38,18 @@ class OutlivesProcess(Protocol):
     def recall_memory(self, memory: Mapping[str, Any]) -> None:
         """Takes in the memory of the process before this one, later than any checkpoint."""
 
+    def climb_anew(self) -> None:
+        """Begins ladders at their first rung: the run was started again on purpose."""
+
+    def trained_steps(self, finished: int) -> int:
+        """Of the steps that are finished, how many are in the weights."""
+
+    def close_outcomes(self, unfollowed: str | None = None) -> None:
+        """Closes what waits for steps to come, because none will."""
+
+    def close_as_fatal(self, incident: Incident) -> None:
+        """Closes the incident the run ends with, and all that waits for steps to come."""
+
 
 class Attempts:
     """
@@ -43,13 +59,17 @@ class Attempts:
     Args:
         run ([`RunContext`]):
             The run.
-        decided ([`OutlivesProcess`]):
+        steps ([`HealedSteps`]):
             What must not be forgotten beside incidents.
     """
 
-    def __init__(self, run: RunContext, decided: OutlivesProcess) -> None:
+    def __init__(self, run: RunContext, steps: HealedSteps) -> None:
         self._run = run
-        self._decided = decided
+        self.steps = steps
+        # Told to those who look into the output directory, by the first process.
+        self.status: StatusKeeper | None = None
+        # The emergency checkpoint that the next entry goes on from.
+        self.resume_point: ResumePoint | None = None
         self.record: RunRecord | None = None
         # Whether earlier processes wrote it: their incidents and budgets are this one's, too.
         self.taken_up = False
@@ -81,7 +101,7 @@ class Attempts:
         if taken_up:
             journal.incidents = _incidents_in(record)
             odd: list[str] = []
-            record.memory = self._decided.readable_memory(record.memory, odd)
+            record.memory = self.steps.readable_memory(record.memory, odd)
             warn_about_parts(odd)
             self.recall()
             for incident in journal.incidents:
@@ -94,7 +114,7 @@ class Attempts:
         """Takes in budgets and learning rate as the process before this one left them, later than any checkpoint."""
         if self.record is None or not self.taken_up:
             return
-        self._decided.recall_memory(self.record.memory)
+        self.steps.recall_memory(self.record.memory)
 
     def write(self) -> None:
         """Writes down what must not be forgotten."""
@@ -104,13 +124,32 @@ class Attempts:
         if run.attachment.instrument is not None:
             record.newest.last_step = max(record.newest.last_step, run.step)
         record.incidents = [incident.to_dict() for incident in run.journal.incidents]
-        record.memory = self._decided.memory()
+        record.memory = self.steps.memory()
         record.write()
 
     def about_to_write(self, checkpoint: Path, bookkeeping: Mapping[str, Any]) -> None:
         """A checkpoint of any kind is about to be written, and its marker after it."""
         if self.record is not None and self._run.journal.rank == 0:
             self.record.about_to_save(os.path.relpath(checkpoint, self.record.directory), bookkeeping)
+
+    # ---- the status ----
+
+    def tell_status(self, output_dir: Path, max_steps: int) -> None:
+        """
+        Tells those who look into the `output_dir` that the run goes on, until the trainer is itself again.
+
+        Args:
+            output_dir (`Path`), max_steps (`int`):
+                Of the trainer.
+        """
+        run = self._run
+        if run.journal.rank != 0 or (self.record is not None and not self.record.kept):
+            # The status is that of the process that trained there first, as the record is.
+            return
+        self.status = status = self.status or StatusKeeper(output_dir)
+        status.begin(run.run_id, run.journal.path, run.step, max_steps, marks=self.record is None)
+        if self.record is None:
+            run.instrument.on_detach.append(partial(_left, status, run.instrument))
 
     # ---- this process's part ----
 
@@ -137,6 +176,7 @@ class Attempts:
             checkpoint (`str`), step (`int`):
                 The older one, and where it is.
         """
+        self.resume_point = None
         self.entries_before, self.entries = self.entries_before + self.entries, 0
         # Budget and ladder are the run's, and not those the checkpoint was written with.
         self.taken_up = True
@@ -151,15 +191,13 @@ class Attempts:
         record = self.record
         return record is None or not record.attempts or record.newest.ending is not Ending.RUNNING
 
-    def end(self, ending: Ending, why: str = "", status: StatusKeeper | None = None) -> None:
+    def end(self, ending: Ending, why: str = "") -> None:
         """
         Writes down how this process's part in the run ends; what was written first counts.
 
         Args:
             ending ([`Ending`]), why (`str`, *optional*):
                 How, and what ended it.
-            status ([`StatusKeeper`], *optional*):
-                Is told as well.
         """
         record = self.record
         if record is None or self.ended:
@@ -168,11 +206,18 @@ class Attempts:
             # What an earlier process died of is not what became of the run.
             self._run.journal.set_aside_postmortem()
         record.end_attempt(ending, why, record.newest.last_step)
-        if status is not None:
-            status.end_attempt(ending, record.newest.last_step, why)
+        if self.status is not None:
+            self.status.end_attempt(ending, record.newest.last_step, why)
         record.postmortem = self.postmortem
         self.write()
         record.close()
+
+
+def _left(status: StatusKeeper, instrument: Instrument) -> None:
+    """The trainer is given back; without the wrapper, an exception on its way out of `train()` is the end."""
+    error = sys.exc_info()[1]
+    if error is not None and not instrument.failsafe.switched_off:
+        status.end(RunState.STOPPED, instrument.view.step, describe_exception(error))
 
 
 def _incidents_in(record: RunRecord) -> list[Incident]:

@@ -10,17 +10,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from .config import HealingConfig
-from .data import QUARANTINE_FILE, BadSample, Findings, dataset_fingerprint, describe_name, why_not_appendable
+from .data import (
+    QUARANTINE_FILE,
+    BadSample,
+    Findings,
+    Quarantine,
+    dataset_fingerprint,
+    describe_name,
+    why_not_appendable,
+)
 from .failures import Action, FailureType
+from .incident import Incident
 from .instrument.loading import TrainingLoader
 from .retry import RetryPolicy
-from .run.remedies import HealingContext, Remedies
+from .run.context import RunContext
+from .run.remedies import HealingContext
 from .sample_guard import DataSourceError, Guard, GuardedCollator, GuardedDataset
-from .services import ServiceCalls
-from .session import Session
 from .stream_guard import GuardedStream
 
 
@@ -31,28 +38,41 @@ _AT_LEAST = 100
 _LISTED = 20
 
 
+class LoadCalls(Protocol):
+    """Calls that load a sample, made again where that may help."""
+
+    def call(
+        self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a function, again if need be."""
+
+    def take_back(self) -> Incident | None:
+        """Gives the incident of a call that was given up, which is not to be healed outside of `train()` any more."""
+
+
 class SampleHealer:
     """
     Guards the data of a run, and answers for what the guards find.
 
     Args:
-        config ([`HealingConfig`]):
-            `on_bad_sample`, `max_bad_data_fraction`, and the settings that begin with `retry_`.
-        session ([`Session`]):
-            The memory of the run.
-        actions ([`Remedies`]):
-            Ends the run.
+        run ([`RunContext`]):
+            The run; its configuration has `on_bad_sample`, `max_bad_data_fraction`, and the settings that begin with
+            `retry_`.
+        quarantine ([`Quarantine`]):
+            Where samples are written down.
+        calls ([`LoadCalls`]):
+            Load a sample in this process again where that may help.
     """
 
-    def __init__(self, config: HealingConfig, session: Session, actions: Remedies) -> None:
-        self.config = config
-        self.session = session
-        self.actions = actions
+    def __init__(self, run: RunContext, quarantine: Quarantine, calls: LoadCalls) -> None:
+        self.run = run
+        self.config = run.config
+        self.actions = run.remedies
+        self.calls = calls
+        self._quarantine = quarantine
         self._loading: TrainingLoader | None = None
         self._findings: Findings | None = None
         self._drawn = 0
-        # Those that load a sample in this process.
-        self.calls = ServiceCalls(config, session)
 
     def attach(self) -> None:
         """Called with the instrument attached. A loader that cannot be guarded is left as it is."""
@@ -70,23 +90,23 @@ class SampleHealer:
             logger.error("The training data could not be guarded; training goes on without that.", exc_info=True)
 
     def _attach(self, loading: TrainingLoader) -> None:
-        instrument, session = self._instrument, self.session
+        instrument, run = self._instrument, self.run
         args = instrument.trainer.args
         fingerprint = dataset_fingerprint(loading.dataset)
         names_only = self.config.on_bad_sample == "raise"
         if names_only:
             findings = Findings(
-                session.quarantine.path, session.run_id, fingerprint, {}, keep_text=self.config.quarantine_text
+                self._quarantine.path, run.run_id, fingerprint, {}, keep_text=self.config.quarantine_text
             )
         else:
-            findings = session.quarantine.watch(session.run_id, fingerprint, args.process_index, instrument.view.step)
+            findings = self._quarantine.watch(run.run_id, fingerprint, args.process_index, instrument.view.step)
             findings.take()
             if loading.has_workers:
                 self._let_workers_tell(findings)
         seed = args.seed if args.data_seed is None else args.data_seed
         guard = Guard(findings, int(seed), self._retry(loading), names_only)
         if not loading.has_workers:
-            guard.alive = session.heartbeat.start_over
+            guard.alive = run.heartbeat.start_over
         guarded: GuardedStream | GuardedDataset
         guarded = GuardedStream(loading.dataset, guard) if loading.streams else GuardedDataset(loading.dataset, guard)
         loading.read_from(guarded, GuardedCollator(loading.collate, guard, guarded))
@@ -101,7 +121,7 @@ class SampleHealer:
         instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
 
     def _let_workers_tell(self, findings: Findings) -> None:
-        path = self.session.quarantine.path
+        path = self._quarantine.path
         error = why_not_appendable(path)
         if error is None:
             return
@@ -123,7 +143,7 @@ class SampleHealer:
 
     @property
     def _instrument(self) -> Any:
-        instrument = self.session.instrument
+        instrument = self.run.instrument
         if instrument is None:
             raise RuntimeError("samples are guarded while the instrument is attached")
         return instrument
@@ -156,8 +176,8 @@ class SampleHealer:
         given_up = self.calls.take_back() if new else None
         if given_up is not None:
             # The call was that of a sample which has been replaced: nobody enters again for it.
-            self.session.journal.dealt_with(given_up)
-            self.session.journal.closed(given_up, "resolved")
+            self.run.journal.dealt_with(given_up)
+            self.run.journal.closed(given_up, "resolved")
         self._report(new, retried)
         bad, limit = findings.bad, self._limit(loading)
         if len(bad) > limit:
@@ -168,7 +188,7 @@ class SampleHealer:
         return self.config.max_bad_data_fraction * min(whole, max(self._drawn, _AT_LEAST))
 
     def _report(self, new: Sequence[BadSample], retried: Sequence[str]) -> None:
-        journal, step = self.session.journal, self._instrument.view.step
+        journal, step = self.run.journal, self._instrument.view.step
         evidence: dict[str, Any] = {"samples": [asdict(sample) for sample in new]}
         if retried:
             evidence["retried"] = list(retried)
@@ -178,7 +198,7 @@ class SampleHealer:
         journal.diagnosed(incident, FailureType.BAD_DATA, cause, {})
         journal.acted(incident, Action.RETRY_CALL.value)
         if new:
-            path = str(self.session.quarantine.path)
+            path = str(self._quarantine.path)
             journal.acted(incident, Action.QUARANTINE_SAMPLE.value, file=path, samples=[each.name for each in new])
             journal.acted(incident, Action.REPLACE_SAMPLE.value, by=[each.replaced_by for each in new])
         journal.dealt_with(incident)
@@ -189,7 +209,7 @@ class SampleHealer:
     def _end_for_too_many(self, bad: dict[Any, str], limit: float) -> None:
         drawn = f"{self._drawn} drawn so far and their substitutes"
         listed = "; ".join(f"{describe_name(name)} ({why[:120]})" for name, why in list(bad.items())[:_LISTED])
-        more = f"; and {len(bad) - _LISTED} more in {self.session.quarantine.path}" if len(bad) > _LISTED else ""
+        more = f"; and {len(bad) - _LISTED} more in {self._quarantine.path}" if len(bad) > _LISTED else ""
         verdict = (
             f"{len(bad)} samples among {drawn} cannot be used, which is more than max_bad_data_fraction="
             f"{self.config.max_bad_data_fraction:g} allows ({int(limit)}): {listed}{more}"
@@ -200,7 +220,7 @@ class SampleHealer:
         self._end("broken_data_source", {"message": str(error)[:2000]}, str(error), error)
 
     def _end(self, symptom: str, evidence: dict[str, Any], verdict: str, error: Exception | None) -> None:
-        instrument, journal = self._instrument, self.session.journal
+        instrument, journal = self._instrument, self.run.journal
         incident = journal.open(instrument.view.step, symptom, evidence)
         journal.diagnosed(incident, FailureType.BAD_DATA, symptom.replace("_", " "), {})
         context = HealingContext(incident, instrument, verdict=verdict, error=error)

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,15 @@ from transformers.trainer_callback import ExportableState
 
 from . import consensus
 from .actions import HealingActions
-from .assembly import assemble
-from .bad_samples import SampleHealer
-from .checkpoint_files import PINNED_DIR
+from .assembly import Run, assemble
 from .checkpoints.choice import CheckpointError
 from .checkpoints.marker import Standing, write_marker
 from .checkpoints.owed import bookkeeping_now, owe_evaluation
 from .checkpoints.trainer_state import healing_state_of
-from .checkpoints.vetting import may_be_loaded, vet_weights
 from .config import HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
-from .disk import SaveHealer
-from .end_of_run import tell_of_best_model, tell_what_to_know
+from .end_of_run import tell_what_to_know
+from .entry import Entry
 from .entry_checks import (
     refuse_damaged_checkpoint,
     refuse_nonfinite_weights,
@@ -38,11 +34,7 @@ from .entry_checks import (
 from .failures import UnrecoverableTrainingError
 from .incident import Incident
 from .instrument import (
-    BestModel,
-    CheckpointSaving,
     Instrument,
-    ReportingGuard,
-    ServiceGuard,
     TrainingFault,
     find_resume_path,
     find_trainer,
@@ -51,20 +43,15 @@ from .instrument import (
     save_generated,
 )
 from .judge import StepJudge
-from .memory import MemoryHealer
 from .own_files import hide_from_uploads, own_patterns, remove_leftovers
-from .reporting import Reporting
 from .resumed_bookkeeping import continue_bookkeeping
-from .run_hooks import RunHooks
 from .run_status import RunState
-from .services import ServiceCalls
-from .session import Session
 from .setting import ConfigurationError
 
 
 logger = logging.getLogger("self_healing")
 
-_SESSION_ATTRIBUTE = "_self_healing_session"
+_RUN_ATTRIBUTE = "_self_healing_run"
 
 
 class SelfHealingCallback(TrainerCallback, ExportableState):
@@ -94,7 +81,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         self, config: HealingConfig | Mapping[str, Any] | None = None, trainer: Trainer | None = None
     ) -> None:
         self.config = config = as_config(config)
-        self.session: Session | None = None
+        self.run: Run | None = None
         # Read now, so that a mistake in the file is known before the run begins.
         self._rules = _rules_of(config)
         self._judge: StepJudge | None = None
@@ -104,7 +91,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     @property
     def actions(self) -> HealingActions:
         """Carries out actions in the run that is healed, for code of your own."""
-        return HealingActions(self.session)
+        return HealingActions(self.run)
 
     # ---- state in checkpoints: transformers rebuilds the callback as `type(callback)(**args)` plus attributes ----
 
@@ -114,7 +101,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     @property
     def healing_state(self) -> dict[str, Any] | None:
         """What detectors, policy and quarantine remember, as JSON."""
-        return self._saved_state if self.session is None else self.session.state_dict()
+        return self._saved_state if self.run is None else self.run.state_dict()
 
     @healing_state.setter
     def healing_state(self, state: dict[str, Any] | None) -> None:
@@ -122,7 +109,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy goes on from what is remembered; threads and the trainer of the run are not part of it.
-        return vars(self) | {"session": None, "_judge": None, "_saved_state": self.healing_state}
+        return vars(self) | {"run": None, "_judge": None, "_saved_state": self.healing_state}
 
     # ---- a run begins and ends ----
 
@@ -144,116 +131,83 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             fault = caught
         except (ConfigurationError, CheckpointError, UnrecoverableTrainingError):
             # Asked for, and not possible with this model; or there is nothing to train with.
-            if self.session is not None and self.session.instrument is not None:
-                self.session.instrument.detach()
+            if self.run is not None and self.run.instrument is not None:
+                self.run.instrument.detach()
             raise
         except Exception as error:
             logger.error("self_healing could not attach; training goes on without it.", exc_info=error)
-            if self.session is not None and self.session.instrument is not None:
-                self.session.instrument.detach()
+            if self.run is not None and self.run.instrument is not None:
+                self.run.instrument.detach()
             self._give_up_quietly()
         if fault is not None:
             raise fault.error
 
     def _attach(self, trainer: Any, state: Any, resumed_from: str | None) -> None:
         args = trainer.args
-        adopted: Session | None = getattr(trainer, _SESSION_ATTRIBUTE, None)
-        if self.session is not None and self.session.instrument is not None:
-            _warn_about_the_run_it_leaves(self.session.instrument, trainer)
-            self.session.instrument.detach()
+        adopted: Run | None = getattr(trainer, _RUN_ATTRIBUTE, None)
+        if self.run is not None and self.run.instrument is not None:
+            _warn_about_the_run_it_leaves(self.run.instrument, trainer)
+            self.run.instrument.detach()
         if self._is_second(trainer):
             logger.warning(
                 "The trainer has more than one SelfHealingCallback; only the first one heals. Please remove the rest."
             )
-            self.session = None
+            self.run = None
             return
         if adopted is None:
             refuse_unwritable_output(args)
-        self.session = session = adopted or assemble(
+        self.run = run = adopted or assemble(
             self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
         )
-        session.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
+        run.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
         self._hide_own_files(args)
-        self._judge = judge = StepJudge(
-            session.run, session.numerics, session.rollback, lambda: any(each.has_claim for each in session.claimants)
-        )
-        memory = MemoryHealer(self.config, session, session.remedies, judge.heal_interrupted_step)
-        session.memory_metrics = memory.metrics
-        instrument = Instrument(
-            trainer,
-            RunHooks(trainer, session, judge, memory),
-            heals_exceptions=self.config.on_nonfinite in ("heal", "skip"),
-            started_at=session.started_at,
-            heartbeat=session.heartbeat,
-        )
-        # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
-        before = session.instrument
+        before = run.instrument
         moved = before.optimizer_step.weights_moved if before is not None else int(state.global_step) > 0
-        instrument.optimizer_step.weights_moved |= moved
-        session.instrument = instrument
+        entry = Entry(run, trainer, moved)
+        self._judge, instrument = entry.judge, entry.instrument
         # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
         # does not know (Trainer._save_checkpoint, 5.23).
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        if session.attempts.entries == 0:
+        if run.attempts.entries == 0:
             if args.process_index == 0:
                 remove_leftovers(args.output_dir, self.config.healing_dir)
-            if not session.attempts.taken_up:
-                session.journal.set_aside_postmortem()
-            session.numerics.begin_watching(instrument, self._rules)
-            self._restore_state(session, state)
-            session.attempts.recall()
-            session.attempts.first_resume = resumed_from
-            session.numerics.learning_rate.begin(int(state.max_steps), instrument.view.beta2)
-            session.numerics.missing.begin(int(state.global_step))
-            session.numerics.resumed_from, session.numerics.on_trial = resumed_from, resumed_from is not None
+            if not run.attempts.taken_up:
+                run.journal.set_aside_postmortem()
+            run.numerics.begin_watching(instrument, self._rules)
+            self._restore_state(run, state)
+            run.attempts.recall()
+            run.attempts.first_resume = resumed_from
+            run.numerics.learning_rate.begin(int(state.max_steps), instrument.view.beta2)
+            run.numerics.missing.begin(int(state.global_step))
+            run.numerics.resumed_from, run.numerics.on_trial = resumed_from, resumed_from is not None
         else:
-            session.numerics.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
-        session.attempts.enter()
-        finite = session.attempts.entries > 1 or refuse_nonfinite_weights(session.run, resumed_from)
-        if session.attempts.entries == 1 and adopted is None and resumed_from is not None:
+            run.numerics.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
+        run.attempts.enter()
+        finite = run.attempts.entries > 1 or refuse_nonfinite_weights(run.context, resumed_from)
+        if run.attempts.entries == 1 and adopted is None and resumed_from is not None:
             # The wrapper has looked before the Trainer loaded anything.
-            refuse_damaged_checkpoint(session.run, Path(resumed_from))
-        if session.attempts.entries == 1:
+            refuse_damaged_checkpoint(run.context, Path(resumed_from))
+        if run.attempts.entries == 1:
             tell_of_offloaded(instrument)
-        instrument.attach()
-        memory.attach()
-        samples = SampleHealer(self.config, session, session.remedies)
-        samples.attach()
-        if self.config.on_save_failure == "continue":
-            session.saves = session.saves or SaveHealer(session.run, lambda: session.rollback.give_way())
-            instrument.saves.writer = CheckpointSaving(trainer, session.saves, instrument.failsafe.contained)
-        places = [Path(args.output_dir), Path(args.output_dir, PINNED_DIR)]
-        instrument.best_model = BestModel(
-            trainer, places, vet_weights, may_be_loaded, partial(tell_of_best_model, session.run)
-        )
-        services = ServiceCalls(self.config, session)
-        ServiceGuard(instrument, services).attach()
-        if session.reporting is None:
-            self._guard_reporting(trainer, session, instrument)
-        watchdog = session.watch_for_hangs(instrument)
-        # Calls last: the user's code may have let one fail some time before memory ran out, or training hung.
-        session.claimants = (memory, watchdog, services, samples.calls)
-        if adopted is None and self.config.on_preemption == "save":
-            session.preemption.listen()
-            instrument.on_detach.append(session.preemption.release)
-        continue_bookkeeping(session, instrument, resumed_from, int(state.global_step))
-        session.journal.event(
+        entry.attach(wrapped=adopted is not None)
+        continue_bookkeeping(run.context, run.attempts, instrument, resumed_from, int(state.global_step))
+        run.journal.event(
             "run_started",
             int(state.global_step),
             objective=instrument.objective.name,
             detectors=["nonfinite", *sorted(instrument.objective.detectors)],
-            rules=[] if session.numerics.rules is None else sorted(rule.name for rule in session.numerics.rules.rules),
+            rules=[] if run.numerics.rules is None else sorted(rule.name for rule in run.numerics.rules.rules),
             resumed_from=resumed_from,
             max_steps=int(state.max_steps),
             output_dir=os.path.abspath(args.output_dir),
             pid=os.getpid(),
             host=socket.gethostname(),
-            **session.numerics.rate_in_force(),
+            **run.numerics.rate_in_force(),
         )
-        session.tell_status(Path(args.output_dir), int(state.max_steps))
-        if resumed_from is not None and session.attempts.entries == 1:
+        run.attempts.tell_status(Path(args.output_dir), int(state.max_steps))
+        if resumed_from is not None and run.attempts.entries == 1:
             warn_about_the_rate(instrument, resumed_from)
-        session.rollback.begin(instrument, not session.numerics.warm, resumed_from, finite)
+        run.rollback.begin(instrument, not run.numerics.warm, resumed_from, finite)
         if not instrument.view.can_reexecute:
             logger.warning(
                 "self_healing: %s runs the backward pass itself; steps are watched, but not healed.",
@@ -266,72 +220,64 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 "which does so."
             )
 
-    def _guard_reporting(self, trainer: Any, session: Session, instrument: Instrument) -> None:
-        """Without the wrapper, which guards trackers and Hub from before `train()` to its very end."""
-        reporting = Reporting(session.run)
-        guard = ReportingGuard(trainer, reporting)
-        instrument.on_detach.append(lambda: reporting.sum_up(instrument.view.step))
-        instrument.on_detach.append(guard.detach)
-        guard.attach()
-
     def _is_second(self, trainer: Any) -> bool:
         others = [each for each in trainer.callback_handler.callbacks if isinstance(each, SelfHealingCallback)]
         return bool(others) and others[0] is not self
 
-    def _restore_state(self, session: Session, state: Any) -> None:
+    def _restore_state(self, run: Run, state: Any) -> None:
         saved = self._saved_state
         if saved is None and state.global_step > 0:
             # Without restore_callback_states_from_checkpoint the state is in the checkpoint all the same.
             saved = healing_state_of(state.stateful_callbacks)
         if saved is not None and state.global_step > 0:
-            session.load_state_dict(saved)
+            run.load_state_dict(saved)
         self._saved_state = None
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        session = self.session
-        if session is None or session.instrument is None:
+        run = self.run
+        if run is None or run.instrument is None:
             return
-        if not session.broken and session.instrument.attached and self._judge is not None:
-            with session.instrument.failsafe.contained(), session.heartbeat.section("judge"):
+        if not run.broken and run.instrument.attached and self._judge is not None:
+            with run.instrument.failsafe.contained(), run.context.heartbeat.section("judge"):
                 self._judge.run_ends()
-                if not session.leaving:
+                if not run.departure.begun:
                     self._judge.stop_unless_trained()
-        session.close_outcomes(unfollowed="resolved")
-        if session.saves is not None:
-            session.saves.run_ends(int(state.global_step))
-        if session.stop_for is not None:
+        run.numerics.close_outcomes(unfollowed="resolved")
+        if run.context.config.on_save_failure == "continue":
+            run.saves.run_ends(int(state.global_step))
+        if run.context.stop.incident is not None:
             # Seen in the last log: there is no step left to stop before.
-            session.journal.dealt_with(session.stop_for)
-            session.journal.closed(session.stop_for, "reported")
-            session.stop_for = None
-        session.journal.event(
+            run.journal.dealt_with(run.context.stop.incident)
+            run.journal.closed(run.context.stop.incident, "reported")
+            run.context.stop.incident = None
+        run.journal.event(
             "run_ended",
             int(state.global_step),
-            incidents=len(session.journal.incidents),
-            **session.numerics.rate_in_force(),
+            incidents=len(run.journal.incidents),
+            **run.numerics.rate_in_force(),
         )
-        if session.status is not None and not session.leaving:
-            session.status.end(RunState.ENDED, int(state.global_step))
-        tell_what_to_know(session.numerics, int(state.global_step))
-        if session.leaving and session.instrument.leaving.owes_evaluation and args.should_save:
+        if run.attempts.status is not None and not run.departure.begun:
+            run.attempts.status.end(RunState.ENDED, int(state.global_step))
+        tell_what_to_know(run.numerics, int(state.global_step))
+        if run.departure.begun and run.instrument.leaving.owes_evaluation and args.should_save:
             owe_evaluation(Path(args.output_dir or ".") / f"checkpoint-{state.global_step}")
-        session.instrument.detach()
-        session.rollback.release()
-        if not session.leaving:
-            session.checksums.wait()
-        if session.leaving and session.attempts.record is None and state.global_step < state.max_steps:
-            session.leave(int(state.global_step), str(args.output_dir))
+        run.instrument.detach()
+        run.rollback.release()
+        if not run.departure.begun:
+            run.context.checksums.wait()
+        if run.departure.begun and run.attempts.record is None and state.global_step < state.max_steps:
+            run.departure.leave(int(state.global_step), str(args.output_dir))
 
     def _give_up_quietly(self) -> None:
-        if self.session is not None:
-            self.session.broken = True
+        if self.run is not None:
+            self.run.context.attachment.broken = True
 
     @property
     def _instrument(self) -> Instrument | None:
         """The instrument of the running `train()` call, unless we have switched ourselves off."""
-        return None if self.session is None or self.session.broken else self.session.instrument
+        return None if self.run is None or self.run.broken else self.run.instrument
 
     # ---- one optimizer step ----
 
@@ -344,11 +290,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        session, instrument = self.session, self._instrument
-        if session is not None and instrument is not None and instrument.attached:
+        run, instrument = self.run, self._instrument
+        if run is not None and instrument is not None and instrument.attached:
             instrument.step_begins()
             with instrument.failsafe.contained():
-                session.rollback.step_begins(int(state.global_step), session.numerics.calm)
+                run.rollback.step_begins(int(state.global_step), run.numerics.calm)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -359,15 +305,15 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        session, instrument = self.session, self._instrument
-        if session is not None and session.status is not None:
-            session.status.note_step(int(state.global_step))
-        if session is None or instrument is None:
+        run, instrument = self.run, self._instrument
+        if run is not None and run.attempts.status is not None:
+            run.attempts.status.note_step(int(state.global_step))
+        if run is None or instrument is None:
             return
-        if session.attempts.record is not None:
-            session.attempts.record.note_step(int(state.global_step))
-        if instrument.leaving.leaves(session.preempted):
-            session.leaving = True
+        if run.attempts.record is not None:
+            run.attempts.record.note_step(int(state.global_step))
+        if instrument.leaving.leaves(run.departure.asked):
+            run.departure.begun = True
             # Saved now, whatever the schedule of checkpoints is; there is no time for an evaluation.
             control.should_save = control.should_training_stop = True
             if control.should_evaluate:
@@ -395,29 +341,29 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         # The others may still be writing their parts (rng_state_N.pth) of what is about to be called complete. Before
         # anything that a rank may see otherwise than the others: all of them save, whatever they think of us.
         consensus.wait_for_all_ranks(args.device)
-        session = self.session
-        if session is None or session.instrument is None or session.broken or not args.should_save:
+        run = self.run
+        if run is None or run.instrument is None or run.broken or not args.should_save:
             return
         checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
         try:
             if checkpoint.is_dir():
-                exported = bookkeeping_now(session.instrument)
-                save_generated(session.instrument.trainer, checkpoint)
-                finite = session.rollback.finite_at(int(state.global_step))
+                exported = bookkeeping_now(run.instrument)
+                save_generated(run.instrument.trainer, checkpoint)
+                finite = run.rollback.finite_at(int(state.global_step))
                 standing: Standing = "suspect" if finite is False else "unverified"
                 write_marker(
                     checkpoint,
-                    session.run_id,
+                    run.context.run_id,
                     state.global_step,
                     exported,
                     emergency=False,
                     standing=standing,
                     finite=finite,
-                    later=session.checksums.put,
+                    later=run.context.checksums.put,
                 )
-                session.rollback.checkpoint_saved(checkpoint, int(state.global_step))
+                run.rollback.checkpoint_saved(checkpoint, int(state.global_step))
         except Exception as error:
-            if session.instrument.failsafe.tells_of_lost_device(error):
+            if run.instrument.failsafe.tells_of_lost_device(error):
                 raise
             logger.warning("%s could not be marked as complete.", checkpoint, exc_info=True)
 
@@ -484,9 +430,9 @@ def _rules_of(config: HealingConfig) -> tuple[MetricRule, ...]:
         ) from error
 
 
-def adopt_session(trainer: Trainer, session: Session | None) -> None:
-    """Hands a session to whatever callback attaches to the trainer next; `None` takes it away again."""
-    if session is None:
-        vars(trainer).pop(_SESSION_ATTRIBUTE, None)
+def adopt_run(trainer: Trainer, run: Run | None) -> None:
+    """Hands a run to whatever callback attaches to the trainer next; `None` takes it away again."""
+    if run is None:
+        vars(trainer).pop(_RUN_ATTRIBUTE, None)
     else:
-        setattr(trainer, _SESSION_ATTRIBUTE, session)
+        setattr(trainer, _RUN_ATTRIBUTE, run)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .attempts import Attempts
 from .checkpoint_files import STATE_FILE
 from .failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
 from .postmortem import POSTMORTEM_FILE
 from .restart import Start
+from .run.context import RunContext
 from .run.outcomes import may_be_repeated
 from .run_record import Attempt, Ending, RunRecord
-from .session import Session
 
 
 logger = logging.getLogger("self_healing")
@@ -79,12 +80,12 @@ def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
     return Refusal(verdict, advice, step)
 
 
-def take_up(session: Session, start: Start) -> None:
+def take_up(run: RunContext, attempts: Attempts, start: Start) -> None:
     """
     Goes on with what an earlier process left, if that may be tried once more, and begins this process's attempt.
 
     Args:
-        session ([`Session`]):
+        run ([`RunContext`]), attempts ([`Attempts`]):
             Of the run; its record is kept.
         start ([`Start`]):
             Where this process begins.
@@ -94,35 +95,35 @@ def take_up(session: Session, start: Start) -> None:
     """
     refusal: Refusal | None = None
     try:
-        refusal = _judge(session, start)
+        refusal = _judge(run, attempts, start)
     except Exception:
         logger.exception("self_healing failed while it looked at earlier attempts; training goes on without them.")
-    session.attempts.begin(start.checkpoint, start.step)
+    attempts.begin(start.checkpoint, start.step)
     if refusal is not None:
-        _refuse(session, start, refusal)
+        _refuse(run, attempts, start, refusal)
 
 
-def _judge(session: Session, start: Start) -> Refusal | None:
+def _judge(run: RunContext, attempts: Attempts, start: Start) -> Refusal | None:
     """Takes in how the process before this one ended. Gives why the run is not continued, if it is not."""
     record = start.record
     if record is None:
         return None
     earlier, refusal = record.newest, None
     if start.by_hand:
-        session.numerics.ladder.reset()
+        attempts.steps.climb_anew()
     spends = start.spends
     if start.died:
-        _infer_death(session, start, earlier)
+        _infer_death(run, attempts, start, earlier)
     if record.ending is Ending.GAVE_UP and not start.by_hand:
         refusal = gave_up(record)
-    elif spends and not session.budget.spend(earlier.last_step):
-        refusal = crash_loop(record, session.config.max_recovery_attempts)
-    _count_repeated_steps(session, start, refusal is not None)
+    elif spends and not run.budget.spend(earlier.last_step):
+        refusal = crash_loop(record, run.config.max_recovery_attempts)
+    _count_repeated_steps(run, attempts, start, refusal is not None)
     if refusal is None:
         logger.warning(
             "Attempt %d of run %s goes on from %s (step %d); the one before ended at step %d: %s.",
             earlier.number + 1,
-            session.run_id,
+            run.run_id,
             start.checkpoint or "the beginning",
             start.step,
             earlier.last_step,
@@ -131,7 +132,7 @@ def _judge(session: Session, start: Start) -> Refusal | None:
     return refusal
 
 
-def _infer_death(session: Session, start: Start, earlier: Attempt) -> None:
+def _infer_death(run: RunContext, attempts: Attempts, start: Start, earlier: Attempt) -> None:
     """Opens the incident of a process that was killed, which only the next one can write down."""
     evidence = {
         "pid": earlier.pid,
@@ -139,18 +140,18 @@ def _infer_death(session: Session, start: Start, earlier: Attempt) -> None:
         "attempt": earlier.number,
         "resumed_from": start.checkpoint,
     }
-    incident = session.journal.open(earlier.last_step, "process_died", evidence)
-    session.journal.diagnosed(incident, FailureType.PROCESS_DIED, "killed, or crashed in native code", {})
+    incident = run.journal.open(earlier.last_step, "process_died", evidence)
+    run.journal.diagnosed(incident, FailureType.PROCESS_DIED, "killed, or crashed in native code", {})
     incident.steps_repeated = start.steps_to_repeat
-    session.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
-    session.journal.dealt_with(incident)
-    session.outcomes.wait_for(incident)
+    run.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
+    run.journal.dealt_with(incident)
+    run.outcomes.wait_for(incident)
     earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
 
 
-def _count_repeated_steps(session: Session, start: Start, refused: bool) -> None:
+def _count_repeated_steps(run: RunContext, attempts: Attempts, start: Start, refused: bool) -> None:
     """Adds to the last incident of the process before this one what it costs: that shows where the run goes on."""
-    incident = next(iter(session.journal.incidents[-1:]), None)
+    incident = next(iter(run.journal.incidents[-1:]), None)
     if incident is None or incident.outcome not in ("open", "fatal"):
         return
     if not may_be_repeated(incident) and (refused or incident.outcome == "open"):
@@ -161,9 +162,9 @@ def _count_repeated_steps(session: Session, start: Start, refused: bool) -> None
     if incident.outcome == "fatal":
         # Only that process ended with it. Whether the run does is still to be seen.
         incident.outcome = "open"
-        session.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
-        session.outcomes.wait_for(incident)
-    session.journal.event(
+        run.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
+        run.outcomes.wait_for(incident)
+    run.journal.event(
         "taken_up",
         start.step,
         incident=incident.id,
@@ -174,21 +175,21 @@ def _count_repeated_steps(session: Session, start: Start, refused: bool) -> None
     )
 
 
-def _refuse(session: Session, start: Start, refused: Refusal) -> NoReturn:
+def _refuse(run: RunContext, attempts: Attempts, start: Start, refused: Refusal) -> NoReturn:
     """Ends a run that is not tried once more; the postmortem speaks of all its attempts and all its processes."""
-    others = session.journal.errors_of_other_ranks(start.step) if refused.postmortem is None else []
+    others = run.journal.errors_of_other_ranks(start.step) if refused.postmortem is None else []
     told = "".join(
         f"; rank {other['rank']} at step {other['step']}: {other['error']['type']}: {other['error']['message']}"
         for other in others
     )
-    still_open = [incident for incident in session.journal.incidents if incident.outcome == "open"]
+    still_open = [incident for incident in run.journal.incidents if incident.outcome == "open"]
     if still_open:
-        session.close_as_fatal(still_open[-1])
-    if refused.postmortem is None and session.journal.rank > 0:
+        attempts.steps.close_as_fatal(still_open[-1])
+    if refused.postmortem is None and run.journal.rank > 0:
         # Its own stays what it is: the only place that names what this process ended with.
-        refused.postmortem = str(session.directory / POSTMORTEM_FILE)
+        refused.postmortem = str(run.directory / POSTMORTEM_FILE)
     elif refused.postmortem is None:
-        refused.postmortem = session.journal.write_postmortem(
+        refused.postmortem = run.journal.write_postmortem(
             refused.verdict + told,
             FailureType.PROCESS_DIED,
             refused.step,
@@ -199,8 +200,8 @@ def _refuse(session: Session, start: Start, refused: Refusal) -> NoReturn:
             older_checkpoint=start.checkpoint,
             other_ranks=others,
         )
-    session.attempts.postmortem = refused.postmortem
-    session.end_attempt(Ending.GAVE_UP, refused.first_verdict or refused.verdict + told)
+    attempts.postmortem = refused.postmortem
+    attempts.end(Ending.GAVE_UP, refused.first_verdict or refused.verdict + told)
     raise UnrecoverableTrainingError(
         f"Training is not started again: {refused.verdict}{told}. What to do: {refused.advice} "
         f"Postmortem: {refused.postmortem or 'could not be written'}.",

@@ -8,17 +8,19 @@ from typing import Any
 from transformers import TrainingArguments
 
 from . import consensus
+from .attempts import Attempts
 from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.emergency import save_emergency_checkpoint
 from .checkpoints.marker import step_of
 from .classify import classify_exception, describe_exception
-from .config import HealingConfig
+from .departure import Departure
 from .failures import Action, FailureType
 from .instrument import Instrument
 from .retry import RetryPolicy
+from .rollback import Rollback
+from .run.context import RunContext
 from .run.remedies import CarryOut, HealingContext
 from .run_ending import RunEnding
-from .session import Session
 from .went_back import Target
 
 
@@ -30,15 +32,20 @@ class LastResorts:
     Saves an emergency checkpoint, waits before `train()` is entered again, or stops the run with a postmortem.
 
     Args:
-        config ([`HealingConfig`]):
-            Waits, and whether an emergency checkpoint is wanted.
-        session ([`Session`]):
-            The memory of the run.
+        run ([`RunContext`]):
+            The run; its configuration says how long is waited, and whether an emergency checkpoint is wanted.
+        attempts ([`Attempts`]), departure ([`Departure`]):
+            Its processes, and how this one leaves.
+        rollback ([`Rollback`]):
+            States it can go back to.
     """
 
-    def __init__(self, config: HealingConfig, session: Session) -> None:
-        self.config = config
-        self.session = session
+    def __init__(self, run: RunContext, attempts: Attempts, departure: Departure, rollback: Rollback) -> None:
+        self.run = run
+        self.config = run.config
+        self.attempts = attempts
+        self.departure = departure
+        self.rollback = rollback
 
     def table(self) -> dict[Action, CarryOut]:
         """The actions, and what does each."""
@@ -55,15 +62,15 @@ class LastResorts:
         if why:
             return {"checkpoint": None, "why": why, "happened": False}
         try:
-            rollback = self.session.rollback
+            rollback = self.rollback
             rollback.leave_room()
             point = save_emergency_checkpoint(
                 context.running,
-                self.session.run_id,
+                self.run.run_id,
                 give_way=lambda: bool(rollback.give_way()),
-                about_to_write=self.session.attempts.about_to_write,
+                about_to_write=self.attempts.about_to_write,
                 heals=context.error is not None,
-                later=self.session.checksums.put,
+                later=self.run.checksums.put,
             )
         except Exception as error:
             if classify_exception(error) is FailureType.DEVICE:
@@ -76,7 +83,7 @@ class LastResorts:
             return {"checkpoint": None, "why": describe_exception(error), "happened": False}
         if point is None:
             return {"checkpoint": None, "why": _why_there_is_none(context.running), "happened": False}
-        self.session.resume_point = point
+        self.attempts.resume_point = point
         return {"checkpoint": point.path}
 
     def _not_worth_saving(self, context: HealingContext) -> str:
@@ -86,24 +93,25 @@ class LastResorts:
         if context.went_back is None:
             return "there is no trusted state to save"
         trainer = context.running.trainer
-        trained = self.session.numerics.missing.trained(int(trainer.state.global_step) + 1)
+        trained = self.attempts.steps.trained_steps(int(trainer.state.global_step) + 1)
         if trained <= 0 or context.went_back.target is Target.INITIAL:
             return "it would hold the state the run began with"
-        newest = newest_checkpoint_of(self.session.run_id, str(trainer.args.output_dir))
+        newest = newest_checkpoint_of(self.run.run_id, str(trainer.args.output_dir))
         if newest is not None and step_of(newest, default=0) >= trained:
             return f"{newest} holds more training"
         return ""
 
     def _wait(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
-        seconds = RetryPolicy.of(self.config).draw_wait(max(self.session.budget.used, 1))
-        self.session.sleep(seconds)
+        seconds = RetryPolicy.of(self.config).draw_wait(max(self.run.budget.used, 1))
+        self.run.sleep(seconds)
         return {"waited_seconds": round(seconds, 3)}
 
     def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        session, trainer = self.session, context.running.trainer
-        session.rollback.release()
+        trainer = context.running.trainer
+        self.rollback.release()
         verdict = context.verdict or "it was asked to stop"
-        raise RunEnding(session, trainer).stop(context.incident, verdict, context.error, context.resume_from)
+        ending = RunEnding(self.run, self.attempts, self.departure, trainer)
+        raise ending.stop(context.incident, verdict, context.error, context.resume_from)
 
 
 def _why_there_is_none(instrument: Instrument) -> str:

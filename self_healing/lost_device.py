@@ -31,9 +31,9 @@ def write_down_lost_device(ending: RunEnding, error: BaseException, verdict: str
         verdict (`str`, *optional*):
             Why the run ends. Defaults to the error.
     """
-    if ending.session.device_lost:
+    if ending.run.attachment.device_lost:
         return
-    ending.session.device_lost = True
+    ending.run.attachment.device_lost = True
     try:
         _write_down(ending, error, verdict or describe_exception(error))
     except Exception:
@@ -41,7 +41,7 @@ def write_down_lost_device(ending: RunEnding, error: BaseException, verdict: str
 
 
 def _write_down(ending: RunEnding, error: BaseException, verdict: str) -> None:
-    journal = ending.session.journal
+    journal = ending.run.journal
     incident = journal.open(ending.step, type(error).__name__, {"message": text_of(error)[:500]})
     journal.diagnosed(incident, FailureType.DEVICE, "device", {})
     restart_code = EXIT_FOR_RESTART if _is_started_again(ending) else None
@@ -63,11 +63,11 @@ def leave_lost_device(ending: RunEnding, error: BaseException) -> None:
     """
     if not _is_started_again(ending):
         return
-    ending.session.end_attempt(Ending.RESTART, describe_exception(error))
+    ending.attempts.end(Ending.RESTART, describe_exception(error))
     end_process_with(EXIT_FOR_RESTART, error)
     raise SystemExit(EXIT_FOR_RESTART)
 
 
 def _is_started_again(ending: RunEnding) -> bool:
     """Whether the process is ended: only the wrapper does; with the callback alone the exception is the user's."""
-    return ending.session.attempts.record is not None and restarts_on_exit(ending.session.config)
+    return ending.attempts.record is not None and restarts_on_exit(ending.run.config)

@@ -15,7 +15,6 @@ import torch
 from . import consensus
 from .claims import Claim, claim_by_recipe
 from .classify import classify_exception
-from .config import HealingConfig
 from .failures import FAILURE_RECIPES, Action, FailureType
 from .files import replace_file
 from .incident import Incident
@@ -33,9 +32,10 @@ from .instrument import (
     with_room,
     write_memory_snapshot,
 )
+from .memory_remedies import MemoryState
 from .microbatch import CallShape, ComputedOtherwise, Passes, SplitCalls, SplitGeneration
-from .run.remedies import HealingContext, Remedies
-from .session import Session
+from .run.context import RunContext
+from .run.remedies import HealingContext
 from .snapshots import SnapshotRing
 
 
@@ -57,26 +57,32 @@ class MemoryHealer:
     batches are split before they fail.
 
     Args:
-        config ([`HealingConfig`]):
-            What may be done.
-        session ([`Session`]):
-            The memory of the run.
-        actions ([`Remedies`]):
-            Carries out what is decided.
+        run ([`RunContext`]):
+            The run.
+        state ([`MemoryState`]):
+            What is known to fit.
+        free_batches (`Callable[[bool], int]`):
+            Makes room of batches that are kept, by whether it is the host's memory that ran out; gives the bytes.
+        note_recomputed (`Callable[[Incident], None]`):
+            Told of an incident that was healed by computing a step again.
         go_back (`Callable[[HealingContext], None]`):
             Back to a trusted state, after an `optimizer.step()` that was left half-way.
     """
 
     def __init__(
         self,
-        config: HealingConfig,
-        session: Session,
-        actions: Remedies,
+        run: RunContext,
+        state: MemoryState,
+        free_batches: Callable[[bool], int],
+        note_recomputed: Callable[[Incident], None],
         go_back: Callable[[HealingContext], None],
     ) -> None:
-        self.config = config
-        self.session = session
-        self.actions = actions
+        self.run = run
+        self.config = run.config
+        self.actions = run.remedies
+        self._state = state
+        self._free_batches = free_batches
+        self._note_recomputed = note_recomputed
         self._go_back = go_back
         self._splits: list[SplitCalls] = []
         self._models: list[torch.nn.Module] = []
@@ -97,19 +103,19 @@ class MemoryHealer:
 
     # ---- a run begins ----
 
-    def attach(self) -> None:
+    def attach(self, first: bool) -> None:
         """Called with the instrument attached: what earlier processes and entries learned is put to use."""
-        instrument, session = self._instrument, self.session
+        instrument = self._instrument
         if self.config.on_oom == "raise" or not instrument.view.can_reexecute:
             return
-        if session.attempts.entries == 1:
+        if first:
             self._recall()
-        session.memory.sizes.begin_step(instrument.view.step)
-        session.memory.sizes.room = room_of(instrument.view.device)
-        session.memory.sizes.failure_is_fatal = consensus.world_size() > 1
-        if session.memory.checkpointing_activations:
+        self._state.sizes.begin_step(instrument.view.step)
+        self._state.sizes.room = room_of(instrument.view.device)
+        self._state.sizes.failure_is_fatal = consensus.world_size() > 1
+        if self._state.checkpointing_activations:
             instrument.activation_checkpointing.switch_on()
-        if session.memory.sizes.limits:
+        if self._state.sizes.limits:
             self._watch_calls()
         if self.config.optimizer_step_backup:
             self._backup = SnapshotRing(generations=1)
@@ -120,7 +126,7 @@ class MemoryHealer:
         """From now on every call of a model goes through [`SplitCalls`]."""
         if self._splits or not self._instrument.view.can_split_calls:
             return
-        instrument, sizes = self._instrument, self.session.memory.sizes
+        instrument, sizes = self._instrument, self._state.sizes
         view = instrument.view
         self._passes = Passes(instrument.objective.paired) if view.may_repeat_the_loss else None
         for model in view.models():
@@ -143,7 +149,7 @@ class MemoryHealer:
             found["healing/split_into"] = pieces
         for calls in self._splits:
             calls.pieces = 1
-        if self.session.instrument is None:
+        if self.run.attachment.instrument is None:
             return found
         retries = alloc_retries(self._instrument.view.device)
         if self._alloc_retries is not None and retries > self._alloc_retries:
@@ -172,7 +178,7 @@ class MemoryHealer:
 
     def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """Takes the next rung of the ladder; `False` where the error has to pass."""
-        sizes = self.session.memory.sizes
+        sizes = self._state.sizes
         if self._stepping:
             # While steps are applied again: the state gone back to is good as it is.
             return False
@@ -201,7 +207,7 @@ class MemoryHealer:
 
     def _handle_oom_in_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
         """What a vLLM engine in this process lacks says nothing about sizes: once more, with the memory freed."""
-        self.session.memory.sizes.forget_attempt()
+        self._state.sizes.forget_attempt()
         why = "its engine has kept requests of the call that failed, and would mix them with the next ones"
         if self._instrument.view.engine_is_free_of_requests():
             if self._attempts == 1:
@@ -214,12 +220,12 @@ class MemoryHealer:
 
     def _take_back_the_try(self, shape: CallShape, window: Window | None) -> None:
         """A size was tried on purpose, and does not fit yet: no incident."""
-        sizes, step = self.session.memory.sizes, self._instrument.view.step
+        sizes, step = self._state.sizes, self._instrument.view.step
         sizes.failed(shape, with_gradients=window is not None)
         if window is not None:
             window.discard()
         free_memory(self._instrument.view.device)
-        self.session.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
+        self.run.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
         logger.info("Step %d: %s does not fit; no step is lost, and it is tried again later.", step, shape)
 
     def _shape(self, ran_out: OutOfMemory) -> CallShape | None:
@@ -227,7 +233,7 @@ class MemoryHealer:
         What was running in this attempt: in a backward pass the last call with gradients, in generation that, else
         the last one that began. `None` where it was none of a model.
         """
-        sizes = self.session.memory.sizes
+        sizes = self._state.sizes
         if ran_out.place in ("generation", "vLLM"):
             return sizes.begun.get("generate") if ran_out.place == "generation" else None
         begun = sizes.begun.get("train") if ran_out.place == "backward" else None
@@ -243,18 +249,18 @@ class MemoryHealer:
         if self._instrument.retry.experimenting:
             # The run does not need it: nothing that lasts is done for it, and nothing is saved while it goes on.
             return False
-        session, incident = self.session, context.incident
+        run, incident = self.run, context.incident
         refusals = [calls.refused for calls in self._splits if calls.refused]
         why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"
         if not self._instrument.view.can_split_calls:
             why = "its calls are not split (nn.DataParallel, FSDP)"
         if "not_split" not in incident.evidence:
-            session.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
+            run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
         in_training = context.window is not None and ran_out.place in ("forward", "backward")
         if in_training and self._may_checkpoint_activations(context):
             self._failed.clear()
             return True
-        if in_training and session.may_enter_again and self.config.oom_reduce_batch:
+        if in_training and run.may_enter_again and self.config.oom_reduce_batch:
             try:
                 plan = smaller_batch(
                     self._instrument.trainer, self._instrument.objective.name, refusals[-1] if refusals else ""
@@ -263,11 +269,11 @@ class MemoryHealer:
                 why = f"{why}; the batch cannot be made smaller either: {refusal}"
             else:
                 # The wrapper takes it from here: it has to enter `train()` again. What did not help is taken back.
-                session.memory.checkpointing_activations = False
+                self._state.checkpointing_activations = False
                 self._claim = Claim(self._end(), Action.REDUCE_BATCH_SIZE, batch=plan)
                 return False
         context.verdict = f"out of memory in {ran_out.place}: {_sizes(shape)}; {why}; {_memory(ran_out)}"
-        incident.evidence["remedy"] = _advice(ran_out, in_training and not session.may_enter_again)
+        incident.evidence["remedy"] = _advice(ran_out, in_training and not run.may_enter_again)
         self._stop(context, ran_out)
         return False
 
@@ -286,7 +292,7 @@ class MemoryHealer:
         return claim_by_recipe(claim.incident, failure)
 
     def _may_checkpoint_activations(self, context: HealingContext) -> bool:
-        if not self.config.oom_activation_checkpointing or self.session.memory.checkpointing_activations:
+        if not self.config.oom_activation_checkpointing or self._state.checkpointing_activations:
             return False
         done = self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)
         return bool(done["checkpointing"])
@@ -299,7 +305,7 @@ class MemoryHealer:
 
     def on_success(self) -> None:
         """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
-        sizes = self.session.memory.sizes
+        sizes = self._state.sizes
         # The user's code has let the error pass that a smaller batch was to cure.
         self._claim = None
         if self._splits:
@@ -310,11 +316,11 @@ class MemoryHealer:
             if self._attempts == 1:
                 self._passed.append(self._context.incident.step)
                 if self._context.window is not None:
-                    self.session.numerics.repeatability.owe(self._context.incident)
+                    self._note_recomputed(self._context.incident)
             self._say_what_was_split(self._context)
             incident = self._end()
-            self.session.journal.dealt_with(incident)
-            self.session.journal.closed(incident, "resolved")
+            self.run.journal.dealt_with(incident)
+            self.run.journal.closed(incident, "resolved")
             if not sizes.limits and not self._passes_often:
                 self._leave_calls_alone()
         if sizes.changed:
@@ -348,14 +354,14 @@ class MemoryHealer:
                     self._instrument.view.step,
                     error,
                 )
-        self.session.memory.sizes.begin_step(self._instrument.view.step + 1)
+        self._state.sizes.begin_step(self._instrument.view.step + 1)
 
     def stepped(self) -> None:
         """The step is done."""
         if self._context is not None:
             incident = self._end()
-            self.session.journal.dealt_with(incident)
-            self.session.outcomes.wait_for(incident)
+            self.run.journal.dealt_with(incident)
+            self.run.outcomes.wait_for(incident)
 
     def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """
@@ -373,7 +379,7 @@ class MemoryHealer:
         weights, undone = self._undo_step(untouched)
         if context.incident.evidence.get("weights") != weights:
             cause = context.incident.cause
-            self.session.journal.diagnosed(context.incident, FailureType.OUT_OF_MEMORY, cause, {"weights": weights})
+            self.run.journal.diagnosed(context.incident, FailureType.OUT_OF_MEMORY, cause, {"weights": weights})
         if not undone:
             self._go_back(context)
         if self._attempts == 3 and instrument.optimizer_step.update_one_by_one():
@@ -408,7 +414,7 @@ class MemoryHealer:
 
     def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
         """Writes down what did not fit, so that the next start of the job begins with smaller pieces."""
-        sizes = self.session.memory.sizes
+        sizes = self._state.sizes
         shape = self._shape(ran_out) or self._whole_batch(ran_out)
         if shape is None:
             logger.warning(
@@ -449,7 +455,7 @@ class MemoryHealer:
         self._began = time.perf_counter()
         for calls in self._splits:
             calls.refused = ""
-        instrument, journal = self._instrument, self.session.journal
+        instrument, journal = self._instrument, self.run.journal
         evidence: dict[str, Any] = {
             "place": ran_out.place,
             "raised_in": ran_out.raised_in,
@@ -460,7 +466,7 @@ class MemoryHealer:
         if window is not None:
             evidence["batch"] = window.shapes()
         if self.config.oom_memory_snapshot and not self._snapshot_written:
-            path = str(self.session.directory / "memory_snapshot.pickle")
+            path = str(self.run.directory / "memory_snapshot.pickle")
             self._snapshot_written = write_memory_snapshot(path, instrument.view.device)
             evidence["memory_snapshot"] = path if self._snapshot_written else "only for CUDA"
         incident = journal.open(instrument.view.step, "out_of_memory", evidence)
@@ -474,7 +480,7 @@ class MemoryHealer:
         if context.window is not None and not self._stepping:
             # The step is computed again from its beginning. An update that is made again needs its gradients.
             context.window.discard()
-        freed = self.session.rollback.free_batches(of_host=ran_out.on_host)
+        freed = self._free_batches(ran_out.on_host)
         if freed:
             context.incident.figures.append(_BATCHES[ran_out.on_host].format(freed / 1e6))
         if self._attempts == 1:
@@ -495,15 +501,15 @@ class MemoryHealer:
 
     @property
     def _path(self) -> Path:
-        rank = self.session.journal.rank
-        return self.session.directory / (SIZES_FILE if rank == 0 else f"healing_sizes.rank{rank}.json")
+        rank = self.run.journal.rank
+        return self.run.directory / (SIZES_FILE if rank == 0 else f"healing_sizes.rank{rank}.json")
 
     def _remember(self) -> None:
         content = {
             "version": _SIZES_VERSION,
             "for": self._instrument.view.fingerprint(),
-            "checkpointing_activations": self.session.memory.checkpointing_activations,
-            "sizes": self.session.memory.sizes.state_dict(),
+            "checkpointing_activations": self._state.checkpointing_activations,
+            "sizes": self._state.sizes.state_dict(),
         }
         try:
             replace_file(self._path, json.dumps(content, indent=1) + "\n")
@@ -512,24 +518,22 @@ class MemoryHealer:
 
     def _recall(self) -> None:
         """What did not fit in an earlier process, on any rank, if it was the same model on the same device."""
-        for path in sorted(self.session.directory.glob("healing_sizes*.json")):
+        for path in sorted(self.run.directory.glob("healing_sizes*.json")):
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
                 if content["version"] != _SIZES_VERSION or content["for"] != self._instrument.view.fingerprint():
                     continue
-                self.session.memory.sizes.load_state_dict(content["sizes"])
-                self.session.memory.checkpointing_activations |= bool(content["checkpointing_activations"])
+                self._state.sizes.load_state_dict(content["sizes"])
+                self._state.checkpointing_activations |= bool(content["checkpointing_activations"])
             except Exception as error:
                 logger.warning("%s cannot be read and is not used: %s", path, error)
                 continue
-            if self.session.memory.sizes.limits:
+            if self._state.sizes.limits:
                 logger.info("%s: batches that did not fit in an earlier start are split from the beginning.", path)
 
     @property
     def _instrument(self) -> Instrument:
-        if self.session.instrument is None:
-            raise RuntimeError("the callback is not attached to a running trainer")
-        return self.session.instrument
+        return self.run.instrument
 
     @property
     def _args(self) -> Any:

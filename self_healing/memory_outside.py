@@ -7,11 +7,10 @@ from typing import Any
 
 from .claims import Claim
 from .classify import classify_exception
-from .config import HealingConfig
 from .failures import Action, FailureType
 from .incident import Incident
 from .instrument import CannotReduce, smaller_batch
-from .session import Session
+from .run.context import RunContext
 
 
 logger = logging.getLogger("self_healing")
@@ -26,17 +25,15 @@ class MemoryOutsideOfModel:
     once more with the memory freed; soon again, with a smaller batch, which leaves more memory to everything else.
 
     Args:
-        config ([`HealingConfig`]):
-            `on_oom` and `oom_reduce_batch`.
-        session ([`Session`]):
-            The run.
+        run ([`RunContext`]):
+            The run; its configuration has `on_oom` and `oom_reduce_batch`.
         trainer ([`~transformers.Trainer`]):
             Its trainer.
     """
 
-    def __init__(self, config: HealingConfig, session: Session, trainer: Any) -> None:
-        self._config = config
-        self._session = session
+    def __init__(self, run: RunContext, trainer: Any) -> None:
+        self._config = run.config
+        self._run = run
         self._trainer = trainer
         self._ran_out_at: int | None = None
 
@@ -59,7 +56,7 @@ class MemoryOutsideOfModel:
         last, self._ran_out_at = self._ran_out_at, step
         if last is None or step - last > _LATELY:
             return Claim(incident, Action.FREE_MEMORY)
-        instrument = self._session.instrument
+        instrument = self._run.attachment.instrument
         if self._config.oom_reduce_batch and instrument is not None:
             try:
                 plan = smaller_batch(self._trainer, instrument.objective.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .budget import RecoveryBudget
@@ -39,9 +39,19 @@ class NumericsState:
             From which the rungs of the ladder are paid for.
         outcomes ([`Outcomes`]):
             Of the run's incidents.
+        step (`Callable[[], int]`, *optional*):
+            Optimizer steps finished.
     """
 
-    def __init__(self, config: HealingConfig, journal: Journal, budget: RecoveryBudget, outcomes: Outcomes) -> None:
+    def __init__(
+        self,
+        config: HealingConfig,
+        journal: Journal,
+        budget: RecoveryBudget,
+        outcomes: Outcomes,
+        step: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._step = step
         self.config = config
         self.journal = journal
         self.outcomes = outcomes
@@ -191,6 +201,38 @@ class NumericsState:
             # What failed with the higher rate after the checkpoint was written would fail again.
             self.learning_rate.load_state_dict(rate)
             self.rate_after_reduction = memory.get("rate_after_reduction")
+
+    def climb_anew(self) -> None:
+        """Begins the ladder at its first rung: the run was started again on purpose."""
+        self.ladder.reset()
+
+    def trained_steps(self, finished: int) -> int:
+        """Of the steps that are finished, how many are in the weights."""
+        return self.missing.trained(finished)
+
+    # ---- no step comes after these ----
+
+    def close_outcomes(self, unfollowed: str | None = None) -> None:
+        """
+        At the end of the run, or of this process's part in it: judges what is still open by the steps there were.
+
+        Args:
+            unfollowed (`str`, *optional*):
+                The outcome of what ended an earlier process, where the run has not come beyond it. Left open by
+                default, for the next process to judge.
+        """
+        # No healthy step has come after them.
+        self.repeatability.tell(self._step())
+        self.outcomes.close(unfollowed)
+        self.watch.end()
+
+    def close_as_fatal(self, incident: Incident) -> None:
+        """Closes the incident the run ends with, and with it what was still waiting to be judged."""
+        self.outcomes.drop(incident)
+        if self.watch.incident is incident:
+            self.watch.forget()
+        self.close_outcomes(unfollowed="unresolved")
+        self.journal.closed(incident, "fatal")
 
     def _outlives_process(self) -> dict[str, Stateful]:
         return {"budget": self.budget, "ladder": self.ladder, "learning_rate": self.learning_rate}

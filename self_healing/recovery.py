@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from . import consensus
+from .assembly import Run
 from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.emergency import publish, save_emergency_checkpoint
 from .checkpoints.marker import step_of
@@ -26,7 +27,6 @@ from .lost_device import leave_lost_device, write_down_lost_device
 from .memory_outside import MemoryOutsideOfModel
 from .run.remedies import HealingContext
 from .run_ending import RunEnding
-from .session import Session
 
 
 logger = logging.getLogger("self_healing")
@@ -58,20 +58,20 @@ class Recovery:
     Args:
         trainer ([`~transformers.Trainer`]):
             The trainer whose `train()` is entered.
-        session ([`Session`]):
+        run ([`Run`]):
             The run.
         ending ([`RunEnding`]):
             Where what ends the run is written down.
     """
 
-    def __init__(self, trainer: Any, session: Session, ending: RunEnding) -> None:
-        self.session = session
+    def __init__(self, trainer: Any, run: Run, ending: RunEnding) -> None:
+        self.run = run
         # What ends the run if it cannot go on; an entry that fails before its first batch does not replace it.
         self.cause: BaseException | None = None
         self._trainer = trainer
-        self._config = session.config
+        self._config = run.context.config
         self._ending = ending
-        self._outside_of_model = MemoryOutsideOfModel(session.config, session, trainer)
+        self._outside_of_model = MemoryOutsideOfModel(run.context, trainer)
         self._entered_in_vain = False
 
     def decide(self, error: BaseException, resume_from: Any) -> NextEntry | None:
@@ -112,22 +112,22 @@ class Recovery:
             error.older,
         )
         error.incident.steps_repeated = max(step - step_of(error.older, default=step), 0)
-        self.session.journal.acted(error.incident, Action.RESUME.value, checkpoint=error.older)
+        self.run.journal.acted(error.incident, Action.RESUME.value, checkpoint=error.older)
         return NextEntry(error.incident, error.older)
 
     def prepare(self, entry: NextEntry) -> None:
         """Does what comes before `train()` is entered again, with the trainer given back: waits, and tells of it."""
-        session, incident = self.session, entry.incident
+        run, incident = self.run, entry.incident
         if incident.failure is FailureType.DAMAGED_CHECKPOINT:
-            session.begin_from_older(entry.resume_from, step_of(entry.resume_from, default=0))
+            run.start_over(entry.resume_from, step_of(entry.resume_from, default=0))
         began = time.perf_counter()
         if entry.wait:
-            session.remedies.apply(Action.WAIT_AND_RESUME, HealingContext(incident), self._trainer.args)
-            if session.preempted:
-                session.leave(self._step, self._output_dir)
+            run.context.remedies.apply(Action.WAIT_AND_RESUME, HealingContext(incident), self._trainer.args)
+            if run.departure.asked:
+                run.departure.leave(self._step, self._output_dir)
         incident.seconds_lost += time.perf_counter() - began
-        session.journal.dealt_with(incident)
-        session.outcomes.wait_for(incident)
+        run.journal.dealt_with(incident)
+        run.context.outcomes.wait_for(incident)
 
     # ---- whose it is, and what cures it ----
 
@@ -168,7 +168,7 @@ class Recovery:
             return None
         if point is None and not unmoved:
             self._stop(incident, failure, error, point, "there is no state to resume from")
-        if not self.session.budget.spend(step):
+        if not self.run.context.budget.spend(step):
             why = f"the budget of {self._config.max_recovery_attempts} attempts without progress is spent"
             self._stop(incident, failure, error, point, why)
         incident.steps_repeated = 0 if unmoved else max(step - step_of(point, default=step), 0)
@@ -178,28 +178,28 @@ class Recovery:
 
     def _claim(self, error: BaseException, failure: FailureType) -> Claim:
         """Asks in a fixed order: those inside `train()`, then out of memory outside of the model, then the recipe."""
-        claim = first_claim(self.session.claimants, error)
+        claim = first_claim(self.run.context.attachment.claimants, error)
         if claim is not None:
             return claim
-        journal = self.session.journal
+        journal = self.run.journal
         incident = journal.open(self._step, type(error).__name__, {"message": text_of(error)[:500]})
         journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
         return self._outside_of_model.claim(error, incident) or claim_by_recipe(incident, failure)
 
     def _carry_out(self, claim: Claim, point: Any) -> None:
         """Does what does not have to wait until the exception, and with it the failed step, is gone."""
-        incident, session = claim.incident, self.session
-        if claim.remedy is Action.REDUCE_BATCH_SIZE and session.instrument is not None:
-            context = HealingContext(incident, session.instrument, batch=claim.batch)
-            session.remedies.apply(Action.REDUCE_BATCH_SIZE, context, self._trainer.args)
+        incident, run = claim.incident, self.run
+        if claim.remedy is Action.REDUCE_BATCH_SIZE and run.instrument is not None:
+            context = HealingContext(incident, run.instrument, batch=claim.batch)
+            run.context.remedies.apply(Action.REDUCE_BATCH_SIZE, context, self._trainer.args)
         if claim.remedy is Action.RESUME:
-            session.journal.acted(incident, Action.RESUME.value, checkpoint=point)
+            run.journal.acted(incident, Action.RESUME.value, checkpoint=point)
 
     def _resume_from(
         self, incident: Incident, error: BaseException, failure: FailureType, resume_from: Any
     ) -> tuple[Any, bool]:
         """Where to enter again, and whether that is where this entry began."""
-        session, instrument = self.session, self.session.instrument
+        run, instrument = self.run, self.run.instrument
         if instrument is None:
             # Before our on_train_begin: nothing has moved, the same call can be made again.
             return resume_from, True
@@ -208,22 +208,22 @@ class Recovery:
             instrument.reentry.rewind_to_last_step()
             return resume_from, unmoved
         context = HealingContext(incident, instrument, error=error)
-        saved = session.remedies.apply(Action.EMERGENCY_CHECKPOINT, context, self._trainer.args)
+        saved = run.context.remedies.apply(Action.EMERGENCY_CHECKPOINT, context, self._trainer.args)
         if saved["checkpoint"] is None and not unmoved:
-            return newest_checkpoint_of(session.run_id, self._output_dir) or session.attempts.first_resume, False
+            return newest_checkpoint_of(run.context.run_id, self._output_dir) or run.attempts.first_resume, False
         return saved["checkpoint"], unmoved
 
     @property
     def _trained_again(self) -> bool:
         """Whether this entry has come as far as the data, so that what it is left by is a failure of its own."""
-        session = self.session
-        return session.broken or (session.instrument is not None and session.instrument.reentry.has_fetched)
+        run = self.run
+        return run.broken or (run.instrument is not None and run.instrument.reentry.has_fetched)
 
     # ---- the run ends ----
 
     def _stop(self, incident: Incident, failure: FailureType, error: BaseException, point: Any, why: str) -> NoReturn:
         advice = self._ending.stop_for_exception(incident, failure, error, point)
-        path = self.session.attempts.postmortem
+        path = self.run.attempts.postmortem
         raise UnrecoverableTrainingError(
             f"Training stopped at step {self._step}: {describe_exception(error)}; {why}. "
             f"What to do: {advice} Postmortem: {path or 'could not be written'}.",
@@ -239,19 +239,19 @@ class Recovery:
 
     def _leave_unfinished_step(self, error: BaseException) -> NoReturn:
         """Leaves with the state before the step, which would have taken too long."""
-        session, path = self.session, None
-        if session.instrument is not None and consensus.world_size() == 1:
+        run, path = self.run, None
+        if run.instrument is not None and consensus.world_size() == 1:
             try:
                 point = save_emergency_checkpoint(
-                    session.instrument,
-                    session.run_id,
-                    about_to_write=session.attempts.about_to_write,
-                    later=session.checksums.put,
+                    run.instrument,
+                    run.context.run_id,
+                    about_to_write=run.attempts.about_to_write,
+                    later=run.context.checksums.put,
                 )
                 path = None if point is None else publish(point.path, self._output_dir)
             except Exception:
                 logger.warning("The state before the interrupted step could not be saved.", exc_info=error)
-        session.leave(self._step, self._output_dir, path)
+        run.departure.leave(self._step, self._output_dir, path)
 
     @property
     def _step(self) -> int:

@@ -7,24 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .attempts import Attempts
 from .checkpoints.emergency import write_again
 from .checkpoints.marker import read_marker
 from .checkpoints.owed import owed_in
 from .instrument import Instrument, load_generated
 from .restart import bookkeeping_of
-from .session import Session
+from .run.context import RunContext
 
 
 logger = logging.getLogger("self_healing")
 
 
-def continue_bookkeeping(session: Session, instrument: Instrument, resumed_from: str | None, step: int) -> None:
+def continue_bookkeeping(
+    run: RunContext, attempts: Attempts, instrument: Instrument, resumed_from: str | None, step: int
+) -> None:
     """
     Takes over what was written down beside the checkpoint that was resumed from, and does first what is owed of it.
 
     Args:
-        session ([`Session`]):
-            The run.
+        run ([`RunContext`]), attempts ([`Attempts`]):
+            The run, and its processes.
         instrument ([`Instrument`]):
             Attached to the trainer.
         resumed_from (`str`, *optional*):
@@ -32,17 +35,15 @@ def continue_bookkeeping(session: Session, instrument: Instrument, resumed_from:
         step (`int`):
             Optimizer steps finished.
     """
-    point = session.resume_point
+    point = attempts.resume_point
     if point is not None and point.path == resumed_from:
         owed = point.pending, point.bookkeeping
-        paid = instrument.reentry.continue_from(point, session.started_at)
-        if paid and not write_again(
-            instrument, Path(point.path), session.run_id, point.leave, later=session.checksums.put
-        ):
+        paid = instrument.reentry.continue_from(point, run.started_at)
+        if paid and not write_again(instrument, Path(point.path), run.run_id, point.leave, later=run.checksums.put):
             point.pending, point.bookkeeping = owed
     elif resumed_from is not None:
         marker = read_marker(Path(resumed_from))
-        bookkeeping = bookkeeping_of(session.attempts.record, Path(resumed_from))
+        bookkeeping = bookkeeping_of(attempts.record, Path(resumed_from))
         if marker is not None and marker.get("step") == step:
             bookkeeping = marker["bookkeeping"]
         if bookkeeping is not None:
@@ -51,8 +52,8 @@ def continue_bookkeeping(session: Session, instrument: Instrument, resumed_from:
             owes = owed_in(bookkeeping)
             if owes is not None:
                 # A process that had to leave, or was killed after an exception, had no time for it.
-                leave = instrument.reentry.pay_first(resumed_from, *owes, session.started_at)
-                write_again(instrument, Path(resumed_from), session.run_id, leave, later=session.checksums.put)
+                leave = instrument.reentry.pay_first(resumed_from, *owes, run.started_at)
+                write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums.put)
 
 
 def _take_over(instrument: Instrument, bookkeeping: Mapping[str, Any]) -> None:

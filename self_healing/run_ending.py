@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from .attempts import Attempts
 from .checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_of
 from .checkpoints.emergency import publish, remove_emergency_checkpoints
 from .classify import add_note, classify_exception, describe_exception
+from .departure import Departure
 from .failures import (
     FAILURE_RECIPES,
     Action,
@@ -16,8 +18,8 @@ from .failures import (
 )
 from .incident import Incident
 from .postmortem import where_to_go_on
+from .run.context import RunContext
 from .run_record import Ending
-from .session import Session
 
 
 logger = logging.getLogger("self_healing")
@@ -28,14 +30,18 @@ class RunEnding:
     Writes down how a run ends, or this process's part in it: closes what is open, and leaves a postmortem.
 
     Args:
-        session ([`Session`]):
+        run ([`RunContext`]):
             The run.
+        attempts ([`Attempts`]), departure ([`Departure`]):
+            Its processes, and how this one leaves.
         trainer ([`~transformers.Trainer`]):
             Its trainer; of its state only numbers are read.
     """
 
-    def __init__(self, session: Session, trainer: Any) -> None:
-        self.session = session
+    def __init__(self, run: RunContext, attempts: Attempts, departure: Departure, trainer: Any) -> None:
+        self.run = run
+        self.attempts = attempts
+        self.departure = departure
         self._trainer = trainer
 
     # ---- an incident that nothing cures ----
@@ -59,18 +65,18 @@ class RunEnding:
         Returns:
             [`UnrecoverableTrainingError`]: To be raised; its message names the postmortem and what to do.
         """
-        session = self.session
+        run, attempts = self.run, self.attempts
         failure = incident.failure or FailureType.USER_CODE
         self._close_as_fatal(incident)
-        session.journal.dealt_with(incident)
-        point, checkpoint = session.resume_point, None
+        run.journal.dealt_with(incident)
+        point, checkpoint = attempts.resume_point, None
         if point is not None and point.step == self.step:
             checkpoint = point.path = publish(point.path, self._output_dir)
         older = resume_from
         if checkpoint is None and older is None:
             # Of a run that came to nothing the newest checkpoint is no better than its end.
             verified = failure is FailureType.NOT_TRAINED
-            older = newest_checkpoint_of(session.run_id, self._output_dir, verified=verified)
+            older = newest_checkpoint_of(run.run_id, self._output_dir, verified=verified)
         advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
         advice += f" {where_to_go_on(checkpoint or older)}"
         path = self._write_postmortem(verdict, failure, error, checkpoint, advice, older)
@@ -107,22 +113,22 @@ class RunEnding:
         Returns:
             `str`: What to do about it.
         """
-        session = self.session
+        run, attempts = self.run, self.attempts
         self._close_as_fatal(incident)
         path = resume_from if isinstance(resume_from, str) else None
         emergency = older = None
-        if session.resume_point is not None and session.resume_point.path == path:
-            emergency = publish(session.resume_point.path, self._output_dir)
+        if attempts.resume_point is not None and attempts.resume_point.path == path:
+            emergency = publish(attempts.resume_point.path, self._output_dir)
         elif path is not None and FAILURE_RECIPES[failure].saves_first:
             older = path
         else:
             # What this entry began with need not be the newest.
-            older = newest_checkpoint_of(session.run_id, self._output_dir) or path
+            older = newest_checkpoint_of(run.run_id, self._output_dir) or path
         advice = f"{FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
-        session.attempts.postmortem = self._write_postmortem(
+        attempts.postmortem = self._write_postmortem(
             verdict or describe_exception(error), failure, error, emergency, advice, older
         )
-        session.journal.dealt_with(incident)
+        run.journal.dealt_with(incident)
         return advice
 
     def stop_for_lost_device(
@@ -141,19 +147,19 @@ class RunEnding:
             restart_code (`int`, *optional*):
                 With which the process ends to be started again; `None` if the run ends here.
         """
-        session = self.session
+        run, attempts = self.run, self.attempts
         if restart_code is not None:
-            session.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=restart_code)
+            run.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=restart_code)
         else:
             self._close_as_fatal(incident)
-        newest = newest_marked_checkpoint_of(session.run_id, self._output_dir) or session.attempts.first_resume
+        newest = newest_marked_checkpoint_of(run.run_id, self._output_dir) or attempts.first_resume
         advice = f"{FAILURE_RECIPES[FailureType.DEVICE].advice} {where_to_go_on(newest)}"
-        session.attempts.postmortem = self._write_postmortem(verdict, FailureType.DEVICE, error, None, advice, newest)
-        session.journal.dealt_with(incident)
+        attempts.postmortem = self._write_postmortem(verdict, FailureType.DEVICE, error, None, advice, newest)
+        run.journal.dealt_with(incident)
 
     def _close_as_fatal(self, incident: Incident) -> None:
-        self.session.journal.acted(incident, Action.STOP.value)
-        self.session.close_as_fatal(incident)
+        self.run.journal.acted(incident, Action.STOP.value)
+        self.attempts.steps.close_as_fatal(incident)
 
     # ---- the wrapper's train() is left ----
 
@@ -164,9 +170,9 @@ class RunEnding:
         Raises:
             BaseException: What the user's handler of a signal had raised.
         """
-        session, preemption = self.session, self.session.preemption
-        session.end_attempt(Ending.FINISHED)
-        if session.resume_point is not None or session.attempts.taken_up:
+        attempts, preemption = self.attempts, self.departure.preemption
+        attempts.end(Ending.FINISHED)
+        if attempts.resume_point is not None or attempts.taken_up:
             remove_emergency_checkpoints(self._output_dir)
         if preemption.raised is not None:
             raise preemption.raised
@@ -184,35 +190,35 @@ class RunEnding:
         except Exception:
             logger.exception("How the run ended could not be written down; what ended it is raised unchanged.")
         # The traceback is what is looked at first.
-        directions = self.session.journal.directions
+        directions = self.run.journal.directions
         if directions is not None:
             add_note(error, str(directions))
 
     def _write_down(self, error: BaseException) -> None:
-        session, why = self.session, describe_exception(error)
-        if session.attempts.ended:
+        run, attempts, why = self.run, self.attempts, describe_exception(error)
+        if attempts.ended:
             return
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            session.close_outcomes()
-            point = session.resume_point
+            attempts.steps.close_outcomes()
+            point = attempts.resume_point
             path = None if point is None else publish(point.path, self._output_dir)
             self._write_postmortem_of(error, FailureType.INTERRUPTED, "the run was interrupted", path)
-            session.end_attempt(Ending.INTERRUPTED, why)
+            attempts.end(Ending.INTERRUPTED, why)
             return
         told = isinstance(error, UnrecoverableTrainingError)
-        if not told and session.journal.directions is None:
+        if not told and run.journal.directions is None:
             self._write_postmortem_of(error, classify_exception(error), why)
         # After a damaged checkpoint another process goes on from the older one.
         damaged = getattr(error, "failure", None) is FailureType.DAMAGED_CHECKPOINT
-        session.end_attempt(Ending.GAVE_UP if told and not damaged else Ending.FAILED, why)
+        attempts.end(Ending.GAVE_UP if told and not damaged else Ending.FAILED, why)
         # Those of the emergency checkpoint: the process may be about to end.
-        session.checksums.wait()
+        run.checksums.wait()
 
     def _write_postmortem_of(
         self, error: BaseException, failure: FailureType, verdict: str, checkpoint: str | None = None
     ) -> None:
-        older = None if checkpoint is not None else newest_checkpoint_of(self.session.run_id, self._output_dir)
-        self.session.attempts.postmortem = self._write_postmortem(verdict, failure, error, checkpoint, None, older)
+        older = None if checkpoint is not None else newest_checkpoint_of(self.run.run_id, self._output_dir)
+        self.attempts.postmortem = self._write_postmortem(verdict, failure, error, checkpoint, None, older)
 
     # ---- the postmortem ----
 
@@ -226,7 +232,7 @@ class RunEnding:
         older_checkpoint: str | None,
     ) -> str | None:
         log_history = self._trainer.state.log_history
-        return self.session.journal.write_postmortem(
+        return self.run.journal.write_postmortem(
             verdict, failure, self.step, error, log_history, checkpoint, advice, older_checkpoint
         )
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from .assembly import Run
 from .instrument import Hooks, OutOfMemory, StepPasses, Window
 from .judge import StepJudge
 from .lost_device import write_down_lost_device
 from .memory import MemoryHealer
 from .run_ending import RunEnding
-from .session import Session
 
 
 class RunHooks(Hooks):
@@ -19,7 +19,7 @@ class RunHooks(Hooks):
     Args:
         trainer ([`~transformers.Trainer`]):
             The trainer.
-        session ([`Session`]):
+        run ([`Run`]):
             The run.
         judge ([`StepJudge`]):
             Judges its steps.
@@ -27,11 +27,12 @@ class RunHooks(Hooks):
             Handles memory that runs out.
     """
 
-    def __init__(self, trainer: Any, session: Session, judge: StepJudge, memory: MemoryHealer) -> None:
+    def __init__(self, trainer: Any, run: Run, judge: StepJudge, memory: MemoryHealer) -> None:
         self._trainer = trainer
-        self._session = session
+        self._run = run
         self._judge = judge
         self._memory = memory
+        self._ending = RunEnding(run.context, run.attempts, run.departure, trainer)
 
     @property
     def passes(self) -> StepPasses | None:
@@ -57,38 +58,43 @@ class RunHooks(Hooks):
         self._judge.judge(window)
 
     def before_optimizer_step(self) -> None:
-        self._session.rollback.join()
+        self._run.rollback.join()
 
     def about_to_step(self) -> None:
         self._memory.about_to_step()
 
     def rate_scale(self, step: int) -> float:
-        return self._session.numerics.learning_rate.scale(step)
+        return self._run.numerics.learning_rate.scale(step)
 
     def stepped(self) -> None:
         self._memory.stepped()
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
-        return self._session.metrics(training, summary)
+        run, config = self._run, self._run.context.config
+        # The log that sums up the run is written before what is open is closed.
+        found = run.journal.metrics(run.context.outcomes.resolved_at_the_end if summary else 0)
+        if config.healing_metrics:
+            found |= self._memory.metrics()
+        return found | run.numerics.metrics(None if run.instrument is None else run.instrument.view.step, training)
 
     def checkpoints_wait(self) -> bool:
-        return self._session.numerics.watch.open
+        return self._run.numerics.watch.open
 
     def owes_checkpoint(self) -> bool:
-        return self._session.numerics.watch.owed
+        return self._run.numerics.watch.owed
 
     def checkpoint_waits(self) -> None:
-        self._session.numerics.watch.owed = True
+        self._run.numerics.watch.owed = True
 
     def vouch_for_state(self) -> None:
         self._judge.vouch_for_state()
 
     def before_save(self, step: int) -> None:
-        self._session.numerics.watch.owed = False
-        self._session.about_to_save(step)
+        self._run.numerics.watch.owed = False
+        self._run.about_to_save(step)
 
     def device_lost(self, error: BaseException) -> None:
-        write_down_lost_device(RunEnding(self._session, self._trainer), error)
+        write_down_lost_device(self._ending, error)
 
     def broken(self) -> None:
-        self._session.broken = True
+        self._run.context.attachment.broken = True

@@ -11,11 +11,10 @@ from typing import Any
 
 from .claims import Claim, claim_unless_out_of_memory
 from .classify import http_status, text_of
-from .config import HealingConfig
 from .failures import Action, FailureType, NonFiniteReward
 from .incident import Incident
 from .retry import Retry, RetryPolicy, may_pass
-from .session import Session
+from .run.context import RunContext
 
 
 logger = logging.getLogger("self_healing")
@@ -26,16 +25,13 @@ class ServiceCalls:
     Calls of services that training needs: made again where that may help, with one incident for each call that failed.
 
     Args:
-        config ([`HealingConfig`]):
-            With the settings that begin with `retry_`.
-        session ([`Session`]):
-            The memory of the run.
+        run ([`RunContext`]):
+            The run; its configuration has the settings that begin with `retry_`.
     """
 
-    def __init__(self, config: HealingConfig, session: Session) -> None:
-        self.policy = RetryPolicy.of(config, session.sleep)
-        self._config = config
-        self._session = session
+    def __init__(self, run: RunContext) -> None:
+        self.policy = RetryPolicy.of(run.config, run.sleep)
+        self._run = run
         # Of a call that was given up, until its exception has left train().
         self._claimed: Incident | None = None
         # Of the services whose rewards were not finite however often they were asked for.
@@ -111,7 +107,7 @@ class ServiceCalls:
         return replace(self.policy, at_once=True) if service in self._never_finite else self.policy
 
     def _open(self, failures: _Failures, error: BaseException) -> Incident:
-        journal, instrument = self._session.journal, self._session.instrument
+        journal, instrument = self._run.journal, self._run.attachment.instrument
         failures.began = time.perf_counter()
         evidence = {"service": failures.service, "message": text_of(error)[:500]}
         step = 0 if instrument is None else instrument.view.step
@@ -145,25 +141,25 @@ class ServiceCalls:
         return error.answer
 
     def _take_in(self, failures: _Failures, error: NonFiniteReward) -> None:
-        session, lasting = self._session, self._never_finite.get(failures.service)
+        run, lasting = self._run, self._never_finite.get(failures.service)
         incident = lasting or failures.incident or self._open(failures, error)
         evidence = incident.evidence
         evidence["answers"] = evidence.get("answers", 0) + 1
         if lasting is None:
             self._never_finite[failures.service] = incident
             if incident.failure is not FailureType.NONFINITE_REWARD:
-                session.journal.diagnosed(incident, FailureType.NONFINITE_REWARD, failures.service, {})
+                run.journal.diagnosed(incident, FailureType.NONFINITE_REWARD, failures.service, {})
             self._acted(failures, incident)
-        stops = error.all_of_them and self._config.on_nonfinite != "warn"
-        if stops and session.stop_for is None:
+        stops = error.all_of_them and self._run.config.on_nonfinite != "warn"
+        if stops and run.stop.incident is None:
             evidence["diagnosis"] = (
                 f"{failures.service}: {text_of(error)}, however often it is asked: nothing to learn from"
             )
-            session.stop_for = incident
+            run.stop.incident = incident
         elif lasting is None:
-            session.journal.acted(incident, Action.GO_ON_WITHOUT.value, rewards=len(error.places))
-            session.journal.dealt_with(incident)
-            session.journal.closed(incident, "unresolved")
+            run.journal.acted(incident, Action.GO_ON_WITHOUT.value, rewards=len(error.places))
+            run.journal.dealt_with(incident)
+            run.journal.closed(incident, "unresolved")
 
     def _came_through(self, failures: _Failures) -> None:
         with self._contained():
@@ -172,20 +168,20 @@ class ServiceCalls:
             self._claimed = None
             if failures.incident is not None:
                 self._acted(failures, failures.incident)
-                self._session.journal.dealt_with(failures.incident)
-                self._session.journal.closed(failures.incident, "resolved")
+                self._run.journal.dealt_with(failures.incident)
+                self._run.journal.closed(failures.incident, "resolved")
 
     def _gave_up(self, failures: _Failures, error: BaseException) -> None:
-        incident, session = failures.incident, self._session
+        incident, run = failures.incident, self._run
         if incident is None:
             return
         with self._contained():
             self._acted(failures, incident)
-            if isinstance(error, Exception) and may_pass(error) and session.may_enter_again:
+            if isinstance(error, Exception) and may_pass(error) and run.may_enter_again:
                 self._claimed = incident
             else:
-                session.journal.dealt_with(incident)
-                session.journal.closed(incident, "unresolved")
+                run.journal.dealt_with(incident)
+                run.journal.closed(incident, "unresolved")
 
     @property
     def has_claim(self) -> bool:
@@ -202,14 +198,14 @@ class ServiceCalls:
         return incident
 
     def _contained(self) -> contextlib.AbstractContextManager[None]:
-        instrument = self._session.instrument
+        instrument = self._run.attachment.instrument
         return contextlib.nullcontext() if instrument is None else instrument.failsafe.contained()
 
     def _acted(self, failures: _Failures, incident: Incident) -> None:
         attempts = failures.attempts + 1
         incident.seconds_lost += max(time.perf_counter() - failures.began, failures.seconds)
         incident.figures.append(f"{failures.service}: {attempts} attempts, {failures.seconds:.1f} s waited")
-        self._session.journal.acted(
+        self._run.journal.acted(
             incident,
             Action.RETRY_CALL.value,
             service=failures.service,

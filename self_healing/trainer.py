@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from . import consensus
-from .assembly import assemble
-from .callback import SelfHealingCallback, adopt_session
+from .assembly import Run, assemble
+from .callback import SelfHealingCallback, adopt_run
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .earlier_attempts import take_up
@@ -32,7 +32,6 @@ from .reporting import Reporting
 from .restart import Start, find_start, note_start
 from .run_ending import RunEnding
 from .run_record import RunRecord
-from .session import Session
 
 
 logger = logging.getLogger("self_healing")
@@ -94,7 +93,7 @@ class SelfHealingTrainer:
         else:
             self._put_config_in_force(existing)
         self._sleep = sleep
-        self._session: Session | None = None
+        self._run: Run | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "trainer":
@@ -148,20 +147,20 @@ class SelfHealingTrainer:
         self._switch_off_auto_find_batch_size()
         self._put_callback_in_force()
         args = self.trainer.args
-        session, start = self._open_session(resume_from_checkpoint)
-        ending = RunEnding(session, self.trainer)
+        run, start = self._open_run(resume_from_checkpoint)
+        ending = RunEnding(run.context, run.attempts, run.departure, self.trainer)
         theirs = args.eval_on_start, args.ignore_data_skip
-        session.reporting = reporting = Reporting(session.run)
+        reporting = Reporting(run.context)
         guard = ReportingGuard(self.trainer, reporting)
         try:
             guard.attach()
-            take_up(session, start)
-            adopt_session(self.trainer, session)
+            take_up(run.context, run.attempts, start)
+            adopt_run(self.trainer, run)
             if self.config.on_preemption == "save":
-                session.preemption.listen()
-            output = self._enter_until_done(Recovery(self.trainer, session, ending), start.checkpoint, kwargs)
-            if session.leaving and not self._at_the_end():
-                session.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
+                run.departure.preemption.listen()
+            output = self._enter_until_done(Recovery(self.trainer, run, ending), start.checkpoint, kwargs)
+            if run.departure.begun and not self._at_the_end():
+                run.departure.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
         except BaseException as error:
             ending.note_exception(error)
             raise
@@ -169,30 +168,30 @@ class SelfHealingTrainer:
             ending.finish()
         finally:
             args.eval_on_start, args.ignore_data_skip = theirs
-            adopt_session(self.trainer, None)
-            session.preemption.release()
-            self._let_go(session)
-            if not session.device_lost:
-                session.rollback.release()
+            adopt_run(self.trainer, None)
+            run.departure.preemption.release()
+            self._let_go(run)
+            if not run.context.attachment.device_lost:
+                run.rollback.release()
             guard.detach()
             reporting.sum_up(int(self.trainer.state.global_step))
         return output
 
     # ---- where the run begins ----
 
-    def _open_session(self, requested: str | os.PathLike[str] | bool | None) -> tuple[Session, Start]:
+    def _open_run(self, requested: str | os.PathLike[str] | bool | None) -> tuple[Run, Start]:
         """What this call begins with: the memory of a new run, or of one that an earlier process began."""
         args = self.trainer.args
         start = find_start(self.trainer, self.config, requested)
         directory = Path(self.config.healing_dir or args.output_dir)
-        self._session = session = assemble(
+        self._run = run = assemble(
             self.config, directory, args.process_index, self._sleep, start.run, consensus.world_size() == 1
         )
-        record = start.record or RunRecord(Path(args.output_dir), session.run_id, kept=not start.beside)
-        session.attempts.keep(record, taken_up=start.record is not None)
+        record = start.record or RunRecord(Path(args.output_dir), run.context.run_id, kept=not start.beside)
+        run.attempts.keep(record, taken_up=start.record is not None)
         if args.process_index == 0:
-            note_start(session.journal, start, args.output_dir)
-        return session, start
+            note_start(run.journal, start, args.output_dir)
+        return run, start
 
     def _at_the_end(self) -> bool:
         state = self.trainer.state
@@ -224,12 +223,12 @@ class SelfHealingTrainer:
                 # Outside the handler, which would put another exception in the place of what it came from.
                 raise recovery.cause
             # Outside the handler: the exception and with it the failed step's activations are gone.
-            self._let_go(recovery.session)
+            self._let_go(recovery.run)
             recovery.prepare(entry)
             resume_from = entry.resume_from
             # Samplers and their seeds are made anew on entry, some from the global generators.
             entry_rng.restore()
-            if recovery.session.resume_point is not None:
+            if recovery.run.attempts.resume_point is not None:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
 
@@ -243,14 +242,14 @@ class SelfHealingTrainer:
                 stack.enter_context(loading_twice_at_most(self.trainer))
             yield
 
-    def _let_go(self, session: Session) -> None:
+    def _let_go(self, run: Run) -> None:
         """The trainer is itself again, and nothing holds on to the failed step."""
-        if session.instrument is not None:
-            session.instrument.detach()
-            if session.device_lost:
+        if run.instrument is not None:
+            run.instrument.detach()
+            if run.context.attachment.device_lost:
                 return
-            session.instrument.reentry.release()
-            session.instrument = None
+            run.instrument.reentry.release()
+            run.context.attachment.instrument = None
 
     def _switch_off_auto_find_batch_size(self) -> None:
         if self.trainer.args.auto_find_batch_size:
@@ -306,13 +305,11 @@ class SelfHealingTrainer:
     def get_report(self) -> HealingReport:
         """What happened in the last run of the trainer, whoever called its `train()`; else in those on the disk."""
         callback = self._find_callback()
-        sessions = [self._session, None if callback is None else callback.session]
-        session = max((each for each in sessions if each is not None), key=lambda each: each.started_at, default=None)
-        if session is None:
+        runs = [self._run, None if callback is None else callback.run]
+        run = max((each for each in runs if each is not None), key=lambda each: each.context.started_at, default=None)
+        if run is None:
             try:
                 return HealingReport.from_run_dir(self.config.healing_dir or self.trainer.args.output_dir)
             except (OSError, ValueError):
                 return HealingReport()
-        return HealingReport.from_incidents(
-            session.journal.incidents, str(session.journal.path), session.numerics.rate_in_force()
-        )
+        return HealingReport.from_incidents(run.journal.incidents, str(run.journal.path), run.numerics.rate_in_force())

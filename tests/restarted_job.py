@@ -104,11 +104,9 @@ class Strike(TrainerCallback):
         elif self.fault == "bug":
             raise ValueError("a bug of the user's")
         elif self.fault == "reduce":
-            session = next(
-                each.session for each in self.trainer.callback_handler.callbacks if hasattr(each, "session")
-            )
-            session.numerics.learning_rate.reduce(state.global_step)
-            session.journal.dealt_with(session.journal.open(state.global_step, "test", {}))
+            run = next(each.run for each in self.trainer.callback_handler.callbacks if hasattr(each, "healing_state"))
+            run.numerics.learning_rate.reduce(state.global_step)
+            run.journal.dealt_with(run.journal.open(state.global_step, "test", {}))
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from self_healing import HealingConfig, Incident
+from self_healing.assembly import assemble
 from self_healing.claims import Claim, claim_by_recipe, claim_unless_out_of_memory, first_claim
 from self_healing.failures import Action, FailureType
-from self_healing.journal import Journal
 from self_healing.memory_outside import MemoryOutsideOfModel
 from self_healing.services import ServiceCalls
 
@@ -70,13 +70,7 @@ def test_an_incident_does_not_claim_memory_that_ran_out_on_the_way() -> None:
 
 def made_up_run(directory: Path, **settings: Any) -> Any:
     config = HealingConfig(retry_attempts=2, retry_initial_seconds=0.01, **settings)
-    return SimpleNamespace(
-        config=config,
-        journal=Journal(directory, config, "run"),
-        instrument=None,
-        may_enter_again=True,
-        sleep=lambda seconds: None,
-    )
+    return assemble(config, directory, sleep=lambda seconds: None, may_enter_again=True).context
 
 
 def fail() -> None:
@@ -85,7 +79,7 @@ def fail() -> None:
 
 def test_a_call_that_is_given_up_claims_the_exception_once(tmp_path: Path) -> None:
     run = made_up_run(tmp_path)
-    calls = ServiceCalls(run.config, run)
+    calls = ServiceCalls(run)
     with pytest.raises(ConnectionError) as caught:
         calls.call("a judge", lambda: None, fail)
     assert calls.has_claim
@@ -97,7 +91,7 @@ def test_a_call_that_is_given_up_claims_the_exception_once(tmp_path: Path) -> No
 
 def test_a_call_that_succeeds_ends_the_claim_of_an_earlier_one(tmp_path: Path) -> None:
     run = made_up_run(tmp_path)
-    calls = ServiceCalls(run.config, run)
+    calls = ServiceCalls(run)
     with pytest.raises(ConnectionError):
         calls.call("a judge", lambda: None, fail)
     calls.call("a judge", lambda: None, lambda: None)
@@ -108,7 +102,7 @@ class TestMemoryOutsideOfTheModel:
     def healer(self, directory: Path, **settings: Any) -> MemoryOutsideOfModel:
         run = made_up_run(directory, **settings)
         self.state = SimpleNamespace(global_step=0)
-        return MemoryOutsideOfModel(run.config, run, SimpleNamespace(state=self.state))
+        return MemoryOutsideOfModel(run, SimpleNamespace(state=self.state))
 
     def remedies(self, directory: Path, steps: list[int], **settings: Any) -> list[Action | None]:
         healer = self.healer(directory, **settings)

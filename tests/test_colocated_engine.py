@@ -115,13 +115,13 @@ def test_a_lasting_failure_ends_the_run_and_says_nothing_about_the_batch(
     TooManyRows(trainer.model, 2, unless=lambda: not torch.is_grad_enabled())
     with pytest.raises(UnrecoverableTrainingError, match="vllm_gpu_memory_utilization"):
         (SelfHealingTrainer(trainer) if wrapped else trainer).train()
-    assert callback.session is not None
+    assert callback.run is not None
     # What training needs was learned from training.
-    sizes = callback.session.memory.sizes.state_dict()
+    sizes = callback.run.memory.sizes.state_dict()
     assert [rows for rows, _ in sizes["train"]["fails"]] == [4]
     assert not sizes["generate"]["fails"]
     assert not sizes["forward"]["fails"]
-    assert not any(each.has_claim for each in callback.session.claimants)
+    assert not any(each.has_claim for each in callback.run.context.attachment.claimants)
 
 
 def test_an_engine_that_keeps_its_requests_is_not_called_again(

@@ -15,12 +15,12 @@ from conftest import journal, sft_trainer
 from transformers import PreTrainedConfig, TrainerState
 
 from self_healing import HealingConfig, Incident, SelfHealingCallback, SelfHealingTrainer
+from self_healing.assembly import Run, assemble
 from self_healing.checkpoints.vetting import vet
 from self_healing.failures import FailureType
 from self_healing.launcher import launch_of
 from self_healing.restart import start_of, still_alive
 from self_healing.run_record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
-from self_healing.session import Session
 
 
 Path_ = tuple[str | int, ...]
@@ -75,20 +75,20 @@ def damages(content: Any, seed: int) -> Iterator[tuple[str, Any]]:
 @pytest.fixture
 def record(tmp_path: Path) -> dict[str, Any]:
     """Of a run that failed in its second attempt, with everything in it that there can be."""
-    session = Session(HealingConfig(), tmp_path, run_id="20260101-000000-abcdef")
-    written = RunRecord(tmp_path, session.run_id)
-    session.attempts.keep(written, taken_up=False)
+    run = assemble(HealingConfig(), tmp_path, run_id="20260101-000000-abcdef")
+    written = RunRecord(tmp_path, run.context.run_id)
+    run.attempts.keep(written, taken_up=False)
     for _ in range(2):
-        session.attempts.begin(None, 4)
-    session.journal.incidents.append(Incident("run-001", 6, "loss_spike", FailureType.DIVERGENCE, steps_lost=3))
-    session.budget.used, session.budget.failed_at = 2, 6
-    session.numerics.ladder.load_state_dict({"climbed": {"divergence": 2}, "moments_reset": True})
-    session.numerics.learning_rate.reduce(6)
-    session.end_attempt(Ending.FAILED, "RuntimeError")
+        run.attempts.begin(None, 4)
+    run.journal.incidents.append(Incident("run-001", 6, "loss_spike", FailureType.DIVERGENCE, steps_lost=3))
+    run.context.budget.used, run.context.budget.failed_at = 2, 6
+    run.numerics.ladder.load_state_dict({"climbed": {"divergence": 2}, "moments_reset": True})
+    run.numerics.learning_rate.reduce(6)
+    run.attempts.end(Ending.FAILED, "RuntimeError")
     return dict(json.loads((tmp_path / RECORD_FILE).read_text()))
 
 
-def taken_up(directory: Path, content: Any) -> Session:
+def taken_up(directory: Path, content: Any) -> Run:
     """A process that goes on with what the record says, as far as it does before the Trainer is asked."""
     (directory / RECORD_FILE).write_text(json.dumps(content))
     record = RunRecord.read(directory)
@@ -98,17 +98,17 @@ def taken_up(directory: Path, content: Any) -> Session:
     assert start.spends in (True, False)
     assert start.steps_to_repeat >= 0
     assert still_alive(record.newest) in (True, False)
-    session = Session(HealingConfig(), directory, run_id=record.run)
-    session.attempts.keep(record, taken_up=True)
-    session.budget.spend(6)
-    session.numerics.ladder.next(FailureType.DIVERGENCE, 7, early=False, may_reduce=True, rate="1e-3")
-    session.numerics.learning_rate.scale(9)
-    session.numerics.learning_rate.reduce(9)
-    session.numerics.missing.trained(9)
-    session.attempts.begin(None, 4)
-    session.close_outcomes()
-    session.end_attempt(Ending.FINISHED)
-    return session
+    run = assemble(HealingConfig(), directory, run_id=record.run)
+    run.attempts.keep(record, taken_up=True)
+    run.context.budget.spend(6)
+    run.numerics.ladder.next(FailureType.DIVERGENCE, 7, early=False, may_reduce=True, rate="1e-3")
+    run.numerics.learning_rate.scale(9)
+    run.numerics.learning_rate.reduce(9)
+    run.numerics.missing.trained(9)
+    run.attempts.begin(None, 4)
+    run.numerics.close_outcomes()
+    run.attempts.end(Ending.FINISHED)
+    return run
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
@@ -118,14 +118,14 @@ def test_no_damage_to_a_record_stops_a_start(
     for name, content in damages(record, seed):
         caplog.clear()
         try:
-            session = taken_up(tmp_path, content)
+            run = taken_up(tmp_path, content)
         except UnreadableRecordError:
             assert name.startswith("run "), name
             continue
         except Exception as error:
             raise AssertionError(name) from error
         if not name.startswith("memory"):
-            assert session.numerics.ladder.state_dict()["climbed"] == {"divergence": 3}, name
+            assert run.numerics.ladder.state_dict()["climbed"] == {"divergence": 3}, name
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,11 @@ def test_what_can_be_read_of_a_record_is_used(
     (tmp_path / RECORD_FILE).write_text(json.dumps(damaged(record, path, deleted)))
     read = RunRecord.read(tmp_path)
     assert read is not None
-    session = Session(HealingConfig(), tmp_path, run_id=read.run)
-    session.attempts.keep(read, taken_up=True)
-    assert session.budget.used == 2
-    assert session.numerics.learning_rate.scale(7) == 0.5
-    assert [incident.steps_lost for incident in session.journal.incidents] == [3]
+    run = assemble(HealingConfig(), tmp_path, run_id=read.run)
+    run.attempts.keep(read, taken_up=True)
+    assert run.context.budget.used == 2
+    assert run.numerics.learning_rate.scale(7) == 0.5
+    assert [incident.steps_lost for incident in run.journal.incidents] == [3]
     assert len(read.attempts) == 2
     assert f"Left out, as if it were not known: {left_out}." in caplog.text
 
@@ -158,8 +158,8 @@ def test_a_whole_record_is_used_without_a_word(
     tmp_path: Path, record: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        session = taken_up(tmp_path, record)
-    assert session.budget.failed_at >= 6
+        run = taken_up(tmp_path, record)
+    assert run.context.budget.failed_at >= 6
     assert "can be used only in part" not in caplog.text
 
 
@@ -168,8 +168,8 @@ def test_a_record_of_another_version_is_used(
 ) -> None:
     record["attempts"][0]["node"] = "a"
     record["incidents"][0]["blame"] = "none"
-    session = taken_up(tmp_path, record | {"schema": 2, "weather": "fine"})
-    assert session.budget.used == 2 + 2
+    run = taken_up(tmp_path, record | {"schema": 2, "weather": "fine"})
+    assert run.context.budget.used == 2 + 2
     assert "schema 2, where 1 is known" in caplog.text
 
 
@@ -226,10 +226,10 @@ def test_auto_finds_the_newest_that_can_be_read(finished: Path, tokenizer: Any) 
 def test_no_damage_to_what_detectors_have_learned_stops_a_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = json.loads(json.dumps(Session(HealingConfig(), tmp_path).state_dict()))
+    state = json.loads(json.dumps(assemble(HealingConfig(), tmp_path).state_dict()))
     for name, content in damages(state, seed=0):
         try:
-            Session(HealingConfig(), tmp_path).load_state_dict(content)
+            assemble(HealingConfig(), tmp_path).load_state_dict(content)
         except Exception as error:
             raise AssertionError(name) from error
     assert "What 'ladder' has learned cannot be taken from the checkpoint" in caplog.text

@@ -487,9 +487,9 @@ def test_a_slow_rise_is_reported_and_nothing_is_done(tmp_path: Path, tokenizer: 
         """Half a percent is enough, so that the run may be a short one."""
 
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            assert healing.session is not None
-            assert healing.session.numerics.panel is not None
-            healing.session.numerics.panel.slow_rise = SlowRiseDetector(rise=0.005, window=20)
+            assert healing.run is not None
+            assert healing.run.numerics.panel is not None
+            healing.run.numerics.panel.slow_rise = SlowRiseDetector(rise=0.005, window=20)
 
     healing = SelfHealingCallback()
     steady = {**STEADY, "max_steps": 105, "learning_rate": 1e-12}
@@ -689,8 +689,8 @@ def test_a_failure_in_a_rule_never_takes_the_training_down(tmp_path: Path, token
 
     class Broken(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            assert callback.session is not None
-            callback.session.numerics.rules = object()  # type: ignore[assignment]
+            assert callback.run is not None
+            callback.run.numerics.rules = object()  # type: ignore[assignment]
 
     trainer.add_callback(Broken())
     trainer.train()
@@ -758,8 +758,8 @@ def test_a_nonfinite_step_never_reaches_the_baselines(tmp_path: Path, tokenizer:
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], **{**STEADY, "max_steps": 40})
     OutputFault(trainer.model, strike=lambda _: trainer.state.global_step in (30, 31))
     trainer.train()
-    assert callback.session is not None
-    panel = callback.session.numerics.panel
+    assert callback.run is not None
+    panel = callback.run.numerics.panel
     assert panel is not None
     assert len(panel.state_dict()["loss_trend"]["recent"]) == 38
 
@@ -793,9 +793,9 @@ def test_layers_that_are_unfrozen_make_no_gradient_spike(tmp_path: Path, tokeniz
     assert of_kind(tmp_path / "healed", "detected") == []
     assert_same_weights(weights(healed), weights(plain))
     # Of the steps since alone.
-    assert callback.session is not None
-    assert callback.session.numerics.panel is not None
-    assert len(callback.session.numerics.panel.gradient_trend.state_dict()["recent"]) == 10
+    assert callback.run is not None
+    assert callback.run.numerics.panel is not None
+    assert len(callback.run.numerics.panel.gradient_trend.state_dict()["recent"]) == 10
 
 
 def test_layers_frozen_without_another_gradient_norm_are_noticed_within_ten_steps(
@@ -809,10 +809,10 @@ def test_layers_frozen_without_another_gradient_norm_are_noticed_within_ten_step
     callback = SelfHealingCallback()
     arguments = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0, "max_steps": 45}
     sft_trainer(tmp_path, tokenizer, callbacks=[callback, Freezing()], **arguments).train()
-    assert callback.session is not None
-    assert callback.session.numerics.panel is not None
+    assert callback.run is not None
+    assert callback.run.numerics.panel is not None
     # Of 45, those since it was seen: in step 33 at the earliest, where the norm happened to be unusual, or in step 40.
-    assert 5 <= len(callback.session.numerics.panel.gradient_trend.state_dict()["recent"]) <= 12
+    assert 5 <= len(callback.run.numerics.panel.gradient_trend.state_dict()["recent"]) <= 12
 
 
 # ---- the callback, wherever it is ----
@@ -842,7 +842,7 @@ def test_a_callback_that_has_trained_can_be_copied(tmp_path: Path, tokenizer: An
     for again in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
         assert again.config == callback.config
         assert again.healing_state == callback.healing_state
-    assert callback.session is not None
+    assert callback.run is not None
 
 
 def test_the_report_is_that_of_the_last_run_whoever_started_it(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:

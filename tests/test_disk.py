@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTTrainer
 
 from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.assembly import assemble
 from self_healing.checkpoints.marker import write_marker
 from self_healing.checkpoints.removal import expendable_checkpoint, remove_torn
 from self_healing.checkpoints.vetting import vet
@@ -36,7 +37,6 @@ from self_healing.disk import SaveHealer
 from self_healing.failures import FailureType
 from self_healing.instrument import CheckpointSaving
 from self_healing.output_dir import refuse_unwritable
-from self_healing.session import Session
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -250,7 +250,7 @@ def test_a_checkpoint_of_an_earlier_run_stays_when_nothing_was_written_to_it(tmp
     def not_allowed(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    healer = SaveHealer(Session(HealingConfig(), tmp_path).run, list)
+    healer = SaveHealer(assemble(HealingConfig(), tmp_path).context, list)
     assert not CheckpointSaving(trainer, healer, contextlib.nullcontext).write(not_allowed, None, None)
     assert vet(tmp_path / "checkpoint-2").usable
 

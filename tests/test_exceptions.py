@@ -36,7 +36,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.session import Session
+from self_healing.attempts import Attempts
 
 
 # 64 rows, 4 a micro-batch, 2 micro-batches a step: 8 steps an epoch.
@@ -383,8 +383,8 @@ def test_where_no_emergency_checkpoint_is_written_nothing_speaks_of_one(tmp_path
     # Steps 5 and 6 were done twice, and are in the weights.
     for report in (resumed.get_report(), HealingReport.from_run_dir(tmp_path)):
         assert (report.steps_lost, report.steps_repeated) == (0, 2)
-    assert resumed._session is not None
-    assert resumed._session.numerics.missing.trained(8) == 8
+    assert resumed._run is not None
+    assert resumed._run.numerics.missing.trained(8) == 8
 
 
 @pytest.mark.parametrize("kind", [Unspeakable, asyncio.CancelledError, PanicException])
@@ -416,7 +416,7 @@ def test_how_a_run_ends_may_be_impossible_to_write_down(
 
     trainer = sft_trainer(tmp_path, tokenizer, max_steps=2)
     RaisingForward(trainer.model, lambda forward: forward == 1, raise_value_error)
-    monkeypatch.setattr(Session, "end_attempt", failing)
+    monkeypatch.setattr(Attempts, "end", failing)
     with pytest.raises(ValueError, match="a bug in the user's code"):
         SelfHealingTrainer(trainer).train()
 

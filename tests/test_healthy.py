@@ -76,7 +76,7 @@ def test_the_trainer_is_given_back_as_it_was(tmp_path: Path, tokenizer: Any) -> 
     trainer = sft_trainer(tmp_path, tokenizer)
     before, accelerator_before = set(vars(trainer)), set(vars(trainer.accelerator))
     SelfHealingTrainer(trainer).train()
-    wrapped = {"get_batch_samples", "training_step", "log", "_prepare_inputs", "_self_healing_session"}
+    wrapped = {"get_batch_samples", "training_step", "log", "_prepare_inputs", "_self_healing_run"}
     assert not wrapped & (set(vars(trainer)) - before)
     assert "clip_grad_norm_" not in set(vars(trainer.accelerator)) - accelerator_before
     sampler = trainer.callback_handler.train_dataloader.batch_sampler

@@ -230,8 +230,8 @@ class InTheMiddle(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            session = self.healing.session
-            self.found = self.what(session.instrument.window, session.rollback)
+            run = self.healing.run
+            self.found = self.what(run.instrument.window, run.rollback)
 
 
 def diagnosed_as_harder_data(window: Window, rollback: Rollback) -> None:

@@ -50,10 +50,10 @@ class Reduce(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step not in self.steps:
             return
-        session = self.callback.session
-        assert session is not None
-        incident = session.journal.open(state.global_step, "by hand", {})
-        context = HealingContext(incident, session.instrument, target=Target.NEWEST)
+        run = self.callback.run
+        assert run is not None
+        incident = run.journal.open(state.global_step, "by hand", {})
+        context = HealingContext(incident, run.instrument, target=Target.NEWEST)
         self.callback.actions.apply((Action.ROLL_BACK, Action.REDUCE_LEARNING_RATE), context, args)
 
     callback: SelfHealingCallback

@@ -74,8 +74,8 @@ def test_it_is_written_down_and_the_exception_goes_on_as_it_came(
     assert error is device.first
     # Nothing was computed, copied, saved or freed after it.
     assert len(device.tried) == 1
-    assert callback.session is not None
-    assert callback.session.rollback.generations()
+    assert callback.run is not None
+    assert callback.run.rollback.generations()
     assert not (tmp_path / "emergency").exists()
     assert postmortem(tmp_path)["failure"] == "device"
     (incident,) = postmortem(tmp_path)["chain"]

@@ -453,12 +453,12 @@ class TestCopies:
             def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 if state.global_step != 3:
                     return
-                session, window = healing.session, healing.session.instrument.window
+                run, window = healing.run, healing.run.instrument.window
                 before = torch.cuda.memory_allocated()
-                self.freed = session.rollback.free_batches(of_host=False)
+                self.freed = run.rollback.free_batches(of_host=False)
                 self.less = before - torch.cuda.memory_allocated()
-                session.rollback.go_back(Target.NEWEST, window.step, "incident")
-                self.replayed = session.rollback.replay(window, lambda signals: True)
+                run.rollback.go_back(Target.NEWEST, window.step, "incident")
+                self.replayed = run.rollback.replay(window, lambda signals: True)
 
         full = train(build("sft", tmp_path / "full", tokenizer, max_steps=5), device)
         middle = InTheMiddle()

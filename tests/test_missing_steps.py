@@ -115,5 +115,5 @@ def test_what_is_missing_is_known_to_the_process_that_resumes(tmp_path: Path, to
     callback = SelfHealingCallback()
     resumed = sft_trainer(tmp_path, tokenizer, callbacks=[callback], max_steps=4, **arguments)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert callback.session is not None
-    assert callback.session.numerics.missing.trained(4) == 3
+    assert callback.run is not None
+    assert callback.run.numerics.missing.trained(4) == 3

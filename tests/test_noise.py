@@ -360,7 +360,7 @@ def another_batch(healing: SelfHealingCallback) -> Callable[[Any], None]:
     """The first of the steps that are kept gets other rows."""
 
     def swap(model: Any) -> None:
-        [first] = [each for each in healing.session.rollback.batches.tape if each.step == TRUSTED]
+        [first] = [each for each in healing.run.rollback.batches.tape if each.step == TRUSTED]
         for _, inputs, *_ in first.control.calls:
             rows = torch.randint(3, len(model.lm_head.weight), inputs["input_ids"].shape)
             inputs.update(input_ids=rows, labels=rows.where(inputs["labels"] >= 0, inputs["labels"]))
@@ -372,7 +372,7 @@ def a_scaled_snapshot(healing: SelfHealingCallback) -> Callable[[Any], None]:
     """The trusted state is no longer what it was."""
 
     def scale(model: Any) -> None:
-        healing.session.rollback.ring.trusted[-1].parameters["lm_head.weight"].host.mul_(1.5)
+        healing.run.rollback.ring.trusted[-1].parameters["lm_head.weight"].host.mul_(1.5)
 
     return scale
 

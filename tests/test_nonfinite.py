@@ -21,7 +21,7 @@ from conftest import (
 )
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.session import Session
+from self_healing.assembly import assemble
 
 
 def incidents(output_dir: Path) -> list[dict[str, Any]]:
@@ -159,14 +159,14 @@ def test_nan_while_a_policy_generates_is_healed_though_it_arrives_as_an_exceptio
 
 
 def test_a_step_that_was_healed_bitwise_is_not_judged_by_the_losses_after_it(tmp_path: Path) -> None:
-    session = Session(HealingConfig(outcome_steps=2), tmp_path)
-    session.numerics.detector.losses.extend((0.01, 0.011, 0.009, 0.01))
-    incident = session.journal.open(4, "nonfinite_loss", {})
-    session.journal.acted(incident, "use_reexecuted_step")
-    session.outcomes.wait_for(incident)
+    run = assemble(HealingConfig(outcome_steps=2), tmp_path)
+    run.numerics.detector.losses.extend((0.01, 0.011, 0.009, 0.01))
+    incident = run.journal.open(4, "nonfinite_loss", {})
+    run.journal.acted(incident, "use_reexecuted_step")
+    run.context.outcomes.wait_for(incident)
     # As in RLOO, whose loss is that of the policy: it may go anywhere.
     for _ in range(2):
-        session.outcomes.take_in(5.0, step=0)
+        run.context.outcomes.take_in(5.0, step=0)
     assert incident.outcome == "resolved"
 
 
@@ -417,14 +417,14 @@ def test_overflow_that_outlasts_patience_lowers_the_scale_until_the_run_goes_on(
 
 
 def test_an_incident_that_is_waited_for_twice_has_one_outcome(tmp_path: Path) -> None:
-    session = Session(HealingConfig(outcome_steps=2), tmp_path)
-    incident = session.journal.open(4, "nonfinite_loss", {})
-    session.journal.acted(incident, "skip_step")
+    run = assemble(HealingConfig(outcome_steps=2), tmp_path)
+    incident = run.journal.open(4, "nonfinite_loss", {})
+    run.journal.acted(incident, "skip_step")
     for _ in range(2):
         # When the step is left out, and when the run goes back because of it.
-        session.outcomes.wait_for(incident)
+        run.context.outcomes.wait_for(incident)
     for _ in range(4):
-        session.outcomes.take_in(5.0, step=0)
+        run.context.outcomes.take_in(5.0, step=0)
     assert len(incidents(tmp_path)) == 1
 
 

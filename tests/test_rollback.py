@@ -763,15 +763,15 @@ class TestCost:
 
         class Look(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                assert callback.session is not None
-                seen.append(callback.session.rollback.ring.nbytes)
+                assert callback.run is not None
+                seen.append(callback.run.rollback.ring.nbytes)
 
         sft_trainer(tmp_path, tokenizer, callbacks=[callback, Look()], max_steps=20).train()
 
-        assert callback.session is not None
+        assert callback.run is not None
         assert max(seen) > 0
-        assert callback.session.rollback.ring.nbytes == 0
-        assert callback.session.rollback.batches.first_steps == []
+        assert callback.run.rollback.ring.nbytes == 0
+        assert callback.run.rollback.batches.first_steps == []
 
     def test_copies_take_no_more_than_their_share(self, tmp_path: Path, tokenizer: Any) -> None:
         config = HealingConfig(snapshot_overhead_budget=1e-4)

@@ -56,7 +56,6 @@ from self_healing import (
 from self_healing.assembly import assemble
 from self_healing.reporting import Reporting
 from self_healing.retry import Retry, RetryPolicy, may_pass, retry_after
-from self_healing.session import Session
 
 
 DROP = "drop"  # the connection is closed without an answer
@@ -243,10 +242,10 @@ def test_the_run_s_random_states_are_not_drawn_from() -> None:
 def test_waiting_to_resume_leaves_the_run_s_generators_alone(tmp_path: Path) -> None:
     waits: list[float] = []
     config = HealingConfig(retry_initial_seconds=2.0, retry_max_seconds=10.0)
-    session = assemble(config, tmp_path, sleep=waits.append)
-    session.budget.used = 3
-    actions: Any = HealingActions(session)
-    context = HealingContext(session.journal.open(1, "ConnectionError", {}))
+    run = assemble(config, tmp_path, sleep=waits.append)
+    run.context.budget.used = 3
+    actions: Any = HealingActions(run)
+    context = HealingContext(run.journal.open(1, "ConnectionError", {}))
     for _ in range(20):
         random.seed(0)
         before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
@@ -768,9 +767,9 @@ class Tracked:
     def __init__(self, directory: Path) -> None:
         self.now, self.waits, self.calls = 0.0, list[float](), 0
         self.fails, self.takes = True, 0.0
-        session = Session(HealingConfig(), directory, sleep=self.waits.append)
-        self.reporting = Reporting(session.run, clock=lambda: self.now)
-        self.incidents = session.journal.incidents
+        run = assemble(HealingConfig(), directory, sleep=self.waits.append)
+        self.reporting = Reporting(run.context, clock=lambda: self.now)
+        self.incidents = run.journal.incidents
 
     def _send(self) -> str:
         self.calls += 1

@@ -569,8 +569,8 @@ def test_what_an_earlier_process_of_the_job_waited_for_is_known(tmp_path: Path) 
 def test_with_workers_the_data_may_take_as_long_as_attempts_are_made_there(tmp_path: Path, tokenizer: Any) -> None:
     callback = SelfHealingCallback(HealingConfig(retry_total_seconds=500.0, hang_floor_seconds=50.0))
     sft_trainer(tmp_path, tokenizer, max_steps=1, dataloader_num_workers=1, callbacks=[callback]).train()
-    assert callback.session is not None
-    assert callback.session.heartbeat.sections["data"].allowed == 550.0
+    assert callback.run is not None
+    assert callback.run.context.heartbeat.sections["data"].allowed == 550.0
 
 
 def test_reading_a_stream_up_to_where_it_was_gives_signs_of_life() -> None:

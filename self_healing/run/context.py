@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..budget import RecoveryBudget
+from ..checkpoints.checksums import ChecksumQueue
+from ..claims import Claimant
 from ..config import HealingConfig
 from ..incident import Incident
 from ..instrument import Instrument
@@ -24,9 +26,18 @@ class Attachment:
     Args:
         instrument ([`Instrument`], *optional*):
             Attached to it; `None` before the first call, and between two.
+        claimants (`tuple[Claimant, ...]`, *optional*):
+            Asked in this order whose an exception is that leaves `train()`.
+        broken (`bool`, *optional*, defaults to `False`):
+            Whether code of ours has failed: training goes on without it.
+        device_lost (`bool`, *optional*, defaults to `False`):
+            Whether what lies on the device is neither touched nor freed any more.
     """
 
     instrument: Instrument | None = None
+    claimants: tuple[Claimant, ...] = ()
+    broken: bool = False
+    device_lost: bool = False
 
 
 @dataclass(slots=True)
@@ -60,6 +71,8 @@ class RunContext:
             Whether an exception may leave `train()` to be healed outside, where it is entered again.
         journal ([`Journal`]), outcomes ([`Outcomes`]), remedies ([`Remedies`]):
             Where incidents are written down, what becomes of them, and how they are healed.
+        checksums ([`ChecksumQueue`]):
+            Those of checkpoints that are still to be computed.
         budget ([`RecoveryBudget`]):
             How often the run may be brought back.
         heartbeat ([`Heartbeat`]):
@@ -78,6 +91,7 @@ class RunContext:
     journal: Journal
     outcomes: Outcomes
     remedies: Remedies
+    checksums: ChecksumQueue
     budget: RecoveryBudget
     heartbeat: Heartbeat
     sleep: Callable[[float], None]
