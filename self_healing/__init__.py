@@ -7,16 +7,22 @@ from .classify import classify_exception
 from .clipping import AdaGC, ZClip
 from .config import HealingConfig
 from .dry_run import DryRunReport
-from .failures import FAILURE_RECIPES, Action, FailureType, Recipe, UnrecoverableTrainingError
-from .incident import Incident
+from .failures import (
+    FAILURE_RECIPES,
+    Action,
+    FailureType,
+    Recipe,
+    UnrecoverableTrainingError,
+)
 from .inspection import Finding, Inspection, check_data_quality, check_model_init
+from .journal.incident import Incident
 from .report import HealingReport
+from .rollback.snapshots import Snapshot, SnapshotRing
 from .run.remedies import HealingContext
+from .run.went_back import Target
 from .setting import ConfigurationError
 from .signals import StepSignals
-from .snapshots import Snapshot, SnapshotRing
 from .trainer import SelfHealingTrainer
-from .went_back import Target
 
 
 __version__ = "0.1.0"

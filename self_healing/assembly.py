@@ -11,30 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from . import consensus
-from .attempts import Attempts
-from .budget import RecoveryBudget
 from .checkpoints.checksums import ChecksumQueue
 from .checkpoints.owed import bookkeeping_now
 from .config import HealingConfig
-from .data import Quarantine
-from .departure import Departure
-from .disk import SaveHealer
-from .hang_watch import HangWatch
+from .data.quarantine import Quarantine
+from .data.rows import RowQuarantine
+from .hangs.healer import HangWatch
 from .instrument import Instrument, save_generated
 from .instrument.sections import Heartbeat
-from .journal import Journal
-from .last_resorts import LastResorts
-from .memory_remedies import MemoryRemedies, MemoryState
-from .microbatch import SizeMemory
-from .numerics_remedies import NumericsRemedies
-from .numerics_state import NumericsState
-from .rollback import Rollback
-from .row_quarantine import RowQuarantine
+from .journal.journal import Journal
+from .memory.remedies import MemoryRemedies, MemoryState
+from .memory.splitting import SizeMemory
+from .numerics.remedies import NumericsRemedies
+from .numerics.state import NumericsState
+from .restarts.attempts import Attempts
+from .restarts.departure import Departure
+from .restarts.record import Ending
+from .restarts.remedies import LastResorts
+from .rollback.rollback import Rollback
+from .run.budget import RecoveryBudget
 from .run.context import RunContext
 from .run.outcomes import Outcomes
 from .run.remedies import Remedies
-from .run_record import Ending
 from .saved_state import take_over_whole
+from .storage.healer import SaveHealer
 
 
 logger = logging.getLogger("self_healing")

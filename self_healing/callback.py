@@ -32,7 +32,6 @@ from .entry_checks import (
     warn_about_the_rate,
 )
 from .failures import UnrecoverableTrainingError
-from .incident import Incident
 from .instrument import (
     Instrument,
     TrainingFault,
@@ -42,10 +41,11 @@ from .instrument import (
     leave_out_of_uploads,
     save_generated,
 )
-from .judge import StepJudge
+from .journal.incident import Incident
+from .numerics.judge import StepJudge
 from .own_files import hide_from_uploads, own_patterns, remove_leftovers
-from .resumed_bookkeeping import continue_bookkeeping
-from .run_status import RunState
+from .restarts.resumed_bookkeeping import continue_bookkeeping
+from .restarts.status import RunState
 from .setting import ConfigurationError
 
 

@@ -88,7 +88,7 @@ def report(
     from rich.console import Console
 
     from .report import HealingReport
-    from .run_status import RunState
+    from .restarts.status import RunState
 
     try:
         picture = HealingReport.from_run_dir(run_dir)

@@ -45,8 +45,8 @@ from trl import SFTConfig, SFTTrainer
 
 from .config import HealingConfig
 from .failures import FailureType
-from .incident import Incident
-from .journal import EVENTS_FILE
+from .journal.incident import Incident
+from .journal.journal import EVENTS_FILE
 from .trainer import SelfHealingTrainer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from .instrument import BestChoice
-from .numerics_state import NumericsState
+from .numerics.state import NumericsState
 from .run.context import RunContext
 
 

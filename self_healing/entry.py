@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from .assembly import Run
-from .bad_samples import SampleHealer
 from .checkpoint_files import PINNED_DIR
 from .checkpoints.vetting import may_be_loaded, vet_weights
+from .data.healer import SampleHealer
 from .end_of_run import tell_of_best_model
 from .instrument import BestModel, CheckpointSaving, Instrument, ReportingGuard, ServiceGuard
-from .judge import StepJudge
-from .memory import MemoryHealer
-from .reporting import Reporting
+from .memory.healer import MemoryHealer
+from .numerics.judge import StepJudge
 from .run_hooks import RunHooks
-from .services import ServiceCalls
+from .services.calls import ServiceCalls
+from .services.reporting import Reporting
 
 
 class Entry:

@@ -12,7 +12,6 @@ from .assembly import Run
 from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.emergency import publish, save_emergency_checkpoint
 from .checkpoints.marker import step_of
-from .claims import Claim, claim_by_recipe, first_claim
 from .classify import add_note, classify_exception, describe_exception, text_of
 from .failures import (
     FAILURE_RECIPES,
@@ -21,12 +20,13 @@ from .failures import (
     FailureType,
     UnrecoverableTrainingError,
 )
-from .incident import Incident
 from .instrument.loader_workers import end_workers_that_failed
-from .lost_device import leave_lost_device, write_down_lost_device
-from .memory_outside import MemoryOutsideOfModel
+from .journal.incident import Incident
+from .memory.outside_of_model import MemoryOutsideOfModel
+from .restarts.ending import RunEnding
+from .restarts.lost_device import leave_lost_device, write_down_lost_device
+from .run.claims import Claim, claim_by_recipe, first_claim
 from .run.remedies import HealingContext
-from .run_ending import RunEnding
 
 
 logger = logging.getLogger("self_healing")

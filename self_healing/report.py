@@ -12,10 +12,10 @@ from typing import Any
 from rich.table import Table
 
 from .files import parse_lines
-from .incident import Incident
-from .journal import EVENTS_FILE
-from .postmortem import POSTMORTEM_FILE
-from .run_status import RunState, RunStatus, read_status
+from .journal.incident import Incident
+from .journal.journal import EVENTS_FILE
+from .journal.postmortem import POSTMORTEM_FILE
+from .restarts.status import RunState, RunStatus, read_status
 
 
 logger = logging.getLogger("self_healing")

@@ -6,10 +6,10 @@ from typing import Any
 
 from .assembly import Run
 from .instrument import Hooks, OutOfMemory, StepPasses, Window
-from .judge import StepJudge
-from .lost_device import write_down_lost_device
-from .memory import MemoryHealer
-from .run_ending import RunEnding
+from .memory.healer import MemoryHealer
+from .numerics.judge import StepJudge
+from .restarts.ending import RunEnding
+from .restarts.lost_device import write_down_lost_device
 
 
 class RunHooks(Hooks):

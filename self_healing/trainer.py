@@ -17,21 +17,18 @@ from .assembly import Run, assemble
 from .callback import SelfHealingCallback, adopt_run
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
-from .earlier_attempts import take_up
-from .failures import (
-    DamagedCheckpointError,
-    UnrecoverableTrainingError,
-)
+from .failures import DamagedCheckpointError, UnrecoverableTrainingError
 from .instrument import ReportingGuard, let_go
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.loading import loading_twice_at_most, skipping_any_loader
 from .random_state import RandomState
 from .recovery import NextEntry, Recovery
 from .report import HealingReport
-from .reporting import Reporting
-from .restart import Start, find_start, note_start
-from .run_ending import RunEnding
-from .run_record import RunRecord
+from .restarts.earlier_attempts import take_up
+from .restarts.ending import RunEnding
+from .restarts.record import RunRecord
+from .restarts.start import Start, find_start, note_start
+from .services.reporting import Reporting
 
 
 logger = logging.getLogger("self_healing")

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
-from self_healing.journal import Journal
+from self_healing.journal.journal import Journal
 
 
 try:

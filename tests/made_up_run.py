@@ -13,14 +13,14 @@ import torch
 
 from self_healing import Action, HealingConfig, UnrecoverableTrainingError
 from self_healing.actions import HealingContext
-from self_healing.budget import RecoveryBudget
 from self_healing.detectors import DetectorPanel
-from self_healing.journal import Journal
-from self_healing.numerics_state import NumericsState
+from self_healing.journal.journal import Journal
+from self_healing.numerics.state import NumericsState
+from self_healing.run.budget import RecoveryBudget
 from self_healing.run.context import StopRequest
 from self_healing.run.outcomes import Outcomes
+from self_healing.run.went_back import WentBack
 from self_healing.signals import StepSignals
-from self_healing.went_back import WentBack
 
 
 class MadeUpWindow:

@@ -34,13 +34,23 @@ from transformers import AutoModelForSequenceClassification, BertConfig, Trainer
 from typer.testing import CliRunner
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.chaos import KINDS, Chaos, Fault, FaultError, Ledger, Survival, parse_fault, parse_faults, survived
+from self_healing.chaos import (
+    KINDS,
+    Chaos,
+    Fault,
+    FaultError,
+    Ledger,
+    Survival,
+    parse_fault,
+    parse_faults,
+    survived,
+)
 from self_healing.chaos.places import output_module, pieces_of
 from self_healing.chaos.schedule import strike_steps
 from self_healing.chaos.waiting import wait_in_c, wait_in_python
 from self_healing.cli import app
 from self_healing.failures import FailureType
-from self_healing.journal import Journal
+from self_healing.journal.journal import Journal
 
 
 def chaos(directory: Path, faults: str, **kwargs: Any) -> Chaos:

@@ -21,8 +21,9 @@ import pytest
 import torch
 from conftest import build_tokenizer, sft_trainer
 
-from self_healing import HealingConfig, SelfHealingTrainer, run_record
+from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.chaos import KINDS, Chaos, Ledger, parse_fault
+from self_healing.restarts import record as run_record
 
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,10 @@ import pytest
 
 from self_healing import HealingConfig, Incident
 from self_healing.assembly import assemble
-from self_healing.claims import Claim, claim_by_recipe, claim_unless_out_of_memory, first_claim
 from self_healing.failures import Action, FailureType
-from self_healing.memory_outside import MemoryOutsideOfModel
-from self_healing.services import ServiceCalls
+from self_healing.memory.outside_of_model import MemoryOutsideOfModel
+from self_healing.run.claims import Claim, claim_by_recipe, claim_unless_out_of_memory, first_claim
+from self_healing.services.calls import ServiceCalls
 
 
 def incident(name: str = "1") -> Incident:

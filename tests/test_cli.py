@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from self_healing import FailureType, HealingConfig, demo
 from self_healing.cli import app
 from self_healing.demo import DemoResult
-from self_healing.journal import Journal
+from self_healing.journal.journal import Journal
 
 
 def run(*arguments: str) -> Result:

@@ -13,7 +13,12 @@ from conftest import GradientFault, OutputFault, assert_same_weights, sft_traine
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
-from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing import (
+    ConfigurationError,
+    HealingConfig,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+)
 from self_healing.detectors.norm_statistics import ZClipStatistic
 
 

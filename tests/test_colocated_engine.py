@@ -15,8 +15,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.instrument.out_of_memory import caught
-from self_healing.memory import SIZES_FILE
-from self_healing.microbatch import CallShape, SizeMemory
+from self_healing.memory.healer import SIZES_FILE
+from self_healing.memory.splitting import CallShape, SizeMemory
 
 
 class Engine:

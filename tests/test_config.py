@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from transformers import HfArgumentParser, TrainingArguments
 from trl import SFTConfig, TrlParser
 
-from self_healing import ConfigurationError, HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing import (
+    ConfigurationError,
+    HealingConfig,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+)
 from self_healing.config import SECTIONS
 from self_healing.setting import Setting
 

@@ -19,8 +19,8 @@ from self_healing.assembly import Run, assemble
 from self_healing.checkpoints.vetting import vet
 from self_healing.failures import FailureType
 from self_healing.launcher import launch_of
-from self_healing.restart import start_of, still_alive
-from self_healing.run_record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
+from self_healing.restarts.record import RECORD_FILE, Ending, RunRecord, UnreadableRecordError
+from self_healing.restarts.start import start_of, still_alive
 
 
 Path_ = tuple[str | int, ...]

@@ -36,15 +36,27 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, default_data_collator, set_seed
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing import (
+    HealingConfig,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
 from self_healing.classify import classify_exception
-from self_healing.data import POISON, BadSample, Findings, Quarantine, QuarantinedRow, why_not_appendable
+from self_healing.data.guard import DataSourceError, Guard, GuardedCollator, GuardedDataset, candidates
+from self_healing.data.quarantine import (
+    POISON,
+    BadSample,
+    Findings,
+    Quarantine,
+    QuarantinedRow,
+    why_not_appendable,
+)
+from self_healing.data.stream import GuardedStream
 from self_healing.failures import FailureType
 from self_healing.instrument.loader_workers import end_workers_that_failed
 from self_healing.instrument.loading import TrainingLoader
 from self_healing.retry import RetryPolicy
-from self_healing.sample_guard import DataSourceError, Guard, GuardedCollator, GuardedDataset, candidates
-from self_healing.stream_guard import GuardedStream
 
 
 BAD = (5, 17)

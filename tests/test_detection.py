@@ -29,9 +29,14 @@ from conftest import (
 from transformers import Trainer, TrainerCallback
 from trl import SFTTrainer
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing import (
+    HealingConfig,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
 from self_healing.detectors import SlowRiseDetector, Symptom
-from self_healing.policy import StepPolicy
+from self_healing.numerics.policy import StepPolicy
 
 
 def of_kind(directory: Path, kind: str) -> list[dict[str, Any]]:

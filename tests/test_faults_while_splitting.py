@@ -26,7 +26,7 @@ from test_poison import poisoned_texts
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.microbatch.recomputing import recomputed
+from self_healing.memory.splitting.recomputing import recomputed
 
 
 class StrikingCalls:

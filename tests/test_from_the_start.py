@@ -22,7 +22,12 @@ from conftest import (
 )
 from torch import nn
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing import (
+    HealingConfig,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
 from self_healing.instrument.origin import nonfinite_in, watching_outputs
 
 

@@ -36,8 +36,8 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
 )
-from self_healing.incident import describe
-from self_healing.journal import Journal
+from self_healing.journal.incident import describe
+from self_healing.journal.journal import Journal
 
 
 def struck(output_dir: Path, tokenizer: Any, config: HealingConfig | None = None, **arguments: Any) -> Any:
@@ -306,10 +306,10 @@ def test_the_postmortem_is_strict_json_though_the_values_were_not_finite(tmp_pat
     "broken",
     [
         "self_healing.detectors.nonfinite.NonFiniteDetector.judge",
-        "self_healing.kept_batches.KeptBatches.note_healthy",
+        "self_healing.rollback.kept_batches.KeptBatches.note_healthy",
         "self_healing.instrument.bookkeeping.Bookkeeper.capture",
         "self_healing.instrument.reentry.Reentry.step_ends",
-        "self_healing.journal.Journal.metrics",
+        "self_healing.journal.journal.Journal.metrics",
         "self_healing.instrument.Instrument.attach",
         "self_healing.instrument.Window.signals",
     ],
@@ -349,7 +349,7 @@ def test_a_failure_of_ours_while_healing_leaves_the_step_out(
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a bug of ours")
 
-    monkeypatch.setattr("self_healing.diagnosis.find_poison_rows", fail)
+    monkeypatch.setattr("self_healing.numerics.diagnosis.find_poison_rows", fail)
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
     fault = OutputFault(trainer.model, strike=lambda forward: forward in (5, 7))
     trainer.train()

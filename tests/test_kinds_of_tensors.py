@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.instrument.bookkeeping import Bookkeeper
 from self_healing.instrument.live_state import LiveState, live_state_of, offloaded_tensors
-from self_healing.snapshots import SnapshotRing, size_of
+from self_healing.rollback.snapshots import SnapshotRing, size_of
 
 
 class PagedMomentum(torch.optim.Optimizer):

@@ -47,7 +47,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.failures import FailureType
-from self_healing.journal import Journal
+from self_healing.journal.journal import Journal
 from self_healing.known_errors import KnownError, known_errors, match_known_error
 
 

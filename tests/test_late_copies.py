@@ -16,14 +16,14 @@ from torch import nn
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.diagnosis import diagnose_rise, diagnose_stillness
 from self_healing.instrument import Window
 from self_healing.instrument.live_state import LiveState
-from self_healing.rate_trial import try_rates
-from self_healing.resume_trial import try_older_checkpoints
-from self_healing.rollback import Rollback
-from self_healing.snapshots import Snapshot, SnapshotRing
-from self_healing.went_back import Target
+from self_healing.numerics.diagnosis import diagnose_rise, diagnose_stillness
+from self_healing.numerics.rate_trial import try_rates
+from self_healing.numerics.resume_trial import try_older_checkpoints
+from self_healing.rollback.rollback import Rollback
+from self_healing.rollback.snapshots import Snapshot, SnapshotRing
+from self_healing.run.went_back import Target
 
 
 class LateTransfer:
@@ -69,7 +69,7 @@ class LateCopies:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
     late = LateCopies()
-    monkeypatch.setattr("self_healing.snapshots.copies_of", {"cpu": late}.get)
+    monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cpu": late}.get)
     return late
 
 
@@ -210,7 +210,7 @@ def test_a_copy_that_cannot_be_started_leaves_none_under_way(
 
     ring = SnapshotRing()
     ring._streams = {torch.device("meta"): Failing()}
-    monkeypatch.setattr("self_healing.snapshots.copies_of", {"cpu": late, "meta": late}.get)
+    monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cpu": late, "meta": late}.get)
     live.parameters["elsewhere"] = torch.empty(3, device="meta")
     with pytest.raises(RuntimeError, match="out of memory"):
         ring.take(live, 1, {})

@@ -11,9 +11,15 @@ from conftest import TEXTS, RaisingForward, assert_same_weights, journal, lost_c
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from self_healing import Action, HealingConfig, HealingContext, SelfHealingCallback, SelfHealingTrainer
-from self_healing.learning_rate import LearningRateControl
-from self_healing.went_back import Target
+from self_healing import (
+    Action,
+    HealingConfig,
+    HealingContext,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+)
+from self_healing.numerics.learning_rate import LearningRateControl
+from self_healing.run.went_back import Target
 
 
 class Probe(torch.optim.AdamW):

@@ -38,8 +38,13 @@ from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.memory import SIZES_FILE
+from self_healing import (
+    HealingConfig,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
+from self_healing.memory.healer import SIZES_FILE
 
 
 def out_of_memory(rows: int) -> torch.OutOfMemoryError:
@@ -918,7 +923,7 @@ class TestWhatIsTheUsers:
         def no_memory(*_: Any, **__: Any) -> None:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
 
-        monkeypatch.setattr("self_healing.snapshots.SnapshotRing.take", no_memory)
+        monkeypatch.setattr("self_healing.rollback.snapshots.SnapshotRing.take", no_memory)
         healed, _ = run(sft_trainer, tmp_path, tokenizer)
         assert healed.state.global_step == 6
         assert "Snapshots are off" in caplog.text
@@ -958,7 +963,7 @@ class TestOtherwise:
         def fails(*_: Any) -> None:
             raise KeyError("a bug")
 
-        monkeypatch.setattr("self_healing.memory.MemoryHealer.handle_oom", fails)
+        monkeypatch.setattr("self_healing.memory.healer.MemoryHealer.handle_oom", fails)
         trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
         TooManyRows(trainer.model, 1)
         with pytest.raises(torch.OutOfMemoryError):

@@ -17,12 +17,12 @@ from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.host_copies import DeviceCopies, SideStream, Transfer, copies_of
 from self_healing.instrument.live_state import live_state_of
-from self_healing.memory import SIZES_FILE
+from self_healing.memory.healer import SIZES_FILE
 from self_healing.random_state import RandomState
-from self_healing.snapshots import SnapshotRing, size_of
-from self_healing.went_back import Target
+from self_healing.rollback.host_copies import DeviceCopies, SideStream, Transfer, copies_of
+from self_healing.rollback.snapshots import SnapshotRing, size_of
+from self_healing.run.went_back import Target
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -436,7 +436,7 @@ class TestCopies:
         expected = {name: tensor.detach().clone() for name, tensor in live.parameters.items()}
         cuda = copies_of("cuda")
         assert cuda is not None
-        monkeypatch.setattr("self_healing.snapshots.copies_of", {"cuda": Slow(cuda)}.get)
+        monkeypatch.setattr("self_healing.rollback.snapshots.copies_of", {"cuda": Slow(cuda)}.get)
         ring._streams.clear()
         aside = ring.take(live, 3, {})
         ring.restore(trusted, live)

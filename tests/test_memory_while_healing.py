@@ -27,14 +27,20 @@ from test_memory import HalfWay, TooManyRows
 from test_resume_trial import damage_weights
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError, rollback
+from self_healing import (
+    HealingConfig,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
 from self_healing.instrument import Window, bookkeeping, view
 from self_healing.instrument import window as window_module
 from self_healing.instrument.accelerate_engine import AccelerateEngine
-from self_healing.judge import StepJudge
-from self_healing.microbatch import additivity
-from self_healing.nonfinite import NonfiniteHealer
-from self_healing.snapshots import Snapshot, SnapshotRing
+from self_healing.memory.splitting import additivity
+from self_healing.numerics.judge import StepJudge
+from self_healing.numerics.nonfinite import NonfiniteHealer
+from self_healing.rollback import rollback
+from self_healing.rollback.snapshots import Snapshot, SnapshotRing
 
 
 ALWAYS = 10**6

@@ -14,7 +14,7 @@ from noise import KernelNoise
 from test_splitting import batch_of, distance, flattened_batch, gradients, only
 from transformers import set_seed
 
-from self_healing.microbatch import ComputedOtherwise, Passes, SplitCalls
+from self_healing.memory.splitting import ComputedOtherwise, Passes, SplitCalls
 
 
 Loss = Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]

@@ -8,11 +8,11 @@ import pytest
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig
 from self_healing.assembly import assemble
-from self_healing.budget import RecoveryBudget
 from self_healing.failures import IN_PLACE
-from self_healing.ladder import RollbackLadder
-from self_healing.policy import Decision
-from self_healing.went_back import Target
+from self_healing.numerics.ladder import RollbackLadder
+from self_healing.numerics.policy import Decision
+from self_healing.run.budget import RecoveryBudget
+from self_healing.run.went_back import Target
 
 
 BACK = (Action.ROLL_BACK, Action.REPLAY_STEPS)

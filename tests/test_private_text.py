@@ -10,7 +10,7 @@ from conftest import POISON_WORD, TEXTS, PoisonToken, plain_trainer, quarantined
 from test_data import BAD, Counted, Rows, mapped_stream, rows_of
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.data import BadSample, Quarantine
+from self_healing.data.quarantine import BadSample, Quarantine
 from self_healing.own_files import is_own
 
 

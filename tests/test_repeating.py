@@ -16,11 +16,11 @@ from peft import LoraConfig, get_peft_model
 from test_splitting import batch_of, only, split
 from torch.profiler import ProfilerActivity, profile
 
-from self_healing.microbatch import ComputedOtherwise
-from self_healing.microbatch.outputs import alike, furthest
-from self_healing.microbatch.passes import fingerprint
-from self_healing.microbatch.recomputing import recomputed
-from self_healing.microbatch.repeating import FEW, MANY, Repeats, Trace, Verdict, sampled
+from self_healing.memory.splitting import ComputedOtherwise
+from self_healing.memory.splitting.outputs import alike, furthest
+from self_healing.memory.splitting.passes import fingerprint
+from self_healing.memory.splitting.recomputing import recomputed
+from self_healing.memory.splitting.repeating import FEW, MANY, Repeats, Trace, Verdict, sampled
 
 
 LOGITS = (2, 64, 25_000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from self_healing.replay import first_beyond_noise
+from self_healing.rollback.replay import first_beyond_noise
 
 
 STEPS = 20

@@ -32,9 +32,9 @@ from transformers import TrainerCallback
 from self_healing import HealingConfig, HealingReport, SelfHealingTrainer
 from self_healing.instrument.generated import load_generated
 from self_healing.launcher import launch_of
-from self_healing.restart import was_writing
-from self_healing.run_record import _CALLS, RECORD_FILE, Ending, RunRecord
-from self_healing.run_status import STATUS_FILE
+from self_healing.restarts.record import _CALLS, RECORD_FILE, Ending, RunRecord
+from self_healing.restarts.start import was_writing
+from self_healing.restarts.status import STATUS_FILE
 
 
 def under_torchrun(output_dir: Path, restarts: int, **options: Any) -> int:
@@ -645,7 +645,7 @@ def test_our_own_failure_to_judge_earlier_attempts_stops_nothing(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = sft_trainer(tmp_path / "run", tokenizer, max_steps=2)
-    monkeypatch.setattr("self_healing.earlier_attempts._judge", lambda *_: 1 / 0)
+    monkeypatch.setattr("self_healing.restarts.earlier_attempts._judge", lambda *_: 1 / 0)
     SelfHealingTrainer(trainer).train()
     assert trainer.state.global_step == 2
     assert "failed while it looked at earlier attempts" in caplog.text

@@ -14,7 +14,12 @@ import torch
 from conftest import TEXTS, OutputFault, assert_same_weights, journal, sft_trainer, weights
 from safetensors.torch import load_file, save_file
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing import (
+    HealingConfig,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
 from self_healing.checkpoints.choice import mark_suspect, older_checkpoints
 from self_healing.checkpoints.marker import load_marker, standing_of, write_marker
 

@@ -54,8 +54,8 @@ from self_healing import (
     UnrecoverableTrainingError,
 )
 from self_healing.assembly import assemble
-from self_healing.reporting import Reporting
 from self_healing.retry import Retry, RetryPolicy, may_pass, retry_after
+from self_healing.services.reporting import Reporting
 
 
 DROP = "drop"  # the connection is closed without an answer

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from self_healing.microbatch import CallShape, Kind, SizeMemory
+from self_healing.memory.splitting import CallShape, Kind, SizeMemory
 
 
 def train(rows: int, length: int = 512) -> CallShape:

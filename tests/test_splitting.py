@@ -42,8 +42,8 @@ from transformers import (
     set_seed,
 )
 
-from self_healing.microbatch import CallShape, ComputedOtherwise, SizeMemory, SplitCalls, SplitGeneration
-from self_healing.microbatch.recomputing import recomputed
+from self_healing.memory.splitting import CallShape, ComputedOtherwise, SizeMemory, SplitCalls, SplitGeneration
+from self_healing.memory.splitting.recomputing import recomputed
 
 
 # ---- a memory of sizes that allows so many rows, and models whose calls are split by it ----

@@ -18,7 +18,12 @@ from conftest import (
     weights,
 )
 
-from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing import (
+    HealingConfig,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
 
 
 def live_callback(trainer: Any) -> SelfHealingCallback:

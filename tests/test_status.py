@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from self_healing import HealingConfig, HealingReport, SelfHealingCallback, SelfHealingTrainer
 from self_healing.cli import app
-from self_healing.journal import Journal
-from self_healing.run_status import RunState, RunStatus, StatusKeeper, read_status
+from self_healing.journal.journal import Journal
+from self_healing.restarts.status import RunState, RunStatus, StatusKeeper, read_status
 
 
 def report(directory: Path) -> Any:

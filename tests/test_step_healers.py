@@ -10,16 +10,16 @@ import pytest
 from made_up_run import MadeUpRun, MadeUpWindow
 
 from self_healing import Action, FailureType, UnrecoverableTrainingError
-from self_healing.climb import RollbackClimb
-from self_healing.corrupted_state import CorruptedStateHealer
-from self_healing.damaged_checkpoint import DamagedCheckpointHealer
 from self_healing.detectors import Symptom
-from self_healing.judge import StepJudge
-from self_healing.memory_while_healing import MemoryWhileHealing
-from self_healing.numerics_healer import NumericsHealer
-from self_healing.red_flags import RedFlagHealer
+from self_healing.numerics.climb import RollbackClimb
+from self_healing.numerics.corrupted_state import CorruptedStateHealer
+from self_healing.numerics.damaged_checkpoint import DamagedCheckpointHealer
+from self_healing.numerics.healer import NumericsHealer
+from self_healing.numerics.judge import StepJudge
+from self_healing.numerics.memory_while_healing import MemoryWhileHealing
+from self_healing.numerics.red_flags import RedFlagHealer
+from self_healing.numerics.untrained_run import UntrainedRunHealer
 from self_healing.run.remedies import HealingContext
-from self_healing.untrained_run import UntrainedRunHealer
 
 
 NAN = math.nan

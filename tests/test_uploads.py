@@ -15,15 +15,15 @@ from transformers.utils.hub import hf_api
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoint_files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR
-from self_healing.data import QUARANTINE_FILE
-from self_healing.hang_memory import HANGS_FILE
+from self_healing.data.quarantine import QUARANTINE_FILE
+from self_healing.hangs.exits import HANGS_FILE
 from self_healing.instrument import leave_out_of_uploads
 from self_healing.instrument.generated import GENERATED_FILE
-from self_healing.journal import EVENTS_FILE
-from self_healing.memory import SIZES_FILE
+from self_healing.journal.journal import EVENTS_FILE
+from self_healing.journal.postmortem import POSTMORTEM_FILE
+from self_healing.memory.healer import SIZES_FILE
 from self_healing.own_files import GITIGNORE, hide_from_uploads, is_own, own_patterns
-from self_healing.postmortem import POSTMORTEM_FILE
-from self_healing.run_record import PROGRESS_FILE, RECORD_FILE
+from self_healing.restarts.record import PROGRESS_FILE, RECORD_FILE
 
 
 class Hub:

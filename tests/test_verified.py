@@ -26,12 +26,12 @@ from self_healing import (
     UnrecoverableTrainingError,
     find_trusted_checkpoint,
 )
-from self_healing import kept_batches as batches_module
 from self_healing.checkpoints.choice import vet_all
 from self_healing.checkpoints.keeper import CheckpointKeeper
 from self_healing.checkpoints.marker import load_marker, write_marker
 from self_healing.checkpoints.vetting import vet
 from self_healing.instrument.live_state import nonfinite_tensors
+from self_healing.rollback import kept_batches as batches_module
 
 
 # So seldom that checkpoints are verified before a snapshot is.

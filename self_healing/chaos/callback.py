@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
+from ..data.guard import PassesThrough
 from ..instrument import find_trainer
-from ..sample_guard import PassesThrough
 from .faults import KINDS, Fault, FaultError, keys_of, parse_faults
 from .ledger import Ledger
 from .places import (

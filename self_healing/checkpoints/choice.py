@@ -7,9 +7,23 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..checkpoint_files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR, ModelNames, number_of, share_files
+from ..checkpoint_files import (
+    EMERGENCY_DIR,
+    MARKER_FILE,
+    PINNED_DIR,
+    ModelNames,
+    number_of,
+    share_files,
+)
 from .listing import checkpoints_in
-from .marker import damage_of_marker, load_marker, set_standing, speaks_for, standing_of, step_of
+from .marker import (
+    damage_of_marker,
+    load_marker,
+    set_standing,
+    speaks_for,
+    standing_of,
+    step_of,
+)
 from .vetting import Verdict, breach_of_marker, vet
 
 

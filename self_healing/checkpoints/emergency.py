@@ -13,7 +13,15 @@ from .. import consensus
 from ..checkpoint_files import BESIDE_DIR, EMERGENCY_DIR
 from ..classify import classify_exception, could_not_be_written
 from ..failures import FailureType
-from ..instrument import Instrument, Leave, Pending, ResumePoint, free_memory, let_go, save_generated
+from ..instrument import (
+    Instrument,
+    Leave,
+    Pending,
+    ResumePoint,
+    free_memory,
+    let_go,
+    save_generated,
+)
 from .marker import ChecksumsLater, load_marker, write_marker
 from .owed import owing
 

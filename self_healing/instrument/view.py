@@ -11,7 +11,14 @@ from accelerate.utils import DistributedType
 from .. import consensus
 from ..objectives import Objective, has_own_loss
 from .colocated_engine import is_free_of_requests
-from .live_state import LiveState, beta2_of, innermost, live_state_of, nonfinite_tensors, offloaded_tensors
+from .live_state import (
+    LiveState,
+    beta2_of,
+    innermost,
+    live_state_of,
+    nonfinite_tensors,
+    offloaded_tensors,
+)
 from .models import autocast_dtype, fingerprint, models_of
 from .out_of_memory import with_room
 from .replacing import Replacements

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..budget import RecoveryBudget
 from ..checkpoints.checksums import ChecksumQueue
-from ..claims import Claimant
 from ..config import HealingConfig
-from ..incident import Incident
 from ..instrument import Instrument
 from ..instrument.sections import Heartbeat
-from ..journal import Journal
+from ..journal.incident import Incident
+from ..journal.journal import Journal
+from .budget import RecoveryBudget
+from .claims import Claimant
 from .outcomes import Outcomes
 from .remedies import Remedies
 

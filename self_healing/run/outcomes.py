@@ -9,8 +9,8 @@ from typing import Any
 
 from ..failures import Action, FailureType
 from ..files import jsonable
-from ..incident import Incident
-from ..journal import Journal
+from ..journal.incident import Incident
+from ..journal.journal import Journal
 
 
 @dataclass(slots=True)

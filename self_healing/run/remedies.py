@@ -10,11 +10,11 @@ from transformers import TrainingArguments
 
 from ..call_shape import CallShape
 from ..failures import IN_PLACE, Action
-from ..incident import Incident
 from ..instrument import BatchPlan, Instrument, Window
-from ..journal import Journal
-from ..went_back import Target, WentBack
+from ..journal.incident import Incident
+from ..journal.journal import Journal
 from .diagnosis import Diagnosis
+from .went_back import Target, WentBack
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""Samples and rows that cannot be used."""

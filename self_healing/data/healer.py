@@ -1,0 +1,231 @@
+"""Samples that cannot be used, seen from the training process: incidents, and the end of a run that has too many."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..failures import Action, FailureType
+from ..instrument.loading import TrainingLoader
+from ..journal.incident import Incident
+from ..retry import RetryPolicy
+from ..run.context import RunContext
+from ..run.remedies import HealingContext
+from .guard import DataSourceError, Guard, GuardedCollator, GuardedDataset
+from .quarantine import (
+    QUARANTINE_FILE,
+    BadSample,
+    Findings,
+    Quarantine,
+    dataset_fingerprint,
+    describe_name,
+    why_not_appendable,
+)
+from .stream import GuardedStream
+
+
+logger = logging.getLogger("self_healing")
+
+# `max_bad_data_fraction` is of so many samples at least: the first batch of a run says little.
+_AT_LEAST = 100
+_LISTED = 20
+
+
+class LoadCalls(Protocol):
+    """Calls that load a sample, made again where that may help."""
+
+    def call(
+        self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls a function, again if need be."""
+
+    def take_back(self) -> Incident | None:
+        """Gives the incident of a call that was given up, which is not to be healed outside of `train()` any more."""
+
+
+class SampleHealer:
+    """
+    Guards the data of a run, and answers for what the guards find.
+
+    Args:
+        run ([`RunContext`]):
+            The run; its configuration has `on_bad_sample`, `max_bad_data_fraction`, and the settings that begin with
+            `retry_`.
+        quarantine ([`Quarantine`]):
+            Where samples are written down.
+        calls ([`LoadCalls`]):
+            Load a sample in this process again where that may help.
+    """
+
+    def __init__(self, run: RunContext, quarantine: Quarantine, calls: LoadCalls) -> None:
+        self.run = run
+        self.config = run.config
+        self.actions = run.remedies
+        self.calls = calls
+        self._quarantine = quarantine
+        self._loading: TrainingLoader | None = None
+        self._findings: Findings | None = None
+        self._drawn = 0
+
+    def attach(self) -> None:
+        """Called with the instrument attached. A loader that cannot be guarded is left as it is."""
+        loading: TrainingLoader | None = None
+        try:
+            loading = TrainingLoader(self._instrument.trainer)
+            if loading.dataset is not None:
+                self._attach(loading)
+            else:
+                logger.info("The training data are not guarded: their loader is of a kind that cannot be.")
+        except Exception:
+            if loading is not None:
+                loading.restore()
+            self._loading = None
+            logger.error("The training data could not be guarded; training goes on without that.", exc_info=True)
+
+    def _attach(self, loading: TrainingLoader) -> None:
+        instrument, run = self._instrument, self.run
+        args = instrument.trainer.args
+        fingerprint = dataset_fingerprint(loading.dataset)
+        names_only = self.config.on_bad_sample == "raise"
+        if names_only:
+            findings = Findings(
+                self._quarantine.path, run.run_id, fingerprint, {}, keep_text=self.config.quarantine_text
+            )
+        else:
+            findings = self._quarantine.watch(run.run_id, fingerprint, args.process_index, instrument.view.step)
+            findings.take()
+            if loading.has_workers:
+                self._let_workers_tell(findings)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        guard = Guard(findings, int(seed), self._retry(loading), names_only)
+        if not loading.has_workers:
+            guard.alive = run.heartbeat.start_over
+        guarded: GuardedStream | GuardedDataset
+        guarded = GuardedStream(loading.dataset, guard) if loading.streams else GuardedDataset(loading.dataset, guard)
+        loading.read_from(guarded, GuardedCollator(loading.collate, guard, guarded))
+        instrument.on_detach.append(loading.restore)
+        instrument.on_detach.append(guard.stand_down)
+        if names_only:
+            return
+        self._loading, self._findings = loading, findings
+        self._drawn = instrument.view.step * int(args.gradient_accumulation_steps) * loading.samples_per_batch
+        if isinstance(guarded, GuardedDataset):
+            instrument.position.actual = guarded.actual
+        instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
+
+    def _let_workers_tell(self, findings: Findings) -> None:
+        path = self._quarantine.path
+        error = why_not_appendable(path)
+        if error is None:
+            return
+        directory = Path(tempfile.mkdtemp(prefix="self_healing-"))
+        self._instrument.on_detach.append(partial(shutil.rmtree, directory, ignore_errors=True))
+        findings.use_another_file(directory / QUARANTINE_FILE)
+        logger.warning(
+            "%s cannot be written (%s). Samples that cannot be used are replaced and counted all the same, but a run "
+            "that is resumed tries those again that no checkpoint knows of. Please make the file writable.",
+            path,
+            error,
+        )
+
+    def _retry(self, loading: TrainingLoader) -> Callable[..., Any]:
+        if loading.has_workers:
+            # It goes to another process, where there is no journal.
+            return RetryPolicy.of(self.config).call
+        return partial(self.calls.call, "the training data", _nothing)
+
+    @property
+    def _instrument(self) -> Any:
+        instrument = self.run.instrument
+        if instrument is None:
+            raise RuntimeError("samples are guarded while the instrument is attached")
+        return instrument
+
+    def _fetch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        instrument = self._instrument
+        broken: DataSourceError | None = None
+        try:
+            fetched = original(*args, **kwargs)
+        except DataSourceError as error:
+            broken = error
+        if broken is not None:
+            self._end_for_the_source(broken)
+        elif instrument.attached:
+            with instrument.failsafe.contained():
+                self._take_stock(len(fetched[0]))
+        return fetched
+
+    def _take_stock(self, batches: int) -> None:
+        """What was found while a window was fetched."""
+        loading, findings = self._loading, self._findings
+        if loading is None or findings is None:
+            return
+        self._drawn += batches * loading.samples_per_batch
+        if loading.has_workers:
+            findings.learn()
+        if not findings.new and not findings.retried:
+            return
+        new, retried = findings.take()
+        given_up = self.calls.take_back() if new else None
+        if given_up is not None:
+            # The call was that of a sample which has been replaced: nobody enters again for it.
+            self.run.journal.dealt_with(given_up)
+            self.run.journal.closed(given_up, "resolved")
+        self._report(new, retried)
+        bad, limit = findings.bad, self._limit(loading)
+        if len(bad) > limit:
+            self._end_for_too_many(bad, limit)
+
+    def _limit(self, loading: TrainingLoader) -> float:
+        whole = math.inf if loading.samples is None else loading.samples
+        return self.config.max_bad_data_fraction * min(whole, max(self._drawn, _AT_LEAST))
+
+    def _report(self, new: Sequence[BadSample], retried: Sequence[str]) -> None:
+        journal, step = self.run.journal, self._instrument.view.step
+        evidence: dict[str, Any] = {"samples": [asdict(sample) for sample in new]}
+        if retried:
+            evidence["retried"] = list(retried)
+        incident = journal.open(step, "bad_sample", evidence)
+        named = [str(sample) for sample in new] or list(retried)
+        cause = "; ".join(named[:5]) + (f"; and {len(named) - 5} more" if len(named) > 5 else "")
+        journal.diagnosed(incident, FailureType.BAD_DATA, cause, {})
+        journal.acted(incident, Action.RETRY_CALL.value)
+        if new:
+            path = str(self._quarantine.path)
+            journal.acted(incident, Action.QUARANTINE_SAMPLE.value, file=path, samples=[each.name for each in new])
+            journal.acted(incident, Action.REPLACE_SAMPLE.value, by=[each.replaced_by for each in new])
+        journal.dealt_with(incident)
+        journal.closed(incident, "resolved")
+
+    # ---- the end ----
+
+    def _end_for_too_many(self, bad: dict[Any, str], limit: float) -> None:
+        drawn = f"{self._drawn} drawn so far and their substitutes"
+        listed = "; ".join(f"{describe_name(name)} ({why[:120]})" for name, why in list(bad.items())[:_LISTED])
+        more = f"; and {len(bad) - _LISTED} more in {self._quarantine.path}" if len(bad) > _LISTED else ""
+        verdict = (
+            f"{len(bad)} samples among {drawn} cannot be used, which is more than max_bad_data_fraction="
+            f"{self.config.max_bad_data_fraction:g} allows ({int(limit)}): {listed}{more}"
+        )
+        self._end("too_many_bad_samples", {"bad": len(bad), "limit": limit, "drawn": self._drawn}, verdict, None)
+
+    def _end_for_the_source(self, error: DataSourceError) -> None:
+        self._end("broken_data_source", {"message": str(error)[:2000]}, str(error), error)
+
+    def _end(self, symptom: str, evidence: dict[str, Any], verdict: str, error: Exception | None) -> None:
+        instrument, journal = self._instrument, self.run.journal
+        incident = journal.open(instrument.view.step, symptom, evidence)
+        journal.diagnosed(incident, FailureType.BAD_DATA, symptom.replace("_", " "), {})
+        context = HealingContext(incident, instrument, verdict=verdict, error=error)
+        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, instrument.trainer.args)
+
+
+def _nothing() -> None:
+    """Nothing is left behind by a sample that could not be loaded."""

@@ -1,0 +1,344 @@
+"""Reading a source past samples that raise, as far as its iterator allows it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ..classify import classify_exception, is_error
+from ..failures import FailureType
+from ..random_state import RandomState
+from .guard import SUBSTITUTES, DataSourceError, Guard, LetPass, shallow_copy
+from .quarantine import BadSample, describe_name, what_was_raised
+
+
+# What a source that shuffles by itself may draw from.
+# Failures of one iterator after which its source is read again up to there, to see what became of the sample. Later it
+# is known to be past what it raised for.
+_CHECKED = 3
+
+
+class SourceReader:
+    """
+    Reads a source to its end, past samples that raise.
+
+    Args:
+        open_source (`Callable[[], Iterator]`):
+            Opens it at its beginning.
+        guard ([`Guard`]):
+            What the guards of the loader share.
+        where (`Callable[[int], dict]`):
+            What a [`BadSample`] says about the place of the nth sample.
+        advance (`Callable[[], Iterator | None]`, *optional*):
+            Opens it where it stands after a failure, which is behind the sample if the source counts it before it
+            raises. Without it, the source is opened at its beginning, and what it has given already is skipped.
+        size (`Callable[[Any], int]`, *optional*):
+            How many samples something it gives holds. Defaults to one.
+        apart (`Callable[[], bool]`, *optional*):
+            Whether the source can be opened a second time while it is read. Defaults to that it can.
+    """
+
+    def __init__(
+        self,
+        open_source: Callable[[], Iterator[Any]],
+        guard: Guard,
+        where: Callable[[int], dict[str, Any]],
+        advance: Callable[[], Iterator[Any] | None] | None = None,
+        size: Callable[[Any], int] | None = None,
+        apart: Callable[[], bool] | None = None,
+    ) -> None:
+        self._open = open_source
+        self._guard = guard
+        self._where = where
+        self._advance = advance
+        self._size = size
+        self._apart = apart
+        self.source: Iterator[Any] | None = None
+        # Samples so far, those left out among them, and what was given or raised so far.
+        self.ordinal = 0
+        self._position = 0
+        self._left_out: set[int] = set()
+        # What was given last, and the generators as they were at its opening: opened anew, it has to give the same.
+        self._last: Any = None
+        self._random: RandomState | None = None
+        # What comes before anything the source gives: samples, and those that are left out between them.
+        self._next: deque[Any] = deque()
+        self._checked = 0
+        self._stays = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        failure: BaseException | None = None
+        if self.source is None:
+            self._random = RandomState.capture()
+            self.source = self._guard.call(self._open)
+        while self._next:
+            given = self._next.popleft()
+            if not isinstance(given, BadSample):
+                return self._give(given)
+            self._leave_out([given])
+        try:
+            given = next(self.source)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            if not is_error(error):
+                raise
+            failure = error
+        return self._give(given if failure is None else self._recover(failure))
+
+    def _give(self, given: Any) -> Any:
+        self._position += 1
+        self.ordinal += 1 if self._size is None else self._size(given)
+        # Whoever is given it may change it.
+        self._last = _kept(given)
+        return given
+
+    def _recover(self, error: BaseException) -> Any:
+        """What comes after a failure: the sample itself, at the second attempt, or the one behind it."""
+        if self._guard.retry is not None and classify_exception(error) is FailureType.NETWORK:
+            return self._reconnected(error)
+        if self._guard.names_only:
+            raise error
+        self._guard.passes(error)
+        failed: list[BadSample] = []
+        while True:
+            raised = BadSample("loading", **what_was_raised(error), **self._where(self.ordinal + len(failed)))
+            failed.append(self._guard.findings.as_written(raised))
+            if len(failed) > SUBSTITUTES:
+                raise LetPass(_cannot_be_passed(failed, error))
+            assert self.source is not None
+            if not inspect.isgenerator(self.source):
+                try:
+                    given = next(self.source)
+                except StopIteration:
+                    if not _in_a_generator(error):
+                        # It lives, and the one that raised was its last.
+                        self._leave_out(failed)
+                        raise
+                except BaseException as again:
+                    if not is_error(again):
+                        raise
+                    self._guard.passes(again)
+                    error = again
+                    continue
+                else:
+                    return self._after(failed, given, error)
+            behind = None if self._advance is None else self._advance()
+            if behind is None:
+                given = self._tried_again(failed, error)
+                self._guard.findings.loaded_after_all(describe_name(failed[-1].name), error)
+                return given
+            self.source = behind
+            try:
+                given = next(self.source)
+            except StopIteration:
+                self._leave_out(failed)
+                raise
+            except BaseException as again:
+                if not is_error(again):
+                    raise
+                self._guard.passes(again)
+                error = again
+            else:
+                self._leave_out(failed)
+                return given
+
+    def _reconnected(self, error: BaseException) -> Any:
+        """What the source gives once the network is back."""
+        source = self.source
+        assert source is not None
+        # Most often it is a generator, which is dead, and opened anew; where that is impossible it is asked again.
+        alive = not inspect.isgenerator(source) and self._apart is not None and not self._apart()
+        failure: BaseException | None = None
+        try:
+            return self._guard.call_again(error, (lambda: next(source)) if alive else self._again)
+        except StopIteration:
+            raise
+        except _CannotBeReopened:
+            raised = BadSample("loading", **what_was_raised(error), **self._where(self.ordinal))
+            failed = self._guard.findings.as_written(raised)
+            failure = _cannot_be_passed([failed], error)
+        except Exception as again:
+            failure = again
+        # Of the source, not of the guard.
+        raise LetPass(failure)
+
+    def _leave_out(self, failed: list[BadSample]) -> None:
+        for bad in failed:
+            self._left_out.add(self._position)
+            self._position += 1
+            self.ordinal += 1
+            self._guard.findings.add(bad)
+
+    def _after(self, failed: list[BadSample], given: Any, error: BaseException) -> Any:
+        """
+        What comes after failures of an iterator that lives on: it may be past the samples it raised for, and give the
+        one behind them, or not, and give the first of them.
+        """
+        if self._stays:
+            came = []
+        elif self._checked < _CHECKED:
+            self._checked += 1
+            came = self._outcomes(failed, given)
+            self._stays = not came
+        else:
+            came = failed
+        if any(each is not bad for each, bad in zip(came, failed, strict=False)) or len(came) < len(failed):
+            self._guard.findings.loaded_after_all(describe_name(failed[0].name), error)
+        self._next.extend([*came, given])
+        while isinstance(self._next[0], BadSample):
+            self._leave_out([self._next.popleft()])
+        return self._next.popleft()
+
+    def _outcomes(self, failed: list[BadSample], given: Any) -> list[Any]:
+        """What the source, opened anew, gives before that one: samples, and the failed that raise there as well."""
+        if self._apart is not None and not self._apart():
+            return [*failed]
+        before = RandomState.capture()
+        came: list[Any] = []
+        try:
+            source = self._brought_back()
+            for bad in failed:
+                try:
+                    sample = next(source)
+                except StopIteration:
+                    break
+                except BaseException as error:
+                    if not is_error(error):
+                        raise
+                    came.append(bad)
+                else:
+                    if _is_same(sample, given):
+                        return came
+                    came.append(sample)
+            # Where it does not come to that one, it is not the same stream again, and tells nothing.
+            return came if _is_same(next(source, None), given) else [*failed]
+        except BaseException as error:
+            if not is_error(error):
+                raise
+            return [*failed]
+        finally:
+            before.restore()
+
+    def _again(self) -> Any:
+        """The sample that raised, from the source opened anew and brought to where it was."""
+        before = RandomState.capture()
+        try:
+            source = self._brought_back()
+            given = next(source)
+        finally:
+            before.restore()
+        self.source = source
+        return given
+
+    def _brought_back(self) -> Iterator[Any]:
+        """The source opened anew, with the generators it had, and brought to where it was."""
+        if self._random is not None:
+            self._random.restore()
+        source = self._open()
+        if source is self.source:
+            raise _CannotBeReopened
+        last = None
+        for position in range(self._position):
+            self._guard.alive()
+            try:
+                given = next(source)
+            except StopIteration:
+                raise _CannotBeReopened from None
+            except BaseException as error:
+                if not is_error(error) or position not in self._left_out or inspect.isgenerator(source):
+                    raise
+            else:
+                last = last if position in self._left_out else given
+        if self._position > len(self._left_out) and not _is_same(_kept(last), self._last):
+            raise DataSourceError(
+                f"The stream raised at {describe_name(BadSample('', '', '', **self._where(self.ordinal)).name)}, and "
+                "gives other samples than before when it is opened anew: some would be trained on twice and others "
+                "never. Please let it draw its order from a generator of its own, seeded in `__iter__`, or move the "
+                "code that raises into a function given to `map`, where a sample can be left out."
+            )
+        return source
+
+    def _tried_again(self, failed: list[BadSample], error: BaseException) -> Any:
+        try:
+            return self._again()
+        except (StopIteration, _CannotBeReopened):
+            pass
+        except BaseException as again:
+            if not is_error(again):
+                raise
+            self._guard.passes(again)
+        raise LetPass(_cannot_be_passed(failed, error))
+
+
+class _CannotBeReopened(Exception):
+    """A source that is its own iterator, or is shorter than before."""
+
+
+def _kept(given: Any) -> Any:
+    """What is kept of something that is given away."""
+    return tuple(shallow_copy(each) for each in given) if type(given) is tuple else shallow_copy(given)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two samples are, as far as they can be compared, the same."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if getattr(type(one), "__eq__", None) is getattr(object, "__eq__", None):
+        return True
+    try:
+        if hasattr(one, "shape") and one.shape != other.shape:
+            return False
+        equal = one == other
+        # Not a number is not equal to itself.
+        return equal or bool(one != one) if isinstance(equal, bool) else bool((equal | (one != one)).all())
+    except Exception:
+        return True
+
+
+def _in_a_generator(error: BaseException) -> bool:
+    """Whether an exception came through a generator, which is dead then."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _cannot_be_passed(failed: list[BadSample], error: BaseException) -> DataSourceError:
+    again = f", and so did the {len(failed) - 1} after it" if len(failed) > 1 else ", twice"
+    source = DataSourceError(
+        f"The stream raised at {failed[0]}{again}, and cannot be read past it: what has raised there is the source "
+        "itself, and its iterator ends with that. Please repair or remove the sample, or move the code that raises "
+        "from the source into a function given to `map`, where a sample can be left out."
+    )
+    source.__cause__ = error
+    return source
+
+
+def place(name: str) -> dict[str, Any]:
+    """Shard, ordinal and stage in the name of a sample; of several that were mapped together, those of the first."""
+    found = re.match(r"(\d+):(\d+)(?:_.*?)?(?:@(\d+))?$", name)
+    if found is None:
+        return {"shard": None, "stream_ordinal": None}
+    shard, ordinal, stage = found.groups()
+    place = {"shard": int(shard), "stream_ordinal": int(ordinal)}
+    return place if stage is None else place | {"stage": int(stage)}
+
+
+def is_simple(key: Any) -> bool:
+    """Whether a name is that of one sample, and neither unknown nor that of several that were mapped together."""
+    return re.fullmatch(r"\d+:\d+", str(key)) is not None

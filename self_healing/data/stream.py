@@ -1,0 +1,201 @@
+"""
+Streams in which some samples cannot be read, mapped or put into a batch: they are left out, and the next one takes
+their place.
+
+An iterator that a generator feeds is dead once something in it has raised. Of Hugging Face streams the functions are
+therefore guarded one by one, each above a source that lives on; any other source is asked for its next sample, and
+opened anew where it has died.
+
+Read against datasets 5.2.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from .guard import Guard, LetPass, PassesThrough, is_empty, worker_id
+from .quarantine import BadSample, SampleName, describe_name
+from .reading import SourceReader, place
+
+
+try:
+    from . import hugging_face
+except ImportError:
+    # Not installed, or its parts have other names: streams are guarded from the outside.
+    hugging_face = None  # type: ignore[assignment]
+
+
+class GuardedStream(PassesThrough, IterableDataset):  # type: ignore[type-arg]
+    """
+    An iterable dataset without the samples that cannot be used.
+
+    Args:
+        wrapped (`IterableDataset`):
+            Of torch or of Hugging Face datasets.
+        guard ([`Guard`]):
+            What it shares with the collator.
+    """
+
+    _own = frozenset({"wrapped", "guard", "live"})
+
+    def __init__(self, wrapped: Any, guard: Guard) -> None:
+        self.wrapped = wrapped
+        self.guard = guard
+        self.live: LiveStream | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"live": None}
+
+    def __len__(self) -> int:
+        return len(self.wrapped)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.wrapped[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.guard.off:
+            return iter(self.wrapped)
+        self.guard.names = None
+        self.live = LiveStream(self.wrapped, self.guard)
+        return self.live
+
+    # ---- for the collator ----
+
+    def substitutes(self, name: SampleName) -> Iterator[tuple[SampleName, Any]]:
+        """See [`Supply`]."""
+        while self.live is not None:
+            try:
+                drawn = self.live.draw()
+            except StopIteration:
+                return
+            yield drawn
+
+    def refuse(self, name: SampleName, sample: Any) -> None:
+        """See [`Supply`]: it comes next."""
+        if self.live is not None:
+            self.live.put_back(name, sample)
+
+    def describe(self, name: SampleName) -> dict[str, Any]:
+        """See [`Supply`]."""
+        return place(str(name)) | {"worker": worker_id()}
+
+
+class LiveStream:
+    """
+    One pass through a stream.
+
+    Args:
+        dataset (`IterableDataset`):
+            The stream.
+        guard ([`Guard`]):
+            What the guards of the loader share.
+    """
+
+    def __init__(self, dataset: Any, guard: Guard) -> None:
+        self._dataset = dataset
+        self._guard = guard
+        self._tracked = hugging_face.guarded(dataset, guard) if hugging_face is not None else None
+        self._reading = SourceReader(self._open, guard, self._where, self._advance_by, apart=self._is_apart)
+        self._back: deque[tuple[SampleName, Any]] = deque()
+        self._begun = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        guard = self._guard
+        if guard.off:
+            return self._plain()
+        return guard.contained(self._next, self._plain)
+
+    def _next(self) -> Any:
+        name, sample = self.draw()
+        if self._guard.names is None:
+            self._guard.names = []
+        self._guard.names.append(name)  # type: ignore[attr-defined]
+        return sample
+
+    def _plain(self) -> Any:
+        """Without the guard, from where it stands."""
+        if self._back:
+            return self._back.popleft()[1]
+        if self._reading.source is None:
+            self._reading.source = self._open()
+        return next(self._reading.source)
+
+    def draw(self) -> tuple[SampleName, Any]:
+        """The next sample that can be used, and its name."""
+        if self._back:
+            return self._back.popleft()
+        guard, tracked = self._guard, self._tracked
+        if guard.names_only:
+            return self._named_only()
+        if not self._begun:
+            guard.known()
+        while True:
+            sample = next(self._reading)
+            if not self._begun:
+                self._begun = True
+                if tracked is not None:
+                    # Whoever holds the stream itself can ask it where it stands.
+                    self._dataset._state_dict = tracked.dataset._state_dict
+            name = self._name(self._reading.ordinal - 1)
+            if guard.findings.blocked and tracked is not None and name in guard.findings.blocked:
+                continue
+            if not is_empty(sample):
+                return name, sample
+            guard.findings.add(BadSample("empty", "", "a sequence of length 0", attempts=1, **self._at(name)))
+
+    def _named_only(self) -> tuple[SampleName, Any]:
+        try:
+            sample = next(self._reading)
+        except StopIteration:
+            raise
+        except Exception as raised:
+            error = raised.error if isinstance(raised, LetPass) else raised
+            name = describe_name(self._name(self._reading.ordinal))
+            error.add_note(f"self_healing: raised while the training data were streamed, at {name}.")
+            raise LetPass(error) from None
+        return self._name(self._reading.ordinal - 1), sample
+
+    def put_back(self, name: SampleName, sample: Any) -> None:
+        """The sample comes next."""
+        self._back.appendleft((name, sample))
+
+    def _open(self) -> Iterator[Any]:
+        return iter(self._dataset if self._tracked is None else self._tracked.dataset)
+
+    def _is_apart(self) -> bool:
+        """Whether it can be opened a second time while it is read: it keeps to itself where it stands."""
+        return self._reading.source is not self._dataset and not hasattr(self._dataset, "state_dict")
+
+    def _advance_by(self) -> Iterator[Any] | None:
+        """The stream from where it says it stands."""
+        if self._tracked is not None:
+            state = self._tracked.dataset.state_dict()
+            self._tracked = hugging_face.guarded(self._dataset, self._guard)
+            if self._tracked is None:
+                return None
+            self._tracked.dataset.load_state_dict(state)
+            return self._open()
+        if not hasattr(self._dataset, "state_dict") or not hasattr(self._dataset, "load_state_dict"):
+            return None
+        self._dataset.load_state_dict(self._dataset.state_dict())
+        return self._open()
+
+    def _name(self, ordinal: int) -> str:
+        """Of the sample that was given last, the nth of this pass."""
+        if self._tracked is not None and self._tracked.key is not None:
+            return f"{self._tracked.key}@{self._tracked.stages}"
+        return f"{worker_id() or 0}:{ordinal}"
+
+    def _where(self, ordinal: int) -> dict[str, Any]:
+        return self._at(self._name(ordinal))
+
+    @staticmethod
+    def _at(name: str) -> dict[str, Any]:
+        return place(name) | {"worker": worker_id()}

@@ -1,0 +1,78 @@
+"""What a process that was ended because of a hang leaves to the next one: where it hung, and for how long."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from ..config import HealingConfig
+from ..files import replace_file
+from ..launcher import launch_of
+
+
+logger = logging.getLogger("self_healing")
+
+HANGS_FILE = "healing_hangs.json"
+# A job that was ended more often than that is told by the newest times.
+_KEPT = 50
+
+
+class HangMemory:
+    """
+    The exits of one job because of hangs, in the run directory: what was no hang but slow must not end it each time.
+
+    Args:
+        directory (`Path`):
+            The run directory.
+        rank (`int`, *optional*, defaults to 0):
+            This process; each one has a file of its own.
+    """
+
+    def __init__(self, directory: Path, rank: int = 0) -> None:
+        self.path = directory / (HANGS_FILE if rank == 0 else f"healing_hangs.rank{rank}.json")
+        self._exits: list[dict[str, Any]] = []
+
+    def recall(self, config: HealingConfig) -> dict[str, float]:
+        """
+        Reads what earlier processes of the same job left.
+
+        Args:
+            config ([`HealingConfig`]):
+                Says whether there is a launcher of which nothing is known.
+
+        Returns:
+            `dict[str, float]`: The longest time that was waited in each part of a step, in seconds.
+        """
+        if not (launch_of().started_again or config.launcher_restarts == "yes"):
+            # Of another run in the same directory.
+            return {}
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            exits: list[dict[str, Any]] = [
+                {"step": int(entry["step"]), "section": str(entry["section"]), "seconds": float(entry["seconds"])}
+                for entry in content["exits"]
+            ]
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be read (%s); what took long before is learned anew.", self.path, error)
+            return {}
+        self._exits = exits
+        longest: dict[str, float] = {}
+        for entry in exits:
+            longest[entry["section"]] = max(longest.get(entry["section"], 0.0), entry["seconds"])
+        return longest
+
+    def has_left(self, step: int, section: str) -> bool:
+        """Whether a process of this job was ended at this place before."""
+        return any(entry["step"] == step and entry["section"] == section for entry in self._exits)
+
+    def note_exit(self, step: int, section: str, seconds: float) -> None:
+        """Writes down where the process is about to be ended, and after how many seconds without a sign of life."""
+        exits = [*self._exits, {"step": step, "section": section, "seconds": seconds}][-_KEPT:]
+        try:
+            replace_file(self.path, json.dumps({"exits": exits}))
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): the next process knows nothing of this hang.", self.path, error)

@@ -1,0 +1,641 @@
+"""Notices that training hangs, writes down where, and gets it moving again: a thread beside the training thread."""
+
+from __future__ import annotations
+
+import contextvars
+import faulthandler
+import functools
+import linecache
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from ..config import HealingConfig
+from ..failures import Action, FailureType, Interruption
+from ..instrument.loader_workers import end_awaited_workers
+from ..instrument.sections import BETWEEN, Heartbeat
+from ..journal.incident import Incident
+from ..journal.journal import Journal
+from ..launcher import EXIT_FOR_RESTART, restarts_on_exit
+from ..run.claims import Claim, claim_unless_out_of_memory
+from .exits import HangMemory
+
+
+logger = logging.getLogger("self_healing")
+
+# How often is looked, in seconds; more often where the shortest hang is short.
+_POLL = 1.0
+# A disk or a tracker that hangs as well must not keep the watching thread from acting.
+_BOUND = 10.0
+# Beats after which training that was interrupted, and has not left train(), evidently goes on.
+_GOES_ON = 50
+
+
+class TrainingHang(Interruption):
+    """
+    Raised in the training thread to wake it from what it waits for.
+
+    Args:
+        message (`str`):
+            What did not move, for how long.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, FailureType.HANG)
+
+
+class _Stage(Enum):
+    INTERRUPTED = auto()
+    LEAVING = auto()
+    ALERTING = auto()
+
+
+@dataclass(slots=True)
+class _Alarm:
+    """A hang that goes on: the beat after which there was none, and what is done next, when."""
+
+    beats: int
+    section: str
+    since: float
+    limit: float
+    known: bool
+    incident: Incident | None = None
+    stage: _Stage = _Stage.ALERTING
+    deadline: float = 0.0
+    pause: float = 0.0
+    answered: bool = False
+
+
+class Watchdog:
+    """
+    Watches the signs of life of one run.
+
+    Args:
+        config ([`HealingConfig`]):
+            What counts as a hang, and what is done about it.
+        heartbeat ([`Heartbeat`]):
+            The signs of life.
+        journal ([`Journal`]):
+            Where hangs are written down.
+        may_recover (`Callable[[], bool]`):
+            Whether somebody catches [`TrainingHang`] and enters `train()` again.
+        before_exit (`Callable[[str], None]`):
+            Told why, before the process ends for a restart.
+        step (`Callable[[], int]`):
+            Optimizer steps finished.
+        still_training (`Callable[[FrameType | None], bool]`, *optional*):
+            Whether the run still goes on in a frame of the training thread: without the wrapper, an exception ends
+            `train()` without a word.
+        at_the_end (`Callable[[], bool]`, *optional*):
+            Whether the last step is done, so that there is nothing left to be recovered.
+        over (`Callable[[], None]`, *optional*):
+            Told when a run turns out to have ended without a word.
+        counts_attempts (`Callable[[], bool]`, *optional*):
+            Whether somebody ends a job that is started again and again without progress.
+    """
+
+    def __init__(
+        self,
+        config: HealingConfig,
+        heartbeat: Heartbeat,
+        journal: Journal,
+        may_recover: Callable[[], bool],
+        before_exit: Callable[[str], None],
+        step: Callable[[], int],
+        still_training: Callable[[FrameType | None], bool] = lambda frame: True,
+        at_the_end: Callable[[], bool] = lambda: False,
+        over: Callable[[], None] = lambda: None,
+        counts_attempts: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._config = config
+        self._heartbeat = heartbeat
+        self._journal = journal
+        self._may_recover = may_recover
+        self._counts_attempts = counts_attempts
+        self._before_exit = before_exit
+        self._step = step
+        self._still_training = still_training
+        self._at_the_end = at_the_end
+        self._over = over
+        self._memory = HangMemory(journal.directory, journal.rank)
+        self._interval = min(_POLL, config.hang_floor_seconds / 10)
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._training_thread = 0
+        self._waker: _Waker | None = None
+        self._last_poll = 0.0
+        self._stood: tuple[int, float] = (-1, 0.0)
+        self._alarm: _Alarm | None = None
+        self._interrupted: tuple[Incident | None, int] | None = None
+        # Of the hang that was interrupted, until the exception has left train().
+        self._claimed: Incident | None = None
+        self._failed = False
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def _signal(self) -> int | None:
+        return None if self._waker is None else self._waker.signal
+
+    @property
+    def needed(self) -> bool:
+        """Whether the run that is watched still goes on."""
+        return self.running and self._still_training(sys._current_frames().get(self._training_thread))
+
+    # ---- the training thread ----
+
+    def start(self) -> None:
+        """Called in the training thread when `train()` begins."""
+        if self._config.hang_action == "off" or self._thread is not None:
+            return
+        heartbeat = self._heartbeat
+        self._training_thread = threading.get_ident()
+        self._alarm = self._interrupted = None
+        self._last_poll = heartbeat.clock()
+        self._stopping = threading.Event()
+        heartbeat.stood_still = self._stood_still
+        heartbeat.begin()
+        for section, seconds in self._memory.recall(self._config).items():
+            heartbeat.has_taken(section, seconds)
+        self._install_handlers()
+        # With the context of the training thread: trackio keeps its current run there.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._watch, self._stopping), name="self_healing watchdog", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Called in the training thread when `train()` ends, however it does."""
+        self._thread = None
+        self._stopping.set()
+        with self._lock:
+            # From here on no signal is sent any more.
+            alarm, self._alarm = self._alarm, None
+            self._remove_handlers()
+        if alarm is not None and not alarm.answered:
+            self._moves_again(alarm)
+
+    def _install_handlers(self) -> None:
+        if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
+            # Python runs signal handlers in the main thread only.
+            return
+        for number in _own_signals():
+            left_behind = signal.getsignal(number)
+            if isinstance(left_behind, _Waker) and not left_behind.needed:
+                left_behind.give_back()
+        free = [number for number in _own_signals() if signal.getsignal(number) == signal.SIG_DFL]
+        if free:
+            self._waker = _Waker(self, free)
+
+    def _remove_handlers(self) -> None:
+        if self._waker is not None and threading.current_thread() is threading.main_thread():
+            self._waker.give_back()
+            self._waker = None
+
+    def interrupt(self, frame: FrameType | None) -> None:
+        """Called in the training thread by the signal: raises [`TrainingHang`], unless it has moved meanwhile."""
+        alarm, heartbeat = self._alarm, self._heartbeat
+        if alarm is None or alarm.stage is not _Stage.INTERRUPTED or alarm.answered or heartbeat.waits_on_purpose:
+            return
+        if heartbeat.last[2] != alarm.beats or not heartbeat.may_be_interrupted:
+            # It has moved while the signal was on its way.
+            return
+        alarm.answered = True
+        heartbeat.start_over()
+        self._interrupted = (alarm.incident, heartbeat.last[2])
+        self._claimed = alarm.incident
+        ended = end_awaited_workers(frame)
+        seconds = heartbeat.clock() - alarm.since
+        if alarm.incident is not None:
+            alarm.incident.seconds_lost += seconds
+            if ended:
+                alarm.incident.evidence["workers_ended"] = ended
+        raise TrainingHang(f"no sign of life from '{alarm.section}' for {seconds:.0f} s (limit {alarm.limit:.0f} s)")
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether a hang was interrupted, and the exception has not left `train()` yet."""
+        return self._claimed is not None
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """Claims the exception that the interrupted training was left by."""
+        incident, self._claimed = self._claimed, None
+        return claim_unless_out_of_memory(incident, error)
+
+    # ---- the watching thread ----
+
+    def _watch(self, stopping: threading.Event) -> None:
+        while not stopping.wait(self._interval):
+            try:
+                self._look(stopping)
+            except Exception:
+                if not self._failed:
+                    self._failed = True
+                    logger.exception("Watching for hangs failed once; it goes on. Please report this traceback.")
+
+    def _look(self, stopping: threading.Event) -> None:
+        heartbeat = self._heartbeat
+        section, since, beats = heartbeat.last
+        now = heartbeat.clock()
+        with self._lock:
+            # Our own poll comes late when the process was stopped, or the machine was asleep.
+            late = max(now - self._last_poll - self._interval, 0.0)
+            self._last_poll = now
+            before = self._stood[1] if self._stood[0] == beats else 0.0
+            self._stood = (beats, before + late)
+        elapsed = now - since - self._stood[1]
+        if self._is_over(section.name, elapsed):
+            self._let_go(stopping)
+            return
+        alarm = self._alarm
+        if alarm is not None and beats != alarm.beats:
+            self._alarm = None
+            if not alarm.answered:
+                self._moves_again(alarm)
+            return
+        self._look_after_the_interrupted(beats)
+        if heartbeat.waits_on_purpose:
+            return
+        if alarm is not None:
+            if elapsed >= alarm.deadline:
+                self._next_stage(alarm, elapsed, stopping)
+            return
+        learned = heartbeat.limit(section, self._config.hang_factor, self._config.hang_floor_seconds)
+        limit = heartbeat.limit_at_first(section, self._config.hang_floor_seconds) if learned is None else learned
+        if elapsed > limit:
+            self._sound(_Alarm(beats, section.name, since, limit, learned is not None), elapsed, stopping)
+
+    def _is_over(self, section: str, elapsed: float) -> bool:
+        # Whatever raises leaves the parts it lies in: not asked within a step, however long that takes.
+        return section == BETWEEN and elapsed > 2 * self._interval and not self.needed and not self._stopping.is_set()
+
+    def _let_go(self, stopping: threading.Event) -> None:
+        """An exception has ended `train()`, and there is no event that says so."""
+        stopping.set()
+        with self._lock:
+            # What was installed for the main thread stays until it is come by there, and holds on to nothing.
+            alarm, self._alarm = self._alarm, None
+            self._thread = None
+        if alarm is not None and not alarm.answered:
+            self._moves_again(alarm)
+        self._over()
+
+    def _stood_still(self, beats: int, now: float) -> float:
+        """Of the time since a beat, what the process did not run; asked for in the training thread."""
+        with self._lock:
+            stood = self._stood[1] if self._stood[0] == beats else 0.0
+            late = now - self._last_poll - self._interval
+        return stood + late if late > self._interval else stood
+
+    def _look_after_the_interrupted(self, beats: int) -> None:
+        if self._interrupted is not None and beats - self._interrupted[1] > _GOES_ON:
+            # The exception was swallowed on its way, and training goes on: nobody will ask for the incident.
+            incident, self._interrupted = self._interrupted[0], None
+            self._claimed = None
+            if incident is not None:
+                _bounded(functools.partial(self._journal.closed, incident, "self_recovered"))
+
+    def _sound(self, alarm: _Alarm, elapsed: float, stopping: threading.Event) -> None:
+        again = self._interrupted is not None
+        if self._interrupted is not None:
+            # What was interrupted hangs again before it has left train(), in a `finally` or an `except`.
+            alarm.incident = self._interrupted[0]
+        else:
+            _bounded(lambda: self._write_down(alarm, elapsed))
+        self._alarm = alarm
+        alarm.pause = alarm.limit
+        if self._may_interrupt(alarm):
+            alarm.stage, alarm.deadline = _Stage.INTERRUPTED, elapsed + self._config.hang_grace_seconds
+            _bounded(lambda: self._acted(alarm, Action.INTERRUPT))
+            self._interrupt(alarm, stopping)
+        elif self._may_exit(alarm):
+            alarm.stage, alarm.deadline = _Stage.LEAVING, elapsed + self._config.hang_grace_seconds
+        else:
+            alarm.deadline = elapsed + alarm.pause
+            if not again:
+                _bounded(lambda: self._tell(alarm))
+        if stopping.is_set():
+            # It moved, and `train()` ended, while this was being written.
+            self._alarm = None
+            self._moves_again(alarm)
+
+    def _may_interrupt(self, alarm: _Alarm) -> bool:
+        if self._is_only_told(alarm):
+            return False
+        recover = self._config.hang_action == "recover" and self._signal is not None and self._may_recover()
+        return recover and self._heartbeat.may_be_interrupted
+
+    def _may_exit(self, alarm: _Alarm) -> bool:
+        if self._is_only_told(alarm):
+            return False
+        if self._memory.has_left(self._step(), alarm.section) and not self._counts_attempts():
+            # The process before this one was ended here already, and nobody would ever put an end to that.
+            return False
+        return self._config.hang_action == "recover" and restarts_on_exit(self._config)
+
+    def _is_only_told(self, alarm: _Alarm) -> bool:
+        """
+        Whether nobody knows how long it may take: one of the first times of a part, or what comes after the last step
+        (uploads, the best model).
+        """
+        return not alarm.known or (alarm.section == BETWEEN and self._at_the_end())
+
+    def _interrupt(self, alarm: _Alarm, stopping: threading.Event) -> None:
+        with self._lock:
+            # Both under the lock that `stop` takes: afterwards the signal would end the process.
+            if self._signal is not None and not stopping.is_set() and self._heartbeat.last[2] == alarm.beats:
+                signal.pthread_kill(self._training_thread, self._signal)
+
+    def _next_stage(self, alarm: _Alarm, elapsed: float, stopping: threading.Event) -> None:
+        if alarm.answered:
+            # On its way out: its workers are ended, its blocks left.
+            return
+        if alarm.stage is not _Stage.ALERTING and self._may_exit(alarm):
+            self._leave(alarm, elapsed)
+        if alarm.stage is _Stage.INTERRUPTED:
+            alarm.stage, alarm.deadline = _Stage.ALERTING, elapsed + alarm.pause
+            logger.error(
+                "The training thread does not answer to an interrupt: it is blocked in native code. No launcher is "
+                "known to restart this job (launcher_restarts), or it has restarted it for this very hang before, so "
+                "the process stays as it is. Please stop it and resume from the newest checkpoint."
+            )
+            _bounded(lambda: self._tell(alarm))
+            return
+        alarm.pause *= 2
+        alarm.deadline = elapsed + alarm.pause
+        text = f"Still no sign of life from '{alarm.section}' after {elapsed:.0f} s."
+        _bounded(lambda: logger.error("%s", text))
+        _bounded(lambda: self._journal.alert("self_healing: still hanging", text, "error", self._step()))
+
+    def _leave(self, alarm: _Alarm, elapsed: float) -> None:
+        why = f"hang in '{alarm.section}' for {elapsed:.0f} s, which an interrupt does not end"
+
+        def write() -> None:
+            self._memory.note_exit(self._step(), alarm.section, elapsed)
+            self._acted(alarm, Action.EXIT_FOR_RESTART, exit_code=EXIT_FOR_RESTART)
+            if alarm.incident is not None:
+                alarm.incident.seconds_lost += elapsed
+            self._before_exit(why)
+            self._tell(alarm)
+
+        _bounded(write)
+        _bounded(logging.shutdown)
+        _bounded(sys.stdout.flush, 2.0)
+        _bounded(sys.stderr.flush, 2.0)
+        # Nothing of Python's own end may run: it would wait for the thread that hangs.
+        os._exit(EXIT_FOR_RESTART)
+
+    # ---- writing down ----
+
+    def _write_down(self, alarm: _Alarm, elapsed: float) -> None:
+        frames = sys._current_frames()
+        frame = frames.get(self._training_thread)
+        evidence: dict[str, Any] = {
+            "section": alarm.section,
+            "seconds": round(elapsed, 3),
+            "limit": round(alarm.limit, 3),
+            "waits_at": None if frame is None else _line_of(frame),
+            "called_from": _own_line(frame),
+        }
+        journal = self._journal
+        alarm.incident = incident = journal.open(self._step(), "hang", evidence)
+        path = journal.directory / "hangs" / f"{incident.id}-stacks.txt"
+        workers, written = self._stacks_of_workers(), False
+        try:
+            self._write_stacks(path, alarm, evidence, workers)
+            written = True
+        except OSError as error:
+            logger.warning("The stacks could not be written to %s: %s.", path, error)
+        where = evidence["called_from"] or evidence["waits_at"] or "an unknown line"
+        found: dict[str, Any] = {"diagnosis": f"The training thread waits at {where}."}
+        for pid, stacks in workers.items():
+            line, loading = _place_of(stacks)
+            if loading:
+                found.setdefault("workers_wait_at", {})[str(pid)] = line
+                found["diagnosis"] += f" Data loader worker {pid} waits at {line}."
+        if written:
+            found["stacks"] = str(path)
+        journal.diagnosed(incident, FailureType.HANG, f"nothing moves in '{alarm.section}'", found)
+        journal.acted(incident, Action.WRITE_STACKS.value, happened=written, path=str(path))
+        logger.error(
+            "Step %d: no sign of life from '%s' for %.0f s (limit %.0f s). %s Stacks of all threads: %s.",
+            incident.step,
+            alarm.section,
+            elapsed,
+            alarm.limit,
+            found["diagnosis"],
+            path,
+        )
+        text = f"'{alarm.section}' has not moved for {elapsed:.0f} s; stacks in {path}"
+        journal.alert("self_healing: training hangs", text, "error", self._step())
+
+    def _write_stacks(self, path: Path, alarm: _Alarm, evidence: dict[str, Any], workers: dict[int, str]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        frames = sys._current_frames()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        order = sorted(frames, key=lambda ident: ident != self._training_thread)
+        with path.open("w", encoding="utf-8") as file:
+            file.write(
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}: no sign of life from "
+                f"'{alarm.section}' for {evidence['seconds']} s (limit {evidence['limit']} s)\n"
+                f"The training thread waits at {evidence['waits_at']}\n"
+            )
+            for ident in order:
+                training = " (the training thread)" if ident == self._training_thread else ""
+                file.write(f"\n---- thread {names.get(ident, '?')}{training}, {ident}\n")
+                file.writelines(traceback.format_stack(frames[ident]))
+            file.write("\n---- the same as the interpreter sees it\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write("\n---- processes started by this one\n")
+            for child in psutil.Process().children(recursive=True):
+                file.write(_describe_process(child))
+            for pid, stacks in workers.items():
+                file.write(f"\n---- process {pid}, a data loader worker\n{stacks or 'does not answer'}\n")
+
+    def _stacks_of_workers(self) -> dict[int, str]:
+        """Where the processes forked from this one are, as far as they answer."""
+        waker = self._waker
+        number, file = (None, None) if waker is None else (waker.worker_signal, waker.worker_stacks)
+        found: dict[int, str] = {}
+        if number is None or file is None:
+            return found
+        for child in psutil.Process().children(recursive=True):
+            if not _catches(child.pid, number):
+                continue
+            begin = os.fstat(file.fileno()).st_size
+            os.kill(child.pid, number)
+            for _ in range(20):
+                time.sleep(0.05)
+                if os.fstat(file.fileno()).st_size > begin:
+                    break
+            time.sleep(0.05)
+            found[child.pid] = os.pread(file.fileno(), 1 << 20, begin).decode("utf-8", "replace")
+        return found
+
+    def _acted(self, alarm: _Alarm, action: Action, **result: Any) -> None:
+        if alarm.incident is not None:
+            self._journal.acted(alarm.incident, action.value, **result)
+
+    def _tell(self, alarm: _Alarm) -> None:
+        if alarm.incident is not None:
+            self._journal.dealt_with(alarm.incident)
+
+    def _moves_again(self, alarm: _Alarm) -> None:
+        seconds = self._heartbeat.clock() - alarm.since
+        incident = alarm.incident
+        if incident is None or incident.outcome != "open":
+            return
+        incident.seconds_lost += seconds
+        _bounded(functools.partial(self._journal.closed, incident, "self_recovered"))
+        logger.warning(
+            "'%s' moves again by itself after %.0f s. Where that is usual, raise hang_floor_seconds.",
+            alarm.section,
+            seconds,
+        )
+
+
+class _Waker:
+    """
+    The handler of a watchdog's signal, and that of data loader workers: does not keep the run in memory, should nobody
+    take it back.
+
+    Args:
+        watchdog ([`Watchdog`]):
+            Whose.
+        free (`list[int]`):
+            Signals that nobody has a handler for; at least one.
+    """
+
+    def __init__(self, watchdog: Watchdog, free: list[int]) -> None:
+        self._watchdog = weakref.ref(watchdog)
+        self.signal = free[0]
+        self.worker_signal: int | None = None
+        self.worker_stacks: Any | None = None
+        self._earlier = signal.signal(self.signal, self)
+        if len(free) > 1 and hasattr(os, "memfd_create"):
+            # Inherited by data loader workers that are forked: they write down where they are when they are asked.
+            self.worker_stacks = os.fdopen(os.memfd_create("self_healing_stacks"), "w+b", buffering=0)
+            self.worker_signal = free[1]
+            faulthandler.register(self.worker_signal, file=self.worker_stacks, all_threads=True)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        watchdog = self._watchdog()
+        if watchdog is None:
+            self.give_back()
+        else:
+            watchdog.interrupt(frame)
+
+    @property
+    def needed(self) -> bool:
+        """Whether the run it was installed for still goes on."""
+        watchdog = self._watchdog()
+        return watchdog is not None and watchdog.needed
+
+    def give_back(self) -> None:
+        """Called in the main thread."""
+        installed: Any = signal.getsignal(self.signal)
+        if installed is self:
+            signal.signal(self.signal, self._earlier)
+        if self.worker_signal is not None and self.worker_stacks is not None:
+            faulthandler.unregister(self.worker_signal)
+            self.worker_stacks.close()
+            self.worker_signal = self.worker_stacks = None
+
+
+def _own_signals() -> list[int]:
+    if hasattr(signal, "SIGRTMIN"):
+        # The first ones are taken by debuggers and profilers now and then.
+        return list(range(signal.SIGRTMIN + 5, signal.SIGRTMAX))
+    return [signal.SIGUSR2]
+
+
+def _bounded(work: Callable[[], Any], seconds: float | None = None) -> None:
+    """Does something that touches disks or services, and goes on without it where they hang as well."""
+    context = contextvars.copy_context()
+
+    def do() -> None:
+        try:
+            context.run(work)
+        except Exception:
+            logger.exception("What a hang was to be answered with failed.")
+
+    thread = threading.Thread(target=do, name="self_healing watchdog's hand", daemon=True)
+    thread.start()
+    thread.join(_BOUND if seconds is None else seconds)
+
+
+def _line_of(frame: FrameType) -> str:
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{name}:{line}, in {frame.f_code.co_name}: {linecache.getline(name, line).strip()}"
+
+
+def _own_line(frame: FrameType | None) -> str | None:
+    """The innermost line of the user's: neither Python's nor an installed package's, and called by the trainer."""
+    package = str(Path(__file__).parent) + os.sep
+    while frame is not None and not frame.f_code.co_filename.startswith(package):
+        if not _installed(frame.f_code.co_filename):
+            return _line_of(frame)
+        frame = frame.f_back
+    return None
+
+
+def _installed(file: str) -> bool:
+    return file.startswith((sys.base_prefix, "<frozen")) or "site-packages" in file
+
+
+def _place_of(stacks: str) -> tuple[str, bool]:
+    """Where the thread of a worker that answered waits, and whether it is in loading a batch, or has nothing to do."""
+    answered = re.findall(
+        r'File "(.*?)", (line \d+ in .*)', stacks.partition("Current thread")[2].partition("\n\n")[0]
+    )
+    if not answered:
+        return "an unknown line (it does not answer)", True
+    loading: list[tuple[str, str]] = []
+    for file, line in answered:
+        if file.endswith("_utils/worker.py"):
+            break
+        loading.append((file, line))
+    own = next(((file, line) for file, line in loading if not _installed(file)), answered[0])
+    return f"{own[0]}, {own[1]}", any("/multiprocessing/" not in file for file, _ in loading[1:])
+
+
+def _describe_process(process: psutil.Process) -> str:
+    try:
+        command = " ".join(process.cmdline())[:200]
+        waits = ""
+        path = Path(f"/proc/{process.pid}/wchan")
+        if path.exists():
+            waits = f", kernel: {path.read_text().strip() or '?'}"
+        return f"{process.pid} ({process.status()}{waits}) {command}\n"
+    except (psutil.Error, OSError) as error:
+        return f"{process.pid}: {type(error).__name__}\n"
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, which would end it otherwise."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except (OSError, ValueError):
+        pass
+    return False

@@ -1,0 +1,287 @@
+"""
+What happened, written down: incidents as JSON lines, log messages, trackio alerts, metrics, and a postmortem when a
+run ends badly.
+
+A sink that fails is reported once and never stops the training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import HealingConfig
+from ..detectors import Symptom
+from ..detectors.symptom import Severity
+from ..failures import FAILURE_RECIPES, Action, FailureType
+from ..files import append_line, jsonable, replace_file
+from .incident import Incident, describe, figures
+from .postmortem import (
+    Directions,
+    Postmortem,
+    find_known_error,
+    postmortem_of_rank,
+    read_errors_of_other_ranks,
+    set_aside_postmortems,
+)
+
+
+logger = logging.getLogger("self_healing")
+
+SCHEMA_VERSION = 1
+EVENTS_FILE = "healing_events.jsonl"
+
+
+class Journal:
+    """
+    Writes events to `healing_events.jsonl` and tells log, trackio and callbacks.
+
+    Args:
+        directory (`Path`):
+            The run directory. Nothing is created before there is something to write.
+        config ([`HealingConfig`]):
+            Which sinks are wanted.
+        run_id (`str`):
+            Names the run in every event.
+        rank (`int`, *optional*, defaults to 0):
+            This process; ranks other than 0 write to a file of their own.
+        notify (`Callable[[Incident], None]`, *optional*):
+            Called when an incident has been dealt with (`on_instability` of the trainer's callbacks).
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: HealingConfig,
+        run_id: str,
+        rank: int = 0,
+        notify: Callable[[Incident], None] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self.run_id = run_id
+        self.rank = rank
+        self.attempt = 0
+        self.incidents: list[Incident] = []
+        # The totals of a run that this one goes on from without its incidents: a resume by hand.
+        self.earlier: Mapping[str, float] = {}
+        self.notify = notify
+        # Those of the last postmortem.
+        self.directions: Directions | None = None
+        # What is told to whoever keeps the run's record, and what of it belongs into a postmortem.
+        self.changed: Callable[[], None] | None = None
+        self.attempts: Callable[[], list[dict[str, Any]]] = list
+        self._broken_sinks: set[str] = set()
+
+    @property
+    def path(self) -> Path:
+        name = EVENTS_FILE if self.rank == 0 else f"healing_events.rank{self.rank}.jsonl"
+        return self.directory / name
+
+    # ---- incidents ----
+
+    def open(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Severity | None = None) -> Incident:
+        """Records that something was detected."""
+        number = len(self.incidents) + 1
+        name = f"{self.run_id}-{number:03d}"
+        incident = Incident(name, step, symptom, evidence=dict(evidence), severity=severity)
+        self.incidents.append(incident)
+        self.event("detected", step, incident=incident.id, symptom=symptom, evidence=incident.evidence)
+        return incident
+
+    def noticed(self, symptom: Symptom) -> None:
+        """Records something worth knowing about which nothing has to be done."""
+        self.event("noticed", symptom.step, symptom=symptom.name, evidence=symptom.evidence)
+        logger.info("Step %d: %s (%s).", symptom.step, symptom.name.replace("_", " "), figures(symptom.evidence))
+
+    def diagnosed(self, incident: Incident, failure: FailureType, cause: str, evidence: Mapping[str, Any]) -> None:
+        """Records what the experiments showed."""
+        incident.failure, incident.cause = failure, cause
+        incident.evidence.update(evidence)
+        self.event(
+            "diagnosed", incident.step, incident=incident.id, failure=failure.value, cause=cause, evidence=evidence
+        )
+
+    def acted(self, incident: Incident, action: str, happened: bool = True, **result: Any) -> None:
+        """Records one action and what came of it; one that was tried in vain is not among those of the incident."""
+        if happened:
+            incident.actions.append(action)
+        self.event("action", incident.step, incident=incident.id, action=action, happened=happened, **result)
+
+    def dealt_with(self, incident: Incident) -> None:
+        """Tells everybody about an incident once its actions are done; the outcome is measured later."""
+        recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
+        severity = "warning" if recipe is None else recipe.severity
+        if incident.failure is FailureType.RED_FLAG and incident.severity is not None:
+            # Every rule has its own.
+            severity = incident.severity
+        if Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions:
+            # What would have ended the run has not.
+            severity = "warning"
+        text = describe(incident)
+        # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
+        logger.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", text)
+        self.alert(f"self_healing: {incident.cause}", text, severity, incident.step)
+        if self.notify is not None:
+            self._contained("on_instability", lambda: self.notify(incident) if self.notify else None)
+        self._record()
+
+    def closed(self, incident: Incident, outcome: str, **evidence: Any) -> None:
+        """Records the measured outcome."""
+        incident.outcome = outcome
+        self.event(
+            "outcome",
+            incident.step,
+            incident=incident.id,
+            failure=None if incident.failure is None else incident.failure.value,
+            outcome=outcome,
+            steps_lost=incident.steps_lost,
+            steps_repeated=incident.steps_repeated,
+            seconds_lost=round(incident.seconds_lost, 3),
+            **evidence,
+        )
+        self._record()
+
+    def _record(self) -> None:
+        if self.changed is not None:
+            self._contained("the record of the run", self.changed)
+
+    # ---- sinks ----
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Appends one line to the journal."""
+        line = {
+            "schema": SCHEMA_VERSION,
+            "time": time.time(),
+            "run": self.run_id,
+            "rank": self.rank,
+            "attempt": self.attempt,
+            "step": step,
+            "kind": kind,
+            **fields,
+        }
+
+        self._contained(str(self.path), lambda: append_line(self.path, line))
+
+    def alert(self, title: str, text: str, severity: str, step: int) -> None:
+        """Raises a trackio alert about an optimizer step if a trackio run is active."""
+        trackio = sys.modules.get("trackio")
+        if trackio is None or not self.config.trackio_alerts or self.rank != 0:
+            return
+        run = trackio.context_vars.current_run.get()
+        if run is None:
+            return
+        level = {"info": "INFO", "warning": "WARN", "error": "ERROR"}[severity]
+        # Of the run: `trackio.alert` takes no step, and counts how often something was logged.
+        self._contained("trackio", lambda: run.alert(title, text, level=trackio.AlertLevel[level], step=step))
+
+    def metrics(self, resolved_at_the_end: int = 0) -> dict[str, float]:
+        """
+        `healing/*` metrics for the trackers; empty while nothing has happened.
+
+        Args:
+            resolved_at_the_end (`int`, *optional*, defaults to 0):
+                Incidents whose outcome is open, and will be that they are resolved when the run ends now.
+        """
+        totals = self.totals()
+        if not totals["incidents"] or not self.config.healing_metrics:
+            return {}
+        totals["resolved"] += resolved_at_the_end
+        return {f"healing/{name}": value for name, value in totals.items()}
+
+    def totals(self, without: Collection[str] = ()) -> dict[str, float]:
+        """
+        What the incidents come to, with those before the checkpoint a run was resumed from. That a process was killed
+        or asked to leave is left out: what is trained, and logged, is the same in one process and in several.
+
+        Args:
+            without (`Collection[str]`, *optional*):
+                Incidents to leave out, by their id.
+        """
+        wanted = (incident for incident in self.incidents if incident.id not in without)
+        counted = [incident for incident in wanted if not incident.of_a_process]
+        own = {
+            "incidents": len(counted),
+            "resolved": sum(incident.outcome in ("resolved", "self_recovered") for incident in counted),
+            "skipped_steps": sum(Action.SKIP_STEP in incident.actions for incident in counted),
+            "quarantined_rows": sum(incident.quarantined for incident in counted),
+            "steps_lost": sum(incident.steps_lost for incident in counted),
+            "steps_repeated": sum(incident.steps_repeated for incident in counted),
+            "seconds_lost": sum(incident.seconds_lost for incident in counted),
+        }
+        return {name: round(self.earlier.get(name, 0) + value, 3) for name, value in own.items()}
+
+    def _contained(self, sink: str, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception:
+            # Once per sink: a full disk must not fill the log as well.
+            if sink not in self._broken_sinks:
+                self._broken_sinks.add(sink)
+                logger.warning("The sink %s failed; training goes on without it.", sink, exc_info=True)
+
+    # ---- the end of a run that did not finish ----
+
+    def set_aside_postmortem(self) -> None:
+        """Renames the postmortem of an earlier run, so that one that is there always speaks of the last run."""
+        self._contained("postmortem", lambda: set_aside_postmortems(self.directory, self.rank, self.run_id))
+
+    def errors_of_other_ranks(self, since: int = 0) -> list[dict[str, Any]]:
+        """
+        What the other ranks of this run ended with, as far as they could write it down.
+
+        Args:
+            since (`int`, *optional*, defaults to 0):
+                Ends before this step are left out: the run has got over them.
+        """
+        return read_errors_of_other_ranks(self.directory, self.run_id, since)
+
+    def write_postmortem(
+        self,
+        verdict: str,
+        failure: FailureType,
+        step: int,
+        error: BaseException | None,
+        log_history: Sequence[Mapping[str, Any]],
+        checkpoint: str | None,
+        advice: str | None = None,
+        older_checkpoint: str | None = None,
+        exit_code: int | None = None,
+        other_ranks: Sequence[Mapping[str, Any]] = (),
+    ) -> str | None:
+        """
+        Writes `postmortem.json`, and tells the sinks that the run has ended; the arguments are those of
+        [`Postmortem`].
+
+        Args:
+            exit_code (`int`, *optional*):
+                Of a process that left no exception.
+
+        Returns:
+            The path, or `None` if it could not be written.
+        """
+        ending = Postmortem(
+            verdict=verdict,
+            failure=failure,
+            step=step,
+            error=error,
+            log_history=log_history,
+            checkpoint=checkpoint,
+            advice=advice,
+            older_checkpoint=older_checkpoint,
+            known=find_known_error(error, exit_code),
+            other_ranks=other_ranks,
+        )
+        path = postmortem_of_rank(self.directory, self.rank)
+        content = ending.to_dict(self.run_id, self.attempts(), self.incidents, self.path)
+        self._contained(str(path), lambda: replace_file(path, json.dumps(jsonable(content), indent=2) + "\n"))
+        self.event("postmortem", step, verdict=verdict, failure=failure.value, path=str(path))
+        self.alert("self_healing: run ended", verdict, "error", step)
+        written = str(path) if str(path) not in self._broken_sinks else None
+        self.directions = Directions(written, ending.resume_with)
+        return written

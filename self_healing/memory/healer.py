@@ -1,0 +1,598 @@
+"""When memory runs out: free what can be freed, try again, run the model over fewer rows at a time, or give up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import consensus
+from ..classify import classify_exception
+from ..failures import FAILURE_RECIPES, Action, FailureType
+from ..files import replace_file
+from ..instrument import (
+    CannotReduce,
+    Instrument,
+    OutOfMemory,
+    Window,
+    alloc_retries,
+    free_memory,
+    is_out_of_memory,
+    record_memory_history,
+    room_of,
+    smaller_batch,
+    with_room,
+    write_memory_snapshot,
+)
+from ..journal.incident import Incident
+from ..rollback.snapshots import SnapshotRing
+from ..run.claims import Claim, claim_by_recipe
+from ..run.context import RunContext
+from ..run.remedies import HealingContext
+from .remedies import MemoryState
+from .splitting import CallShape, ComputedOtherwise, Passes, SplitCalls, SplitGeneration
+
+
+logger = logging.getLogger("self_healing")
+
+SIZES_FILE = "healing_sizes.json"
+_SIZES_VERSION = 1
+# So many failures that passed by themselves within so many steps are no accident: the size is at the limit.
+_OFTEN, _LATELY = 3, 50
+
+
+class MemoryHealer:
+    """
+    What is done about out-of-memory errors in one `train()` call.
+
+    The first time something does not fit, memory is freed and the same is tried once more: another process may have
+    held it, or fragmentation. The second time the size counts as one that does not fit, and the model runs over fewer
+    rows at a time ([`SplitCalls`]); sizes are remembered ([`SizeMemory`]), in the run directory as well, so later
+    batches are split before they fail.
+
+    Args:
+        run ([`RunContext`]):
+            The run.
+        state ([`MemoryState`]):
+            What is known to fit.
+        free_batches (`Callable[[bool], int]`):
+            Makes room of batches that are kept, by whether it is the host's memory that ran out; gives the bytes.
+        note_recomputed (`Callable[[Incident], None]`):
+            Told of an incident that was healed by computing a step again.
+        go_back (`Callable[[HealingContext], None]`):
+            Back to a trusted state, after an `optimizer.step()` that was left half-way.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        state: MemoryState,
+        free_batches: Callable[[bool], int],
+        note_recomputed: Callable[[Incident], None],
+        go_back: Callable[[HealingContext], None],
+    ) -> None:
+        self.run = run
+        self.config = run.config
+        self.actions = run.remedies
+        self._state = state
+        self._free_batches = free_batches
+        self._note_recomputed = note_recomputed
+        self._go_back = go_back
+        self._splits: list[SplitCalls] = []
+        self._models: list[torch.nn.Module] = []
+        self._passes: Passes | None = None
+        self._context: HealingContext | None = None
+        # Whether the incident is about an `optimizer.step()`, which ends with the step and not with what is computed.
+        self._stepping = False
+        self._attempts = 0
+        self._failed: set[CallShape] = set()
+        self._passed: deque[int] = deque(maxlen=_OFTEN)
+        self._began = 0.0
+        # The state right before the step that is being taken.
+        self._backup: SnapshotRing | None = None
+        self._snapshot_written = False
+        # Until the exception has left train(): a smaller batch needs another entry.
+        self._claim: Claim | None = None
+        self._alloc_retries: int | None = None
+
+    # ---- a run begins ----
+
+    def attach(self, first: bool) -> None:
+        """Called with the instrument attached: what earlier processes and entries learned is put to use."""
+        instrument = self._instrument
+        if self.config.on_oom == "raise" or not instrument.view.can_reexecute:
+            return
+        if first:
+            self._recall()
+        self._state.sizes.begin_step(instrument.view.step)
+        self._state.sizes.room = room_of(instrument.view.device)
+        self._state.sizes.failure_is_fatal = consensus.world_size() > 1
+        if self._state.checkpointing_activations:
+            instrument.activation_checkpointing.switch_on()
+        if self._state.sizes.limits:
+            self._watch_calls()
+        if self.config.optimizer_step_backup:
+            self._backup = SnapshotRing(generations=1)
+        if self.config.oom_memory_snapshot:
+            record_memory_history(instrument.view.device)
+
+    def _watch_calls(self) -> None:
+        """From now on every call of a model goes through [`SplitCalls`]."""
+        if self._splits or not self._instrument.view.can_split_calls:
+            return
+        instrument, sizes = self._instrument, self._state.sizes
+        view = instrument.view
+        self._passes = Passes(instrument.objective.paired) if view.may_repeat_the_loss else None
+        for model in view.models():
+            calls = SplitCalls(model, sizes, view.uses_only_the_loss, self._passes, view.autocast_dtype)
+            instrument.intercept_calls(model, calls.call)
+            if hasattr(model, "generate"):
+                instrument.intercept(model, "generate", SplitGeneration(model, sizes, calls).call)
+            self._splits.append(calls)
+            self._models.append(model)
+
+    def _leave_calls_alone(self) -> None:
+        self._instrument.release_calls(self._models)
+        self._splits, self._models, self._passes = [], [], None
+
+    def metrics(self) -> dict[str, float]:
+        """For the trainer's logs: whether calls were split since the last, and whether the device is nearly full."""
+        found: dict[str, float] = {}
+        pieces = max((calls.pieces for calls in self._splits), default=1)
+        if pieces > 1:
+            found["healing/split_into"] = pieces
+        for calls in self._splits:
+            calls.pieces = 1
+        if self.run.attachment.instrument is None:
+            return found
+        retries = alloc_retries(self._instrument.view.device)
+        if self._alloc_retries is not None and retries > self._alloc_retries:
+            found["healing/alloc_retries"] = retries
+            if self._alloc_retries == 0:
+                logger.warning(
+                    "Step %d: the device is nearly full: the allocator had to give back its reserve and ask again "
+                    "(%d times), which makes steps slow. The next larger batch may not fit.",
+                    self._instrument.view.step,
+                    retries,
+                )
+        self._alloc_retries = retries
+        return found
+
+    # ---- in a training step, or an evaluation ----
+
+    @property
+    def heals(self) -> bool:
+        """Whether anything is done at all."""
+        return self.config.on_oom == "heal"
+
+    @property
+    def passes(self) -> Passes | None:
+        """Those that training steps are computed in, where their calls are split; `None` where they are not."""
+        return self._passes if self._passes is not None and self._passes.wanted else None
+
+    def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """Takes the next rung of the ladder; `False` where the error has to pass."""
+        sizes = self._state.sizes
+        if self._stepping:
+            # While steps are applied again: the state gone back to is good as it is.
+            return False
+        shape = self._shape(ran_out)
+        if self._context is None and shape is not None and sizes.is_tried(shape):
+            self._take_back_the_try(shape, window)
+            return True
+        context = self._begin(ran_out, window)
+        self._free(context, ran_out)
+        if ran_out.place == "vLLM":
+            return self._handle_oom_in_engine(ran_out, context)
+        if self._attempts == 1 and not self._passes_often:
+            # The second attempt is watched, so that it is known what did not fit.
+            sizes.forget_attempt()
+            self._watch_calls()
+            return True
+        if isinstance(ran_out.error, ComputedOtherwise):
+            # No size failed. What one attempt saw need not be so; the next one tells.
+            return not any(calls.given_up for calls in self._splits) or self._climb(ran_out, context, shape)
+        if shape is not None and shape not in self._failed and shape.rows > 1:
+            self._failed.add(shape)
+            context.shape = shape
+            self.actions.apply(Action.SPLIT_BATCH, context, self._args)
+            return True
+        return self._climb(ran_out, context, shape)
+
+    def _handle_oom_in_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
+        """What a vLLM engine in this process lacks says nothing about sizes: once more, with the memory freed."""
+        self._state.sizes.forget_attempt()
+        why = "its engine has kept requests of the call that failed, and would mix them with the next ones"
+        if self._instrument.view.engine_is_free_of_requests():
+            if self._attempts == 1:
+                return True
+            why = "freeing what training keeps for later did not help"
+        context.verdict = f"out of memory in vLLM, which generates in this process: {why}; {_memory(ran_out)}"
+        context.incident.evidence["remedy"] = _ENGINE_ADVICE
+        self._stop(context, ran_out)
+        return False
+
+    def _take_back_the_try(self, shape: CallShape, window: Window | None) -> None:
+        """A size was tried on purpose, and does not fit yet: no incident."""
+        sizes, step = self._state.sizes, self._instrument.view.step
+        sizes.failed(shape, with_gradients=window is not None)
+        if window is not None:
+            window.discard()
+        free_memory(self._instrument.view.device)
+        self.run.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
+        logger.info("Step %d: %s does not fit; no step is lost, and it is tried again later.", step, shape)
+
+    def _shape(self, ran_out: OutOfMemory) -> CallShape | None:
+        """
+        What was running in this attempt: in a backward pass the last call with gradients, in generation that, else
+        the last one that began. `None` where it was none of a model.
+        """
+        sizes = self._state.sizes
+        if ran_out.place in ("generation", "vLLM"):
+            return sizes.begun.get("generate") if ran_out.place == "generation" else None
+        begun = sizes.begun.get("train") if ran_out.place == "backward" else None
+        return begun or sizes.last_begun
+
+    @property
+    def _passes_often(self) -> bool:
+        """Whether trying once more has helped again and again, and is a waste of time by now."""
+        return len(self._passed) == _OFTEN and self._instrument.view.step - self._passed[0] <= _LATELY
+
+    def _climb(self, ran_out: OutOfMemory, context: HealingContext, shape: CallShape | None) -> bool:
+        """Beyond splitting."""
+        if self._instrument.retry.experimenting:
+            # The run does not need it: nothing that lasts is done for it, and nothing is saved while it goes on.
+            return False
+        run, incident = self.run, context.incident
+        refusals = [calls.refused for calls in self._splits if calls.refused]
+        why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"
+        if not self._instrument.view.can_split_calls:
+            why = "its calls are not split (nn.DataParallel, FSDP)"
+        if "not_split" not in incident.evidence:
+            run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
+        in_training = context.window is not None and ran_out.place in ("forward", "backward")
+        if in_training and self._may_checkpoint_activations(context):
+            self._failed.clear()
+            return True
+        if in_training and run.may_enter_again and self.config.oom_reduce_batch:
+            try:
+                plan = smaller_batch(
+                    self._instrument.trainer, self._instrument.objective.name, refusals[-1] if refusals else ""
+                )
+            except CannotReduce as refusal:
+                why = f"{why}; the batch cannot be made smaller either: {refusal}"
+            else:
+                # The wrapper takes it from here: it has to enter `train()` again. What did not help is taken back.
+                self._state.checkpointing_activations = False
+                self._claim = Claim(self._end(), Action.REDUCE_BATCH_SIZE, batch=plan)
+                return False
+        context.verdict = f"out of memory in {ran_out.place}: {_sizes(shape)}; {why}; {_memory(ran_out)}"
+        incident.evidence["remedy"] = _advice(ran_out, in_training and not run.may_enter_again)
+        self._stop(context, ran_out)
+        return False
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether a smaller batch is to be trained on as soon as the exception has left `train()`."""
+        return self._claim is not None
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """Claims the out-of-memory error that nothing inside `train()` cures."""
+        claim, self._claim = self._claim, None
+        failure = classify_exception(error)
+        if claim is None or failure is FailureType.OUT_OF_MEMORY:
+            return claim
+        # The user's code has put an exception of its own in the place of the error.
+        return claim_by_recipe(claim.incident, failure)
+
+    def _may_checkpoint_activations(self, context: HealingContext) -> bool:
+        if not self.config.oom_activation_checkpointing or self._state.checkpointing_activations:
+            return False
+        done = self.actions.apply(Action.CHECKPOINT_ACTIVATIONS, context, self._args)
+        return bool(done["checkpointing"])
+
+    def _stop(self, context: HealingContext, ran_out: OutOfMemory) -> None:
+        context.error = ran_out.error
+        self._remember()
+        self._end()
+        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
+
+    def on_success(self) -> None:
+        """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
+        sizes = self._state.sizes
+        # The user's code has let the error pass that a smaller batch was to cure.
+        self._claim = None
+        if self._splits:
+            sizes.on_success()
+        for calls in self._splits:
+            calls.on_success()
+        if self._context is not None and not self._stepping:
+            if self._attempts == 1:
+                self._passed.append(self._context.incident.step)
+                if self._context.window is not None:
+                    self._note_recomputed(self._context.incident)
+            self._say_what_was_split(self._context)
+            incident = self._end()
+            self.run.journal.dealt_with(incident)
+            self.run.journal.closed(incident, "resolved")
+            if not sizes.limits and not self._passes_often:
+                self._leave_calls_alone()
+        if sizes.changed:
+            sizes.changed = False
+            self._remember()
+
+    def _say_what_was_split(self, context: HealingContext) -> None:
+        pieces = max((calls.pieces for calls in self._splits), default=1)
+        if context.shape is not None and pieces > 1:
+            context.incident.figures.append(
+                f"{context.shape} did not fit: split into up to {pieces} pieces from here on, which takes longer"
+            )
+        elif self._attempts == 1:
+            context.incident.figures.append("the second attempt, at full size, went through")
+
+    # ---- in `optimizer.step()` ----
+
+    def about_to_step(self) -> None:
+        """Notes, or keeps, what is needed to undo a step that runs out of memory half-way."""
+        if self._backup is not None:
+            try:
+                view = self._instrument.view
+                self._backup.take(view.live_state(), view.step, {}).wait()
+            except Exception as error:
+                if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
+                    raise
+                self._backup = None
+                logger.warning(
+                    "Step %d: there is no host memory for the copy that optimizer_step_backup=True makes before each "
+                    "step (%s). Training goes on without it.",
+                    self._instrument.view.step,
+                    error,
+                )
+        self._state.sizes.begin_step(self._instrument.view.step + 1)
+
+    def stepped(self) -> None:
+        """The step is done."""
+        if self._context is not None:
+            incident = self._end()
+            self.run.journal.dealt_with(incident)
+            self.run.outcomes.wait_for(incident)
+
+    def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        """
+        A step that changed nothing yet is taken again; one that may have is undone from its backup, or by going back
+        to a trusted state. The third time updates are made parameter by parameter, which takes less memory at a time.
+        """
+        if window is None:
+            return False
+        context, instrument = self._begin(ran_out, window), self._instrument
+        self._stepping = True
+        context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {_memory(ran_out)}"
+        context.incident.evidence["remedy"] = _OPTIMIZER_ADVICE
+        untouched = instrument.optimizer_step.undo()
+        self._free(context, ran_out)
+        weights, undone = self._undo_step(untouched)
+        if context.incident.evidence.get("weights") != weights:
+            cause = context.incident.cause
+            self.run.journal.diagnosed(context.incident, FailureType.OUT_OF_MEMORY, cause, {"weights": weights})
+        if not undone:
+            self._go_back(context)
+        if self._attempts == 3 and instrument.optimizer_step.update_one_by_one():
+            context.incident.figures.append("weights are updated one by one from here on (foreach=False)")
+        elif self._attempts >= 3:
+            self._stop(context, ran_out)
+        return True
+
+    def _undo_step(self, untouched: bool) -> tuple[str, bool]:
+        """What has become of the weights, and whether they are as before the step."""
+        if untouched:
+            return "untouched: the optimizer was making its state", True
+        if self._backup is not None and self._put_back(self._backup):
+            self._instrument.optimizer_step.undone()
+            return "put back from the copy made before the step", True
+        return "some may be updated and others not", False
+
+    def _put_back(self, backup: SnapshotRing) -> bool:
+        before, view = backup.candidate, self._instrument.view
+        if before is None:
+            return False
+        try:
+            with_room(lambda: backup.restore(before, view.live_state()), view.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("Step %d: the copy made before the step could not be put back.", self._instrument.view.step)
+            return False
+        return True
+
+    # ---- one of several processes ----
+
+    def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
+        """Writes down what did not fit, so that the next start of the job begins with smaller pieces."""
+        sizes = self._state.sizes
+        shape = self._shape(ran_out) or self._whole_batch(ran_out)
+        if shape is None:
+            logger.warning(
+                "Step %d: out of memory in vLLM on process %d of several, which generates there beside the training. "
+                "%s",
+                self._instrument.view.step,
+                self._args.process_index,
+                _ENGINE_ADVICE,
+            )
+            return
+        sizes.failed(shape)
+        self._remember()
+        logger.warning(
+            "Step %d: out of memory in %s on process %d of several (%s). The others are waiting for it, so nothing "
+            "can be tried again here; %s says what did not fit, and the next start of the job splits it.",
+            self._instrument.view.step,
+            ran_out.place,
+            self._args.process_index,
+            shape,
+            self._path.name,
+        )
+
+    def _whole_batch(self, ran_out: OutOfMemory) -> CallShape | None:
+        """What the first failure of a process says, whose calls are not watched yet."""
+        if ran_out.place == "vLLM":
+            return None
+        if ran_out.place == "generation":
+            of_all = int(getattr(self._args, "generation_batch_size", None) or 1)
+            return CallShape("generate", max(of_all // consensus.world_size(), 1), 1)
+        return CallShape("train", self._args.per_device_train_batch_size, 1)
+
+    # ---- what is written down ----
+
+    def _begin(self, ran_out: OutOfMemory, window: Window | None) -> HealingContext:
+        self._attempts += 1
+        if self._context is not None:
+            return self._context
+        self._began = time.perf_counter()
+        for calls in self._splits:
+            calls.refused = ""
+        instrument, journal = self._instrument, self.run.journal
+        evidence: dict[str, Any] = {
+            "place": ran_out.place,
+            "raised_in": ran_out.raised_in,
+            "message": str(ran_out.error)[:500],
+            "requested_bytes": ran_out.requested,
+            "memory": ran_out.figures,
+        }
+        if window is not None:
+            evidence["batch"] = window.shapes()
+        if self.config.oom_memory_snapshot and not self._snapshot_written:
+            path = str(self.run.directory / "memory_snapshot.pickle")
+            self._snapshot_written = write_memory_snapshot(path, instrument.view.device)
+            evidence["memory_snapshot"] = path if self._snapshot_written else "only for CUDA"
+        incident = journal.open(instrument.view.step, "out_of_memory", evidence)
+        cause = f"out of {'host' if ran_out.on_host else 'device'} memory in {ran_out.place}"
+        journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
+        incident.figures.append(_memory(ran_out))
+        self._context = HealingContext(incident, instrument, window)
+        return self._context
+
+    def _free(self, context: HealingContext, ran_out: OutOfMemory) -> None:
+        if context.window is not None and not self._stepping:
+            # The step is computed again from its beginning. An update that is made again needs its gradients.
+            context.window.discard()
+        freed = self._free_batches(ran_out.on_host)
+        if freed:
+            context.incident.figures.append(_BATCHES[ran_out.on_host].format(freed / 1e6))
+        if self._attempts == 1:
+            self.actions.apply(Action.FREE_MEMORY, context, self._args)
+        else:
+            free_memory(self._instrument.view.device)
+
+    def _end(self) -> Incident:
+        """The incident is over, one way or another."""
+        assert self._context is not None
+        incident = self._context.incident
+        incident.seconds_lost = time.perf_counter() - self._began
+        self._context, self._attempts, self._stepping = None, 0, False
+        self._failed.clear()
+        return incident
+
+    # ---- across processes ----
+
+    @property
+    def _path(self) -> Path:
+        rank = self.run.journal.rank
+        return self.run.directory / (SIZES_FILE if rank == 0 else f"healing_sizes.rank{rank}.json")
+
+    def _remember(self) -> None:
+        content = {
+            "version": _SIZES_VERSION,
+            "for": self._instrument.view.fingerprint(),
+            "checkpointing_activations": self._state.checkpointing_activations,
+            "sizes": self._state.sizes.state_dict(),
+        }
+        try:
+            replace_file(self._path, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            logger.warning("%s could not be written (%s): the next start has to learn it again.", self._path, error)
+
+    def _recall(self) -> None:
+        """What did not fit in an earlier process, on any rank, if it was the same model on the same device."""
+        for path in sorted(self.run.directory.glob("healing_sizes*.json")):
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                if content["version"] != _SIZES_VERSION or content["for"] != self._instrument.view.fingerprint():
+                    continue
+                self._state.sizes.load_state_dict(content["sizes"])
+                self._state.checkpointing_activations |= bool(content["checkpointing_activations"])
+            except Exception as error:
+                logger.warning("%s cannot be read and is not used: %s", path, error)
+                continue
+            if self._state.sizes.limits:
+                logger.info("%s: batches that did not fit in an earlier start are split from the beginning.", path)
+
+    @property
+    def _instrument(self) -> Instrument:
+        return self.run.instrument
+
+    @property
+    def _args(self) -> Any:
+        return self._instrument.trainer.args
+
+
+# What has become of the batches that are kept, by whether it was the host's memory that ran out.
+_BATCHES = {
+    False: "{:.1f} MB of batches, kept to compute earlier steps again, lie in host memory from here on",
+    True: "{:.1f} MB of batches were given up: until the next snapshot a rollback loses the steps since the last one",
+}
+
+_OPTIMIZER_ADVICE = (
+    "(1) Take an optimizer with smaller state or with paging (8-bit, Adafactor, paged AdamW), or train fewer weights "
+    "(LoRA). (2) Take one whose update needs no extra memory (fused). (3) Look for who else uses the device."
+)
+
+_ENGINE_ADVICE = (
+    "(1) Lower vllm_gpu_memory_utilization, which the engine takes for itself whatever training leaves, or set "
+    "vllm_enable_sleep_mode=True, which gives it back while a step is trained. (2) Shorten max_completion_length and "
+    "vllm_max_model_length. (3) Have vLLM generate on another device (vllm_mode='server')."
+)
+
+
+def _advice(ran_out: OutOfMemory, alone: bool) -> str:
+    """Three things to try; `alone`: without the wrapper, which could have made the batch smaller."""
+    if ran_out.place == "evaluation":
+        return (
+            "Only the evaluation did not fit. (1) Lower per_device_eval_batch_size. (2) Set eval_accumulation_steps, "
+            "so that predictions are moved to the host. (3) Evaluate on shorter rows, or without predictions "
+            "(prediction_loss_only=True)."
+        )
+    if ran_out.place == "generation":
+        return (
+            "(1) Shorten max_completion_length, or the prompts. (2) Make what is always there smaller: LoRA, weights "
+            "in bf16, an 8-bit optimizer. (3) Generate elsewhere (vLLM on another device)."
+        )
+    smaller = (
+        "Halve per_device_train_batch_size and double gradient_accumulation_steps, or let SelfHealingTrainer do it. "
+        if alone
+        else ""
+    )
+    return smaller + FAILURE_RECIPES[FailureType.OUT_OF_MEMORY].advice
+
+
+def _sizes(shape: CallShape | None) -> str:
+    return "the size of what ran is not known" if shape is None else f"{shape} (rows x padded length) did not fit"
+
+
+def _memory(ran_out: OutOfMemory) -> str:
+    figures = ran_out.figures
+    asked = "" if ran_out.requested is None else f"{ran_out.requested / 1e9:.2f} GB asked for, "
+    if "allocated" in figures:
+        return (
+            f"{asked}{figures['allocated'] / 1e9:.2f} GB allocated ({figures['peak'] / 1e9:.2f} GB at most), "
+            f"{figures['reserved'] / 1e9:.2f} GB reserved, {figures['free'] / 1e9:.2f} of "
+            f"{figures['total'] / 1e9:.2f} GB free"
+        )
+    return (
+        f"{asked}{figures['host_used'] / 1e9:.2f} GB in use by this process, "
+        f"{figures['host_available'] / 1e9:.2f} GB available"
+    )

@@ -1,0 +1,344 @@
+"""What sizes of model calls fitted, and which did not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...call_shape import CallShape, Kind
+
+
+class Room(Protocol):
+    """The memory of a device that says how much of it there is."""
+
+    def held(self) -> int:
+        """Bytes that tensors hold now."""
+
+    def left(self) -> int:
+        """Bytes that could be taken beyond them."""
+
+
+# A size nobody has: it says that something did fail, and so that only what is known to fit is safe.
+_BEYOND_ALL = 1 << 30
+
+
+@dataclass(slots=True)
+class _Frontier:
+    """
+    What is known of one kind of call.
+
+    Args:
+        wait (`int`):
+            Optimizer steps from a failure to the next try of a size that has failed.
+        next_retry (`int`), next_try (`int`):
+            The first step at which a size that has failed is tried again, and at which one that has not been tried is.
+        try_wait (`int`):
+            Optimizer steps from the failure of a size that had not been tried to the next one.
+        fits (`list[tuple[int, int]]`), fails (`list[tuple[int, int]]`):
+            The largest sizes that did fit, the smallest that did not: rows and length.
+        bytes_per_token (`float`):
+            The most that a call was seen to hold.
+    """
+
+    wait: int
+    next_retry: int = 0
+    next_try: int = 0
+    try_wait: int = 1
+    fits: list[tuple[int, int]] = field(default_factory=list)
+    fails: list[tuple[int, int]] = field(default_factory=list)
+    bytes_per_token: float = 0.0
+
+    def fit(self, rows: int, length: int) -> bool:
+        """Takes in a size that fitted; whether that is news."""
+        if any(r >= rows and n >= length for r, n in self.fits):
+            return False
+        self.fits = [(r, n) for r, n in self.fits if not (r <= rows and n <= length)] + [(rows, length)]
+        self.fails = [(r, n) for r, n in self.fails if not (r <= rows and n <= length)]
+        return True
+
+    def fail(self, rows: int, length: int) -> None:
+        """Takes in a size that did not."""
+        self.fits = [(r, n) for r, n in self.fits if not (r >= rows and n >= length)]
+        self.fails = [(r, n) for r, n in self.fails if not (r >= rows and n >= length)] + [(rows, length)]
+
+    def most(self, length: int) -> int:
+        """The most rows of this length that are known to fit; 0 if none are."""
+        return max((r for r, n in self.fits if n >= length), default=0)
+
+    def fewest(self, length: int) -> int | None:
+        """The fewest rows of this length that are known to fail; `None` if none are."""
+        return min((r for r, n in self.fails if n <= length), default=None)
+
+    def half_of_what_failed(self, length: int) -> int | None:
+        """Rows of this length with half as many tokens as the smallest call that failed; `None` if none is known."""
+        tokens = [r * n for r, n in self.fails if r < _BEYOND_ALL]
+        return min(tokens) // 2 // length if tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """
+    A size that is tried without being known to fit.
+
+    Args:
+        kind (`Kind`):
+            The kind of call.
+        known (`int`), rows (`int`):
+            Rows that were known to fit, and that are tried.
+        failed_before (`bool`):
+            Whether it is known to have failed.
+    """
+
+    kind: Kind
+    known: int
+    rows: int
+    failed_before: bool
+
+
+class SizeMemory:
+    """
+    What sizes of model calls fitted and which did not, and with it how many rows of the next one may run at a time.
+
+    Sizes are compared in both directions at once (as many rows *and* as long): memory grows linearly with one and
+    faster than that with the other, so their product alone says too little.
+
+    Before anything has failed, everything is allowed. After that only what is known to fit is, and where nothing is,
+    half of what failed: 8, 4, 2, 1. A failure costs at most the pass it ends, a size below what fits costs passes in
+    every step to come. From what fits, sizes that were not tried yet follow at once, one a step: up to twice as many
+    rows, and half-way to what failed. A size that failed is tried again after `probe_steps` optimizer steps, later
+    after twice as many whenever that failed. Each kind of call waits by itself.
+
+    Args:
+        probe_steps (`int`):
+            Optimizer steps until a size that failed is tried again.
+        room ([`Room`], *optional*):
+            The memory of the device, where it can be asked: sizes that need more than is left are not tried.
+    """
+
+    def __init__(self, probe_steps: int, room: Room | None = None) -> None:
+        self._base_wait = probe_steps
+        self._frontiers: dict[Kind, _Frontier] = {
+            "train": _Frontier(probe_steps),
+            "forward": _Frontier(probe_steps),
+            "generate": _Frontier(probe_steps),
+        }
+        self._step = 0
+        self._restored = False
+        self._seen: list[CallShape] = []
+        self._trying: _Try | None = None
+        self._held_before = 0
+        self.room = room
+        # Where a failure ends the job (several processes): one row where nothing is known, and no tries in between.
+        self.failure_is_fatal = False
+        self.begun: dict[Kind, CallShape] = {}
+        self.last_begun: CallShape | None = None
+        self.changed = False
+
+    @property
+    def limits(self) -> bool:
+        """Whether anything has ever failed."""
+        return any(frontier.fails for frontier in self._frontiers.values())
+
+    @property
+    def step(self) -> int:
+        """The optimizer step that is being computed."""
+        return self._step
+
+    def begin_step(self, step: int) -> None:
+        """An optimizer step begins."""
+        self._step = step
+        if self._restored:
+            self._restored = False
+            for frontier in self._frontiers.values():
+                frontier.next_retry, frontier.next_try = step + frontier.wait, step + frontier.try_wait
+
+    def rows_for(self, shape: CallShape) -> int:
+        """How many rows of a call of this size may run at a time, at least 1; a size that is tried is noted."""
+        allowed = self.known_rows(shape)
+        if not self._has_failed(shape.kind) or self._trying is not None:
+            return allowed
+        if self._most(shape) == 0:
+            if allowed > 1:
+                self._trying = _Try(shape.kind, 0, allowed, failed_before=False)
+        elif allowed < shape.rows:
+            self._trying = self._next_try(shape, allowed)
+        return allowed if self._trying is None else self._trying.rows
+
+    def known_rows(self, shape: CallShape) -> int:
+        """How many of its rows are known to fit; half of what failed where nothing is known."""
+        if not self._has_failed(shape.kind):
+            return shape.rows
+        most = self._most(shape) or self._half_of_what_failed(shape)
+        # What has failed itself counts more than what fitted with gradients (another model, another state of memory).
+        failed = self._frontiers[shape.kind].fewest(shape.length)
+        if failed is not None:
+            most = min(most, failed - 1)
+        return max(min(most, shape.rows), 1)
+
+    def _has_failed(self, kind: Kind) -> bool:
+        return any(frontier.fails for frontier in self._frontiers_for(kind))
+
+    def _frontiers_for(self, kind: Kind) -> tuple[_Frontier, ...]:
+        """Without gradients a call needs no more than with; how much less is only known once it has run."""
+        own = self._frontiers[kind]
+        return (own, self._frontiers["train"]) if kind == "forward" else (own,)
+
+    def _most(self, shape: CallShape) -> int:
+        return max(frontier.most(shape.length) for frontier in self._frontiers_for(shape.kind))
+
+    def _half_of_what_failed(self, shape: CallShape) -> int:
+        if self.failure_is_fatal and shape.kind != "generate":
+            return 1
+        halves = [frontier.half_of_what_failed(shape.length) for frontier in self._frontiers_for(shape.kind)]
+        half = min((each for each in halves if each is not None), default=1)
+        while half > 1 and not self._may_have_room(shape, half):
+            half //= 2
+        return half
+
+    def _next_try(self, shape: CallShape, known: int) -> _Try | None:
+        """
+        The next size to try, of those that a call falls into evenly: up to twice as large and not known to fail, and
+        when there is none left the next larger, which failed and may fit by now.
+        """
+        frontier = self._frontiers[shape.kind]
+        pieces = -(-shape.rows // known)
+        larger = sorted({-(-shape.rows // fewer) for fewer in range(-(-pieces // 2), pieces)} - {known})
+        failed = min(
+            (rows for rows in (each.fewest(shape.length) for each in self._frontiers_for(shape.kind)) if rows),
+            default=shape.rows + 1,
+        )
+        untried, others = [rows for rows in larger if rows < failed], [rows for rows in larger if rows >= failed]
+        if untried and self._step >= (frontier.next_retry if self.failure_is_fatal else frontier.next_try):
+            # Half-way to what failed.
+            rows = untried[-1] if failed > 2 * known else untried[len(untried) // 2]
+        elif others and self._step >= frontier.next_retry:
+            rows = others[0]
+        else:
+            return None
+        return _Try(shape.kind, known, rows, rows >= failed) if self._may_have_room(shape, rows) else None
+
+    def _may_have_room(self, shape: CallShape, rows: int) -> bool:
+        """Whether there is memory for at least what so many rows were seen to hold; what they need beyond is open."""
+        needed = self._frontiers[shape.kind].bytes_per_token * rows * shape.length
+        return self.room is None or needed == 0 or needed <= self.room.left()
+
+    def begins(self, shape: CallShape) -> None:
+        """A call of this size begins; if it does not fit, this is the one."""
+        self.begun[shape.kind] = self.last_begun = shape
+        if self.room is not None:
+            self._held_before = self.room.held()
+
+    def ran(self, shape: CallShape) -> None:
+        """A call of this size came through its forward pass; what is known of it waits for its backward."""
+        self._seen.append(shape)
+        if self.room is not None:
+            held = (self.room.held() - self._held_before) / (shape.rows * shape.length)
+            frontier = self._frontiers[shape.kind]
+            frontier.bytes_per_token = max(frontier.bytes_per_token, held)
+
+    def on_success(self) -> None:
+        """Notes that everything which ran since the last failure fitted, backward included."""
+        self._forget_begun()
+        if not self._seen:
+            return
+        seen, self._seen = self._seen, []
+        if not self.limits:
+            return
+        for shape in seen:
+            self.changed |= self._frontiers[shape.kind].fit(shape.rows, shape.length)
+        tried, self._trying = self._trying, None
+        if tried is None:
+            return
+        frontier = self._frontiers[tried.kind]
+        took_place = any(shape.kind == tried.kind and shape.rows > tried.known for shape in seen)
+        if took_place:
+            # Growing as long as it goes well.
+            frontier.next_try, frontier.try_wait = self._step + 1, 1
+        else:
+            # A call that is not split, sequences or pairs that do not fill a chunk: the next step is for other tries.
+            frontier.next_try = self._step + 2
+        if tried.failed_before or (self.failure_is_fatal and tried.known):
+            frontier.next_retry = self._step + 1
+            if took_place:
+                frontier.wait = self._base_wait
+
+    def failed(self, shape: CallShape, with_gradients: bool = True) -> None:
+        """
+        A call of this size did not fit.
+
+        Args:
+            shape ([`CallShape`]):
+                The size.
+            with_gradients (`bool`, *optional*, defaults to `True`):
+                Whether that says something about calls with gradients: not where it was an evaluation that failed.
+        """
+        self.forget_attempt()
+        self._frontiers[shape.kind].fail(shape.rows, shape.length)
+        waiting = {shape.kind}
+        if with_gradients and shape.kind == "forward" and self._frontiers["train"].most(shape.length) < shape.rows:
+            # With gradients it needs more; unless it did fit, and another model is the larger one.
+            self._frontiers["train"].fail(shape.rows, shape.length)
+            waiting.add("train")
+        tried, self._trying = self._trying, None
+        if tried is not None:
+            waiting.add(tried.kind)
+            self._wait_longer(tried)
+        for kind in waiting:
+            self._frontiers[kind].next_retry = self._step + self._frontiers[kind].wait
+        if shape.kind == "train":
+            # Calls without gradients go by what failed with them.
+            forward = self._frontiers["forward"]
+            forward.next_retry = max(forward.next_retry, self._step + forward.wait)
+        self.changed = True
+
+    def _wait_longer(self, tried: _Try) -> None:
+        frontier = self._frontiers[tried.kind]
+        if tried.failed_before or self.failure_is_fatal:
+            frontier.wait *= 2
+        elif tried.known:
+            frontier.try_wait *= 2
+            frontier.next_try = self._step + frontier.try_wait
+
+    @property
+    def trying(self) -> bool:
+        """Whether a size is being tried that is not known to fit."""
+        return self._trying is not None
+
+    def is_tried(self, shape: CallShape) -> bool:
+        """Whether a call of this size runs because it was to be tried, and not because it could not be split."""
+        return self._trying is not None and shape.kind == self._trying.kind and shape.rows <= self._trying.rows
+
+    def forget_attempt(self) -> None:
+        """What ran since the last failure says nothing: it runs again."""
+        self._seen.clear()
+        self._forget_begun()
+
+    def _forget_begun(self) -> None:
+        """What does not fit from here on is not what ran before."""
+        self.begun.clear()
+        self.last_begun = None
+
+    def more_room(self) -> None:
+        """Less memory is needed per row from now on: what failed may fit."""
+        for kind in ("train", "forward"):
+            frontier = self._frontiers[kind]
+            if frontier.fails:
+                frontier.fails = [(_BEYOND_ALL, _BEYOND_ALL)]
+            frontier.bytes_per_token = 0.0
+            frontier.wait, frontier.next_retry = self._base_wait, self._step + 1
+            frontier.try_wait, frontier.next_try = 1, self._step + 1
+        self._trying = None
+        self.changed = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is known, as JSON."""
+        return {kind: {"fits": frontier.fits, "fails": frontier.fails} for kind, frontier in self._frontiers.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what an earlier process knew."""
+        for kind, frontier in self._frontiers.items():
+            known = state.get(kind, {})
+            frontier.fits = [(int(r), int(n)) for r, n in known.get("fits", [])]
+            frontier.fails = [(int(r), int(n)) for r, n in known.get("fails", [])]
+        self._restored = True

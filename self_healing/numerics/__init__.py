@@ -1,0 +1,1 @@
+"""Numbers that go wrong: loss, gradients, weights and the learning rate."""

@@ -1,0 +1,182 @@
+"""Heals weights and optimizer states that are not finite where no loss has shown it yet."""
+
+from __future__ import annotations
+
+import time
+
+from .. import consensus
+from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
+from ..instrument import Window
+from ..journal.incident import Incident
+from ..rollback.rollback import Rollback
+from ..run.context import RunContext
+from ..run.remedies import HealingContext
+from ..run.went_back import Target, WentBack
+from .climb import RollbackClimb
+from .healer import NumericsHealer
+from .state import NumericsState
+
+
+class CorruptedStateHealer(NumericsHealer):
+    """
+    Goes back to a trusted state, between two steps, before a save, or at the end of the run, and applies the steps
+    since then again.
+    """
+
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback, climb: RollbackClimb) -> None:
+        super().__init__(run, numerics, rollback)
+        self._climb = climb
+        self._told_of_state = False
+
+    def heal_silent(self, window: Window, tensors: list[str]) -> None:
+        """Goes back from a state that is not finite, which no loss has shown yet: a row of an embedding, a mean."""
+        run, instrument = self.run, self.instrument
+        found = instrument.view.nonfinite_tensors()
+        if self.config.on_nonfinite != "heal" or not self.on_any_rank(bool(found)):
+            return
+        began = time.perf_counter()
+        incident = run.journal.open(window.step, "nonfinite_state", {"tensors": found[:20] or tensors})
+        run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
+        self._climb.take_rung(HealingContext(incident, instrument, window), FailureType.CORRUPTED_STATE)
+        self._climb.rolled_back(incident, began, window)
+
+    def heal_the_end(self) -> None:
+        """After the last step: weights that turned NaN with it would be handed over as trained."""
+        run, instrument = self.run, self.instrument
+        window, step = instrument.window, instrument.view.step
+        if self.config.on_nonfinite != "heal" or not instrument.view.can_reexecute or window is None:
+            return
+        found = instrument.view.nonfinite_tensors()
+        if not self.on_any_rank(bool(found)):
+            return
+        incident = run.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
+        run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
+        best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
+        if best is not None and not self.on_any_rank(any(not name.startswith("optimizer:") for name in found)):
+            incident.evidence["why"] = (
+                f"The best model ({best}) is loaded, and finite: nothing was changed. A checkpoint that was written "
+                "with this optimizer state is refused at a resume"
+            )
+            run.journal.dealt_with(incident)
+            run.journal.closed(incident, "reported")
+            return
+        went = self._undo_corruption(incident, window, step)
+        if went is None:
+            context = HealingContext(incident, instrument, window)
+            context.verdict = "the weights at the end of the run are not finite, and there is no trusted state"
+            self.actions.apply((Action.STOP,), context, self.args)
+            return
+        if best is not None:
+            reached = went.step if incident.steps_lost else step
+            incident.evidence["why"] = (
+                f"The best model ({best}) was not finite: the weights are those of step {reached}"
+            )
+        run.journal.dealt_with(incident)
+        run.journal.closed(incident, "resolved")
+        if consensus.from_first_rank(bool(went.suspects) and not self.rollback.has_good_checkpoint(step)):
+            # Otherwise a resume would go back to before the fault.
+            instrument.saves.write_checkpoint()
+
+    def _undo_corruption(self, incident: Incident, window: Window, step: int) -> WentBack | None:
+        """Between two steps: back to the newest trusted state, and the finished steps since then applied again."""
+        run = self.run
+        went = self.rollback.go_back(Target.NEWEST, step - 1, incident.id)
+        if went is None:
+            return None
+        run.journal.acted(incident, Action.ROLL_BACK.value, **went.to_dict())
+        self.numerics.missing.went_back(step, went.trained)
+        replayed = self.rollback.replay(window, self.numerics.is_well, finished=True)
+        incident.steps_lost = went.steps_lost if replayed.steps is None else 0
+        if replayed.steps is None:
+            run.journal.acted(incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
+            incident.figures.append(f"the steps since then were not kept: {replayed.why}")
+        else:
+            self.numerics.missing.applied_again(replayed.steps)
+            run.journal.acted(incident, Action.REPLAY_STEPS.value, **replayed.to_dict())
+            run.outcomes.nothing_lost_since(went.step)
+            went = self.rollback.reinstate(went)
+        self._climb.owe_checkpoint(went)
+        return went
+
+    def vouch_for_state(self) -> None:
+        """Searches what goes into a checkpoint for NaN and Inf that no loss has shown, and heals what it finds."""
+        instrument = self.instrument
+        if not instrument.view.can_reexecute:
+            # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
+            return
+        found = instrument.view.nonfinite_tensors()
+        finite = not self.on_any_rank(bool(found))
+        if not finite:
+            finite = self._heal_state_to_be_saved(found)
+        if not finite:
+            instrument.saves.disown_best()
+        self.rollback.note_scan(instrument.view.step, finite)
+        self._told_of_state = not finite
+
+    def _heal_state_to_be_saved(self, found: list[str]) -> bool:
+        run, instrument = self.run, self.instrument
+        window, step = instrument.window or instrument.reentry.interrupted, instrument.view.step
+        if self._told_of_state:
+            # Nothing could be done about it at the save before this one.
+            return False
+        began = time.perf_counter()
+        incident = run.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
+        run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
+        if self.config.on_nonfinite != "heal" or window is None or instrument.leaving.begun:
+            return self._report_state(incident, "It is not healed here; no checkpoint of it is trusted")
+        if not self.rollback.can_go_back():
+            return self._report_state(
+                incident, "There is no trusted state to go back to; no checkpoint of it is trusted"
+            )
+        context = HealingContext(incident, instrument, window)
+        if not run.budget.spend(step):
+            context.verdict = (
+                f"{FAILURE_RECIPES[FailureType.CORRUPTED_STATE].diagnosis.rstrip('.')}; the budget of "
+                f"{self.config.max_recovery_attempts} attempts without progress is spent"
+            )
+            self.actions.apply((Action.STOP,), context, self.args)
+        with instrument.random_state_kept():
+            went = self._undo_corruption(incident, window, step)
+        if went is None:
+            # What is frozen is in no snapshot.
+            context.verdict = f"no trusted state is any better: {', '.join(instrument.view.nonfinite_tensors()[:5])}"
+            self.actions.apply((Action.STOP,), context, self.args)
+            return False
+        if incident.steps_lost:
+            # It is not what was evaluated.
+            instrument.saves.disown_best()
+            self.rollback.settled(step - 1)
+            self.numerics.went_back(incident)
+            run.outcomes.wait_for(incident)
+        else:
+            run.journal.closed(incident, "resolved")
+        incident.seconds_lost += time.perf_counter() - began
+        run.journal.dealt_with(incident)
+        return True
+
+    def _report_state(self, incident: Incident, why: str) -> bool:
+        incident.evidence["why"] = why
+        self.run.journal.dealt_with(incident)
+        self.run.journal.closed(incident, "reported")
+        return False
+
+    def heal_interrupted_step(self, context: HealingContext) -> None:
+        """Goes back where an `optimizer.step()` may have updated some weights and not others."""
+        if context.window is None:
+            raise ValueError("going back in the middle of a run needs `context.window`")
+        if not self.rollback.can_go_back():
+            context.verdict += (
+                "; it may have updated some weights and not others, and there is no trusted state to go back to, "
+                "neither in memory nor on disk"
+            )
+            self.actions.apply(Action.STOP, context, self.args)
+        self.instrument.optimizer_step.undone()
+        # Where the steps since then could not be applied again the first time, they are lost.
+        replaying = () if context.window.skipped else (Action.REPLAY_STEPS,)
+        self.actions.apply((Action.ROLL_BACK, *replaying), context, self.args)
+        if context.went_back is None:
+            context.verdict += "; it may have updated some weights and not others, and no trusted state was any better"
+            self.actions.apply(Action.STOP, context, self.args)
+        self._climb.owe_checkpoint(context.went_back)
+        if not context.window.skipped:
+            self.clip(context.window, context.window.signals())

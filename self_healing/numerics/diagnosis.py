@@ -1,0 +1,364 @@
+"""What made a step non-finite, found out by experiment: compute it again, scan the state, bisect the rows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .. import consensus
+from ..classify import describe_exception
+from ..config import HealingConfig
+from ..failures import Cause, FailureType
+from ..instrument import Instrument, TrainingFault, Window
+from ..rollback.rollback import Rollback
+from ..rollback.snapshots import Snapshot
+from ..run.diagnosis import Diagnosis
+from ..signals import StepSignals
+
+
+logger = logging.getLogger(__name__)
+
+# Rows from elsewhere in the data that are tried where no earlier batch can be compared with. If none of so many is
+# finite, it is not a few bad rows.
+_CONTROL_ROWS = 16
+# By the place where a computation fails that no update can be to blame for.
+_BEHIND_THE_PLACE = {
+    "inputs": Cause.DATA,
+    "module": Cause.MODEL,
+    "loss": Cause.LOSS_OR_LABELS,
+    "gradient": Cause.GRADIENT,
+}
+
+
+def diagnose(window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any) -> Diagnosis:
+    """
+    Finds out why a step is not finite. On return a transient fault has already been replaced by the re-executed step.
+
+    Args:
+        window ([`Window`]):
+            The step.
+        instrument ([`Instrument`]):
+            Of the trainer.
+        config ([`HealingConfig`]):
+            How far to go.
+        healthy_inputs (`Any`):
+            A micro-batch that was finite in an earlier step, as a control, or `None`.
+    """
+    for attempt in range(1, config.reexecute_attempts + 1):
+        window.reexecute()
+        if window.signals().finite:
+            return _transient(attempt)
+    device = instrument.view.device
+    # What a failing forward left in batch norm statistics is a consequence, not a cause.
+    window.restore_buffers()
+    # Whatever comes of the step, these are not applied; what is done next may need their memory.
+    window.discard()
+    corrupted = instrument.view.nonfinite_tensors()
+    if consensus.any_rank(bool(corrupted), device):
+        return Diagnosis(
+            FailureType.CORRUPTED_STATE,
+            Cause.CORRUPTED_STATE,
+            {"tensors": corrupted[:20], "tensors_total": len(corrupted)},
+        )
+    if config.reexecute_attempts == 0:
+        window.reexecute()
+    found = _look_at_rows(window, instrument, config, healthy_inputs, device)
+    # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
+    # blamed for it, the whole is computed once more.
+    window.reexecute()
+    return _transient(config.reexecute_attempts + 1) if window.signals().finite else found
+
+
+def _transient(computed: int) -> Diagnosis:
+    return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": computed})
+
+
+def _look_at_rows(
+    window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any, device: torch.device
+) -> Diagnosis:
+    """Whether some rows are non-finite by themselves, and others are not."""
+    layouts = [window.layout(index) for index in range(window.size)]
+    if consensus.any_rank(any(layout is None for layout in layouts), device):
+        return _numerical("the rows of this batch cannot be told apart")
+    sizes = [layout.rows for layout in layouts if layout is not None]
+    try:
+        with window.experiment():
+            return _poison_rows(window, instrument, config, healthy_inputs, device, sizes)
+    except TrainingFault as fault:
+        # A batch of a shape the user never trains on: what it raises is our doing.
+        logger.info("Rows could not be tried alone.", exc_info=fault.error)
+        return _numerical(f"its rows cannot be tried alone: {describe_exception(fault.error)}")
+
+
+def _poison_rows(
+    window: Window,
+    instrument: Instrument,
+    config: HealingConfig,
+    healthy_inputs: Any,
+    device: torch.device,
+    sizes: Sequence[int],
+) -> Diagnosis:
+    poison = find_poison_rows(window, sizes, device)
+    counts = torch.tensor([sum(sizes), sum(len(rows) for rows in poison.values())], device=device)
+    total, count = consensus.sum_over_ranks(counts).tolist()
+    if count == 0:
+        return _numerical("no row is non-finite by itself")
+    if count > config.max_poison_fraction * total:
+        # Many bad rows look the same as a model that overflows on most of them. Rows that are fine tell.
+        controls = window.rows_elsewhere(_CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
+        tried = _fewest_of_ranks(len(controls), device)
+        if not any(_is_finite_on_all_ranks(window, control, device) for control in controls[:tried]):
+            found = _numerical(f"{count} of {total} rows are non-finite, and {_compared(healthy_inputs, tried)}")
+            # Where an earlier batch was finite with weights like these, it may pass.
+            return replace(found, everywhere=healthy_inputs is None and tried > 0 and count == total)
+    return Diagnosis(
+        FailureType.NONFINITE_POISON_ROWS,
+        Cause.POISON_ROWS,
+        {"poison_rows": count, "rows_in_step": total},
+        poison=poison,
+        rows=total,
+        poison_rows=count,
+    )
+
+
+def _compared(healthy_inputs: Any, tried: int) -> str:
+    if tried == 0:
+        return "there is no earlier batch to compare with"
+    return f"so are {tried} others of the data" if healthy_inputs is None else "so is an earlier batch"
+
+
+def _fewest_of_ranks(count: int, device: Any) -> int:
+    return -round(consensus.largest_of_ranks(-count, device))
+
+
+def _is_finite_on_all_ranks(window: Window, inputs: Any, device: Any) -> bool:
+    return not consensus.any_rank(not window.probe_batch(inputs), device)
+
+
+def diagnose_start(window: Window, why: str) -> Diagnosis:
+    """
+    Finds out where a computation fails with weights that no update has changed yet: in the batch, in a module (the
+    first whose output is not finite), in the loss, in its gradient, or only in mixed precision.
+
+    Args:
+        window ([`Window`]):
+            The step; there are no gradients on return.
+        why (`str`):
+            What has been found out so far.
+    """
+    failure = FailureType.NONFINITE_FROM_THE_START
+    try:
+        with window.experiment():
+            in_full_precision = window.finite_in_full_precision()
+            origin = window.origin()
+    except TrainingFault as fault:
+        logger.info("The step could not be looked into.", exc_info=fault.error)
+        in_full_precision = origin = None
+    evidence: dict[str, Any] = {"why": why} | ({} if origin is None else origin.to_dict())
+    if in_full_precision is not None:
+        evidence["finite_in_full_precision"] = in_full_precision
+    told = [str(origin)] if origin is not None else []
+    told += ["without mixed precision the same step is finite"] if in_full_precision else []
+    evidence["diagnosis"] = f"{'; '.join(told)}." if told else "Where it begins could not be seen."
+    evidence["diagnosis"] = evidence["diagnosis"][0].upper() + evidence["diagnosis"][1:]
+    if in_full_precision:
+        return Diagnosis(failure, Cause.PRECISION, evidence)
+    if origin is None:
+        return Diagnosis(failure, Cause.MODEL_PRECISION_OR_DATA, evidence)
+    return Diagnosis(failure, _BEHIND_THE_PLACE[origin.place], evidence)
+
+
+def _numerical(why: str) -> Diagnosis:
+    return Diagnosis(FailureType.NONFINITE_NUMERICAL, Cause.NUMERICAL, {"why": why})
+
+
+def find_poison_rows(window: Window, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
+    """
+    Rows of each micro-batch that are non-finite by themselves, in forward or backward.
+
+    One process bisects. Several probe row by row in lockstep, because a loss may contain collectives. What is found is
+    tried once more: a fault that passes may have struck while another row was tried.
+    """
+    if consensus.world_size() > 1:
+        return _probe_in_lockstep(
+            window, _probe_in_lockstep(window, dict(enumerate(map(range, sizes))), device), device
+        )
+    # Every micro-batch, also those with a finite loss: a row may be bad in its gradient alone.
+    found = {index: _bisect(window, index, list(range(sizes[index]))) for index in range(window.size)}
+    again = {index: [row for row in rows if not _is_finite_alone(window, index, row)] for index, rows in found.items()}
+    return {index: rows for index, rows in again.items() if rows}
+
+
+def _bisect(window: Window, index: int, rows: list[int]) -> list[int]:
+    if len(rows) == 1:
+        return [] if _is_finite_alone(window, index, rows[0]) else rows
+    if window.probe(index, rows):
+        return []
+    middle = len(rows) // 2
+    return _bisect(window, index, rows[:middle]) + _bisect(window, index, rows[middle:])
+
+
+def _is_finite_alone(window: Window, index: int, row: int) -> bool:
+    # Twice, not once: batch norm and other statistics over a batch need more than one row.
+    return window.probe(index, [row, row])
+
+
+def _probe_in_lockstep(window: Window, candidates: Mapping[int, Sequence[int]], device: Any) -> dict[int, list[int]]:
+    """Of some rows of each micro-batch, those that are non-finite by themselves."""
+    found: dict[int, list[int]] = {}
+    for index in range(window.size):
+        rows = candidates.get(index, ())
+        place = 0
+        while consensus.any_rank(place < len(rows), device):
+            # A rank with fewer of them computes one all the same.
+            finite = _is_finite_alone(window, index, rows[place] if place < len(rows) else 0)
+            if not finite and place < len(rows):
+                found.setdefault(index, []).append(rows[place])
+            place += 1
+    return found
+
+
+def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float, scale: float) -> Diagnosis:
+    """
+    Finds out why a loss has risen and stays up, by computing the same batch with the weights of trusted states.
+
+    If one of them does clearly better, the weights have become worse; unless the last healthy batch is as good as it
+    was with the weights there are, and so much worse with the others that little would be gained: data of two kinds
+    that take turns, of which one is forgotten for the other. If none does better, but an earlier healthy batch gives
+    with trusted weights what it gave then, the data have become harder, and going back would not help. If that is not
+    so either, something else in the computation is wrong. Weights, gradients and random states are as before on
+    return.
+
+    Args:
+        window ([`Window`]):
+            The step.
+        rollback ([`Rollback`]):
+            The trusted states.
+        loss (`float`):
+            Of the step, with the weights as they are.
+        level (`float`):
+            What the loss was before it rose.
+        scale (`float`):
+            How far the log of the loss usually strays.
+    """
+    if not min(loss, level) > 0:
+        return _unexplained()
+    rise = max(math.log(loss / level), 2 * scale)
+
+    def experiment() -> Diagnosis:
+        before = rollback.last_healthy()
+        evidence: dict[str, Any] = {"loss_now": loss}
+        unharmed = None
+        if before is not None:
+            again = window.loss_of(before)
+            evidence["last_healthy_batch"] = {"loss_then": before.loss, "loss_now": again}
+            unharmed = before if _rise(before.loss, again) < 0.5 * rise else None
+
+        def better(then: StepSignals) -> bool:
+            gained = _rise(then.loss, loss)
+            if unharmed is not None and gained >= 0.5 * rise:
+                gained -= max(_rise(unharmed.loss, window.loss_of(unharmed)), 0.0)
+            # Half of the rise, because the other half may be this batch.
+            return gained >= 0.5 * rise
+
+        found = _try_trusted_states(window, rollback, better)
+        found.evidence.update(evidence)
+        if found.cause is Cause.WEIGHTS:
+            return found
+        return _hold_against_control(window, rollback, rollback.generations()[0], rise, found.evidence)
+
+    return _as_experiment(window, rollback, experiment)
+
+
+def diagnose_stillness(
+    window: Window, rollback: Rollback, still: StepSignals, first: float, scale: float
+) -> Diagnosis:
+    """
+    Finds out why there is practically no gradient: with weights that a too high learning rate has driven out of reach
+    there is none, and with those of a trusted state there is, and a lower loss. Where the loss is no lower with them,
+    everything is learned (a hinge loss of 0), and nothing would be gained; unless nothing was learned at all.
+
+    Args:
+        window ([`Window`]):
+            The step.
+        rollback ([`Rollback`]):
+            The trusted states.
+        still ([`StepSignals`]):
+            Loss and gradient norm of the step.
+        first (`float`):
+            What the loss was when the run began; NaN if that is not known.
+        scale (`float`):
+            How far the log of the loss usually strays.
+    """
+    least = max(1000 * (still.grad_norm or 0.0), 1e-4)
+    # Weights that know no more than those the run began with are given up for any that can learn.
+    nothing_learned = still.loss >= first * math.exp(-scale) > 0
+
+    def better(then: StepSignals) -> bool:
+        # By the least that counts as a rise, too.
+        return (then.grad_norm or 0.0) >= least and (nothing_learned or _rise(then.loss, still.loss) >= scale)
+
+    return _as_experiment(window, rollback, lambda: _try_trusted_states(window, rollback, better))
+
+
+def _unexplained() -> Diagnosis:
+    return Diagnosis(FailureType.DIVERGENCE, Cause.NOT_LOOKED_FOR, {})
+
+
+def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], Diagnosis]) -> Diagnosis:
+    """Runs what puts other weights in place; weights, gradients and random states are as before on return."""
+    if window.objective.online or not rollback.set_aside(window.step):
+        return _unexplained()
+    try:
+        with window.experiment():
+            diagnosis = experiment()
+    except TrainingFault as fault:
+        logger.info("The step could not be computed with trusted weights.", exc_info=fault.error)
+        diagnosis = _unexplained()
+    finally:
+        # Whatever happened, an interruption included: the weights are the run's own again.
+        rollback.bring_back()
+    if window.compute_again().finite:
+        window.accept()
+    else:
+        # It was, when the run came to it: not applied like this.
+        window.skip(None)
+    return diagnosis
+
+
+def _try_trusted_states(window: Window, rollback: Rollback, better: Callable[[StepSignals], bool]) -> Diagnosis:
+    """The newest trusted state whose weights do better on the same batch; newer ones are not trusted any more."""
+    tried: dict[str, Any] = {}
+    for snapshot in rollback.generations():
+        rollback.try_on(snapshot)
+        then = window.compute_again()
+        tried[f"weights of step {snapshot.step}"] = {"loss": then.loss, "grad_norm": then.grad_norm}
+        if better(then):
+            rollback.prefer(snapshot)
+            return Diagnosis(FailureType.DIVERGENCE, Cause.WEIGHTS, {"same_batch": tried})
+    return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, {"same_batch": tried})
+
+
+def _hold_against_control(
+    window: Window, rollback: Rollback, snapshot: Snapshot, rise: float, evidence: dict[str, Any]
+) -> Diagnosis:
+    control = rollback.try_on(snapshot)
+    if control is None:
+        return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, evidence)
+    again = window.loss_of(control)
+    evidence["earlier_batch"] = {"loss_then": control.loss, "loss_now": again}
+    if _rise(control.loss, again) >= 0.5 * rise:
+        return Diagnosis(FailureType.DIVERGENCE, Cause.COMPUTATION, evidence)
+    return Diagnosis(FailureType.HARDER_DATA, Cause.HARDER_DATA, evidence)
+
+
+def _rise(before: float, after: float) -> float:
+    """How far a loss has risen, in logarithms; without end if it is not finite any more."""
+    if not math.isfinite(after):
+        return math.inf
+    return math.log(after / before) if before > 0 and after > 0 else -math.inf

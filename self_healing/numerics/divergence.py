@@ -1,0 +1,137 @@
+"""Heals a loss that rises and stays up, and a gradient that is gone."""
+
+from __future__ import annotations
+
+import math
+import time
+from statistics import median
+
+from ..failures import INSPECTIONS, Action, Cause, FailureType
+from ..instrument import Window
+from ..journal.incident import Incident
+from ..rollback.rollback import Rollback
+from ..run.context import RunContext
+from ..run.diagnosis import Diagnosis
+from ..run.remedies import HealingContext
+from .climb import RollbackClimb
+from .damaged_checkpoint import DamagedCheckpointHealer
+from .diagnosis import diagnose_rise, diagnose_stillness
+from .healer import NumericsHealer
+from .state import NumericsState
+
+
+# Causes of a divergence that going back may cure, or has to end.
+_MAY_GO_BACK = frozenset({Cause.WEIGHTS, Cause.COMPUTATION})
+
+
+class DivergenceHealer(NumericsHealer):
+    """
+    Finds out what made the loss rise or the gradient vanish, and goes back to a trusted state if it is the weights;
+    anything else that detectors see in applied steps is watched, reported, or ends the run.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        numerics: NumericsState,
+        rollback: Rollback,
+        damaged: DamagedCheckpointHealer,
+        climb: RollbackClimb,
+    ) -> None:
+        super().__init__(run, numerics, rollback)
+        self._damaged, self._climb = damaged, climb
+
+    def heal(self, incident: Incident, failure: FailureType, window: Window) -> None:
+        """Acts on what was seen in applied steps, by its failure."""
+        if self._heal_told(incident, failure, window):
+            return
+        if self.numerics.schedule.raised_lately(incident.step, self.config.divergence_patience):
+            incident.evidence["why"] = "The schedule has just raised the learning rate again: it may well pass"
+        decision = self.numerics.policy.decide_watched(failure)
+        if Action.STOP in decision.actions:
+            self.numerics.watch.forget()
+        verdict = decision.verdict
+        if verdict and failure is FailureType.DIVERGENCE and incident.cause != Cause.WEIGHTS:
+            # The recipe blames the weights.
+            verdict = f"The loss has risen and stays up; that it is the weights is not shown ({incident.cause})"
+        context = HealingContext(incident, self.instrument, window, verdict=verdict)
+        self.actions.apply(decision.actions, context, self.args)
+        self.run.journal.dealt_with(incident)
+        if INSPECTIONS.issuperset(decision.actions):
+            self.run.journal.closed(incident, "reported")
+
+    def _heal_told(self, incident: Incident, failure: FailureType, window: Window) -> bool:
+        """Heals what going back can cure; whether the incident is dealt with."""
+        if failure is FailureType.DIVERGENCE:
+            return self._heal_divergence(incident, window)
+        if failure is FailureType.VANISHING_GRADIENT and self.may_go_back(window.step):
+            return self._heal_stillness(incident, window)
+        return False
+
+    def _heal_divergence(self, incident: Incident, window: Window) -> bool:
+        """
+        Finds out what made the loss rise, whatever is done about it; back to a trusted state if it was the weights.
+        Harder data are left alone: only then is it dealt with here, too.
+        """
+        run, began = self.run, time.perf_counter()
+        if not self._may_try_trusted_weights(window.step):
+            return False
+        if self.config.on_divergence == "heal":
+            self._damaged.suspect(HealingContext(incident, self.instrument, window))
+        found = self.diagnose_rise(window, window.signals().loss)
+        if self.config.on_divergence != "warn" or found.failure is FailureType.HARDER_DATA:
+            run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        if found.cause in _MAY_GO_BACK and self.config.on_divergence == "heal":
+            self._climb.take_rung(HealingContext(incident, self.instrument, window, found), FailureType.DIVERGENCE)
+            self._climb.rolled_back(incident, began, window)
+            return True
+        # Computed again for the experiment, its gradient is as it came out of the backward.
+        self.clip(window, window.signals())
+        incident.seconds_lost += time.perf_counter() - began
+        if found.failure is not FailureType.HARDER_DATA:
+            # What is not known is no reason to change a run: it is watched.
+            return False
+        self.panel.divergence.prove_harmless()
+        self.numerics.watch.forget()
+        run.journal.dealt_with(incident)
+        run.journal.closed(incident, "reported")
+        return True
+
+    def _heal_stillness(self, incident: Incident, window: Window) -> bool:
+        """Weights that were driven where there is no gradient are a divergence, however slow the loss shows it."""
+        began = time.perf_counter()
+        self._damaged.suspect(HealingContext(incident, self.instrument, window))
+        panel, still = self.panel, window.signals()
+        first = median(panel.divergence.first or [math.nan])
+        found = diagnose_stillness(window, self.rollback, still, first, panel.loss_trend.scale)
+        if found.cause != Cause.WEIGHTS:
+            return False
+        self.run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        self._climb.take_rung(HealingContext(incident, self.instrument, window, found), FailureType.DIVERGENCE)
+        self._climb.rolled_back(incident, began, window)
+        return True
+
+    def may_go_back(self, step: int) -> bool:
+        """
+        Without a state to go back to, a run that goes on may still recover; one that was stopped cannot. After a warm
+        restart the loss rises because it is meant to.
+        """
+        if self.config.on_divergence != "heal" or not self.instrument.view.can_reexecute:
+            return False
+        if self.numerics.schedule.raised_lately(step, self.config.divergence_patience):
+            return False
+        return self.rollback.can_go_back()
+
+    def _may_try_trusted_weights(self, step: int) -> bool:
+        """Before a verdict, whatever is done about it; where the run might go back, only if it may."""
+        if self.config.on_divergence == "heal":
+            return self.may_go_back(step)
+        return self.instrument.view.can_reexecute and self.rollback.can_go_back()
+
+    def diagnose_rise(self, window: Window, loss: float) -> Diagnosis:
+        """Finds out why a loss has risen over its baseline, or over the losses the run began with."""
+        panel = self.panel
+        level = panel.loss_level if panel.loss_trend.ready else None
+        if level is None:
+            level = median(panel.divergence.first or [math.nan])
+        return diagnose_rise(window, self.rollback, loss, level, panel.loss_trend.scale)

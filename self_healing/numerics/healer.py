@@ -1,0 +1,82 @@
+"""Common to the healers of steps: the run they belong to, and what several of them do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .. import consensus
+from ..detectors import DetectorPanel, Symptom
+from ..failures import FailureType
+from ..instrument import Instrument, Window
+from ..journal.incident import Incident
+from ..rollback.rollback import Rollback
+from ..run.context import RunContext
+from ..signals import StepSignals
+from .offending_batch import save_offending_batch
+from .state import NumericsState
+
+
+class NumericsHealer:
+    """
+    Heals one kind of failure of a step.
+
+    Args:
+        run ([`RunContext`]):
+            The run.
+        numerics ([`NumericsState`]):
+            What it has learned about its numbers.
+        rollback ([`Rollback`]):
+            States it can go back to.
+    """
+
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
+        self.run = run
+        self.config = run.config
+        self.actions = run.remedies
+        self.numerics = numerics
+        self.rollback = rollback
+
+    @property
+    def instrument(self) -> Instrument:
+        """Of the running `train()` call."""
+        return self.run.instrument
+
+    @property
+    def panel(self) -> DetectorPanel:
+        """Detectors of the run."""
+        if self.numerics.panel is None:
+            raise RuntimeError("the callback is not attached to a running trainer")
+        return self.numerics.panel
+
+    @property
+    def args(self) -> Any:
+        """Arguments of the trainer."""
+        return self.instrument.trainer.args
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything is done about a step that is not finite."""
+        return self.config.on_nonfinite != "warn" and self.instrument.view.can_reexecute
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether something is so on any rank. Collective."""
+        return consensus.any_rank(flag, self.instrument.view.device)
+
+    def clip(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
+        """Clips the gradient of a step that is about to be applied by what is usual, if that is asked for."""
+        if self.numerics.clipping is not None:
+            ceiling = min(self.instrument.view.max_grad_norm or math.inf, clipped_to)
+            self.numerics.clipping.apply(window, signals, ceiling, may_clip=self.instrument.view.can_reexecute)
+
+    def open(self, symptom: Symptom, failure: FailureType, cause: str) -> Incident:
+        """Opens an incident whose failure and cause are clear from what was seen."""
+        incident = self.run.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
+        self.run.journal.diagnosed(incident, failure, cause, {})
+        return incident
+
+    def keep_batch(self, window: Window, incident: Incident) -> None:
+        """Keeps the batch of a step for replay, if that is asked for."""
+        # A batch is text in another alphabet.
+        if self.config.save_offending_batch and self.config.quarantine_text:
+            incident.evidence["batch_file"] = save_offending_batch(window, self.run.directory, incident)

@@ -1,0 +1,133 @@
+"""Judges one optimizer step from top to bottom: whether it is fit to be applied, and if not, who heals it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..instrument import Window
+from ..rollback.rollback import Rollback
+from ..run.context import RunContext
+from ..run.remedies import HealingContext
+from ..signals import StepSignals
+from .climb import RollbackClimb
+from .corrupted_state import CorruptedStateHealer
+from .damaged_checkpoint import DamagedCheckpointHealer
+from .divergence import DivergenceHealer
+from .memory_while_healing import MemoryWhileHealing
+from .nonfinite import NonfiniteHealer
+from .observer import StepObserver
+from .red_flags import RedFlagHealer
+from .spikes import SpikeHealer
+from .state import NumericsState
+from .untrained_run import UntrainedRunHealer
+
+
+class StepJudge:
+    """
+    Judges the steps of a run, with gradients computed and nothing applied yet, and hands each to who heals it.
+
+    Args:
+        run ([`RunContext`]):
+            The run.
+        numerics ([`NumericsState`]):
+            What it has learned about its numbers.
+        rollback ([`Rollback`]):
+            States it can go back to.
+        handed_over (`Callable[[], bool]`):
+            Whether an exception on its way out of `train()` is healed there.
+    """
+
+    def __init__(
+        self, run: RunContext, numerics: NumericsState, rollback: Rollback, handed_over: Callable[[], bool]
+    ) -> None:
+        self.run = run
+        self.numerics = numerics
+        self.rollback = rollback
+        common = run, numerics, rollback
+        self.memory = MemoryWhileHealing(*common, handed_over)
+        self.damaged_checkpoint = DamagedCheckpointHealer(*common)
+        climb = RollbackClimb(*common, self.damaged_checkpoint)
+        self.red_flags = RedFlagHealer(*common, climb)
+        self.corrupted_state = CorruptedStateHealer(*common, climb)
+        divergence = DivergenceHealer(*common, self.damaged_checkpoint, climb)
+        self.observer = StepObserver(*common, divergence, climb)
+        self.nonfinite = NonfiniteHealer(*common, self.observer, self.damaged_checkpoint, climb)
+        self.spikes = SpikeHealer(*common, self.observer, divergence, climb)
+        self.untrained_run = UntrainedRunHealer(*common, self.damaged_checkpoint)
+
+    def judge(self, window: Window) -> None:
+        """Judges one step. It is left as it is, healed in place, or left out; or the run ends."""
+        self.memory.contain(lambda: self._judge(window), window)
+
+    def _judge(self, window: Window) -> None:
+        run, numerics = self.run, self.numerics
+        signals = self._signals(window)
+        if window.stop_wanted:
+            self.red_flags.stop(window)
+        if numerics.repeatability.owed and signals.finite:
+            numerics.repeatability.measure(window)
+            signals = self._signals(window)
+        self.observer.step_begins(signals)
+        incidents = len(run.journal.incidents)
+        symptom = numerics.detector.judge(signals, window.scaler_active)
+        if symptom is not None:
+            self.nonfinite.heal(window, symptom)
+        elif window.rollback_wanted:
+            self.red_flags.roll_back(window)
+        elif signals.finite:
+            self._judge_finite(window, signals)
+        undisturbed = signals.finite and not window.skipped and len(run.journal.incidents) == incidents
+        tensors = self.rollback.step_taken(window, signals.loss, healthy=undisturbed and numerics.calm)
+        self.damaged_checkpoint.end_trial()
+        if tensors:
+            self.corrupted_state.heal_silent(window, tensors)
+
+    def _signals(self, window: Window) -> StepSignals:
+        return window.signals(
+            stop=self.run.stop.incident is not None,
+            roll_back=self.numerics.roll_back_for is not None,
+            leave=self.run.leave_asked(),
+        )
+
+    def _judge_finite(self, window: Window, signals: StepSignals) -> None:
+        symptom = self.observer.panel.alarming(signals)
+        if symptom is not None and self.spikes.heals:
+            self.spikes.heal(window, symptom)
+            return
+        self.observer.remember_spike(signals)
+        if symptom is not None:
+            self.spikes.report(symptom)
+        self.observer.take_in(window, signals)
+
+    # ---- between two steps ----
+
+    def vouch_for_state(self) -> None:
+        """
+        Right before a checkpoint is written: searches all that goes into it for NaN and Inf that no loss has shown,
+        and heals what it finds, so that the checkpoint can be trusted.
+        """
+        self.memory.contain(self.corrupted_state.vouch_for_state, None)
+
+    def heal_interrupted_step(self, context: HealingContext) -> None:
+        """
+        After an `optimizer.step()` that raised and may have updated some weights and not others: back to the newest
+        trusted state, with the steps since then applied again if that can be done; this step is computed again, too.
+        """
+        self.memory.contain(lambda: self.corrupted_state.heal_interrupted_step(context), context.window, unsound=True)
+
+    def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Holds a log against the metric rules. A rule that ends the run does so before the next step is applied."""
+        self.red_flags.read_logs(step, logs)
+
+    def run_ends(self) -> None:
+        """After the last step: weights that turned NaN with it would be handed over as trained."""
+        # What cannot be looked at is not handed over as trained.
+        self.memory.contain(self.corrupted_state.heal_the_end, None, unsound=True)
+
+    def stop_unless_trained(self) -> None:
+        """
+        At the end of the run: one most of whose steps are not in the weights, or none of those since it was resumed,
+        has failed, however well it seems to have come to its end.
+        """
+        self.untrained_run.stop_unless_trained()

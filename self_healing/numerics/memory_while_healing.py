@@ -1,0 +1,129 @@
+"""Keeps a run going, or ends it, where healing itself runs out of memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from .. import consensus
+from ..classify import describe_exception
+from ..failures import Action, Cause, FailureType, UnrecoverableTrainingError
+from ..instrument import (
+    TrainingFault,
+    Window,
+    free_memory,
+    is_out_of_memory,
+    let_go,
+    memory_figures,
+)
+from ..journal.incident import Incident
+from ..rollback.rollback import Rollback
+from ..run.context import RunContext
+from ..run.remedies import HealingContext
+from .healer import NumericsHealer
+from .state import NumericsState
+
+
+logger = logging.getLogger("self_healing")
+
+
+class MemoryWhileHealing(NumericsHealer):
+    """
+    Does something of ours, with or without the memory for it.
+
+    Args:
+        run ([`RunContext`]), numerics ([`NumericsState`]), rollback ([`Rollback`]):
+            As for any healer of steps.
+        handed_over (`Callable[[], bool]`):
+            Whether an exception on its way out of `train()` is healed there.
+    """
+
+    def __init__(
+        self, run: RunContext, numerics: NumericsState, rollback: Rollback, handed_over: Callable[[], bool]
+    ) -> None:
+        super().__init__(run, numerics, rollback)
+        self._handed_over = handed_over
+
+    def contain(self, heal: Callable[[], None], window: Window | None, unsound: bool = False) -> None:
+        """
+        Does something of ours. Where that runs out of memory for good, a step that is sound goes on as it is, and for
+        any other the run ends: without what healing would have done, its weights would be lost.
+
+        Args:
+            heal (`Callable[[], None]`):
+                What is done.
+            window ([`Window`], *optional*):
+                The step in hand; between two steps there is none.
+            unsound (`bool`, *optional*, defaults to `False`):
+                Whether it is known before that something is wrong.
+        """
+        known = len(self.run.journal.incidents)
+        try:
+            heal()
+            return
+        except UnrecoverableTrainingError:
+            raise
+        except Exception as caught:
+            error = self._memory_ran_out(caught)
+            if error is None:
+                raise
+        # Outside of the handler: what the failed attempt held is gone.
+        let_go(error)
+        instrument = self.instrument
+        opened = self.run.journal.incidents[known:]
+        corrupted = any(incident.failure is FailureType.CORRUPTED_STATE for incident in opened)
+        unsound |= corrupted or self.rollback.displaced
+        unsound |= self.acts and window is not None and not window.sound
+        if not unsound:
+            logger.warning(
+                "Step %d: no memory was left for what self_healing does beside training (%s). Nothing is to be done "
+                "about the step; it goes on as it is, and the next one is looked after again.",
+                instrument.view.step,
+                describe_exception(error),
+            )
+            return
+        self._stop_without_memory(error, window, opened)
+
+    def _memory_ran_out(self, error: Exception) -> Exception | None:
+        """The out-of-memory error in which healing has ended; `None` for any other, and where somebody heals it."""
+        if isinstance(error, TrainingFault):
+            # Of several processes, or handed to the wrapper, which enters `train()` again.
+            if consensus.world_size() > 1 or self._handed_over():
+                return None
+            error = error.error
+        return error if is_out_of_memory(error) else None
+
+    def _stop_without_memory(self, error: Exception, window: Window | None, opened: Sequence[Incident]) -> NoReturn:
+        run, instrument = self.run, self.instrument
+        if window is not None:
+            # No gradient of it is applied, and their memory is there for what is left to do.
+            window.skip(None, keep_buffers=True)
+        free_memory(instrument.view.device)
+        evidence = {
+            "place": "healing",
+            "message": str(error)[:500],
+            "memory": memory_figures(instrument.view.device),
+            "remedy": "Please leave a little more room beside training, which by itself fits: a smaller "
+            "per_device_train_batch_size with more gradient_accumulation_steps, or look for who else uses the device.",
+        }
+        incident = run.journal.open(instrument.view.step, "out_of_memory", evidence)
+        cause = "out of memory in what self_healing does beside training"
+        run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
+        own = self.rollback.fall_back()
+        held = "those of the last finished step" if own else "not those of the last finished step, and are not saved"
+        wrong = ", ".join(each.cause for each in opened if each.cause != Cause.UNKNOWN) or "the step is not sound"
+        context = HealingContext(incident, instrument, window)
+        context.verdict = (
+            f"memory ran out, twice, while self_healing looked into something that was wrong ({wrong}); without that "
+            f"the weights would have been lost. They are {held}"
+        )
+        for each in opened:
+            if each.outcome == "open":
+                run.journal.closed(each, "unresolved")
+        self.numerics.policy.reset()
+        if own:
+            self.actions.apply(Action.EMERGENCY_CHECKPOINT, context, self.args)
+        context.error = error
+        self.actions.apply(Action.STOP, context, self.args)
+        raise AssertionError("the last of these actions raises")

@@ -1,0 +1,128 @@
+"""Heals steps whose loss or gradient is not finite."""
+
+from __future__ import annotations
+
+import time
+from typing import NoReturn
+
+from ..detectors import Symptom
+from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
+from ..instrument import Window
+from ..rollback.rollback import Rollback
+from ..run.context import RunContext
+from ..run.diagnosis import Diagnosis
+from ..run.remedies import HealingContext
+from .climb import RollbackClimb
+from .damaged_checkpoint import DamagedCheckpointHealer
+from .diagnosis import diagnose, diagnose_start
+from .healer import NumericsHealer
+from .observer import StepObserver
+from .state import NumericsState
+
+
+# What is to blame where weights that were never changed give numbers that are not finite.
+_NOT_THE_RATE = {
+    Cause.MODEL: "the model or the precision it computes in",
+    Cause.PRECISION: "the precision it computes in",
+    Cause.DATA: "the data",
+    Cause.LOSS_OR_LABELS: "the loss or the labels",
+    Cause.GRADIENT: "the model, the loss or the precision they are computed in",
+    Cause.MODEL_PRECISION_OR_DATA: "the model, the precision it computes in, or the data",
+}
+
+
+class NonfiniteHealer(NumericsHealer):
+    """
+    Finds out by experiment what made a step not finite, and applies it, leaves rows or all of it out, goes back to a
+    trusted state, or ends the run.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        numerics: NumericsState,
+        rollback: Rollback,
+        observer: StepObserver,
+        damaged: DamagedCheckpointHealer,
+        climb: RollbackClimb,
+    ) -> None:
+        super().__init__(run, numerics, rollback)
+        self._observer, self._damaged, self._climb = observer, damaged, climb
+
+    def heal(self, window: Window, symptom: Symptom) -> None:
+        """Diagnoses a step that is not finite, and acts on it."""
+        run = self.run
+        began = time.perf_counter()
+        if not self.acts and self.numerics.reported_step == symptom.step - 1:
+            # Nothing is done about it, so it stays that way: one incident for all of it.
+            self.numerics.reported_step = symptom.step
+            return
+        self.numerics.reported_step = symptom.step
+        incident = run.journal.open(symptom.step, symptom.name, symptom.evidence)
+        diagnosis = self._diagnose(window)
+        run.journal.diagnosed(incident, diagnosis.failure, diagnosis.cause, diagnosis.evidence)
+        context = HealingContext(incident, self.instrument, window, diagnosis)
+        if diagnosis.failure is FailureType.CORRUPTED_STATE:
+            self._climb.take_rung(context, diagnosis.failure)
+            self._climb.rolled_back(incident, began, window)
+            return
+        if diagnosis.everywhere and not self.instrument.optimizer_step.weights_moved:
+            self._stop_at_the_start(context, began)
+        decision = self.numerics.policy.decide(diagnosis, acts=self.acts)
+        if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT:
+            self.keep_batch(window, incident)
+        context.verdict = decision.verdict
+        self.actions.apply(decision.actions, context, self.args)
+        incident.seconds_lost = time.perf_counter() - began
+        if not window.skipped and decision.actions:
+            healed = window.signals()
+            run.outcomes.take_in(healed.loss, self.instrument.view.step)
+            self._observer.observe(window, healed)
+        run.outcomes.wait_for(incident)
+        stop = self.numerics.policy.note(
+            window.skipped,
+            explained=diagnosis.failure is FailureType.NONFINITE_POISON_ROWS,
+            rows=diagnosis.rows,
+            dropped=diagnosis.poison_rows,
+        )
+        if stop is not None:
+            if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and self.numerics.policy.out_of_patience:
+                if not self.instrument.optimizer_step.weights_moved:
+                    self._stop_at_the_start(context, began)
+                self._climb.take_rung(context, diagnosis.failure, verdict=stop)
+                self._climb.rolled_back(incident, began, window)
+                return
+            context.verdict = stop
+            self.numerics.policy.reset()
+            self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
+        run.journal.dealt_with(incident)
+
+    def _stop_at_the_start(self, context: HealingContext, began: float) -> NoReturn:
+        """
+        Ends a run whose weights no update has changed: they are what they were given as, and no state to go back to
+        and no lower rate makes them others.
+        """
+        run, incident, window = self.run, context.incident, context.window
+        if window is None:
+            raise ValueError("ending a run at its start needs `context.window`")
+        self._damaged.suspect(context)
+        found = diagnose_start(window, str(incident.evidence.get("why", "")))
+        run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        incident.evidence.pop("why", None)
+        window.skip(None)
+        context.verdict = (
+            "loss or gradient is not finite, and no update has changed the weights yet, so it is neither the learning "
+            f"rate nor the optimizer, but {_NOT_THE_RATE[found.cause]}. {found.evidence['diagnosis']}"
+        )
+        incident.steps_lost = max(incident.steps_lost, 1)
+        incident.seconds_lost = time.perf_counter() - began
+        self.numerics.policy.reset()
+        self.actions.apply(FAILURE_RECIPES[found.failure].ladder, context, self.args)
+        raise AssertionError("the last of these actions raises")
+
+    def _diagnose(self, window: Window) -> Diagnosis:
+        if self.config.on_nonfinite != "heal" or not self.acts:
+            return Diagnosis(
+                FailureType.NONFINITE_UNDIAGNOSED, Cause.NOT_LOOKED_FOR, {"on_nonfinite": self.config.on_nonfinite}
+            )
+        return diagnose(window, self.instrument, self.config, self.rollback.batches.healthy_inputs)

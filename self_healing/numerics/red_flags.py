@@ -1,0 +1,82 @@
+"""Acts on metric rules that fire for what the trainer logs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..failures import Action, FailureType
+from ..instrument import Window
+from ..journal.incident import Incident
+from ..rollback.rollback import Rollback
+from ..run.context import RunContext
+from ..run.remedies import HealingContext
+from .climb import RollbackClimb
+from .healer import NumericsHealer
+from .state import NumericsState
+
+
+class RedFlagHealer(NumericsHealer):
+    """Holds logs against the metric rules, and ends the run or goes back before the next step is applied."""
+
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback, climb: RollbackClimb) -> None:
+        super().__init__(run, numerics, rollback)
+        self._climb = climb
+
+    def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Holds a log against the metric rules. A rule that ends the run does so before the next step is applied."""
+        run, numerics = self.run, self.numerics
+        evaluation = logs.get("eval_loss")
+        if isinstance(evaluation, float):
+            symptom = self.panel.observe_evaluation(step, evaluation)
+            if symptom is not None:
+                run.journal.noticed(symptom)
+        if numerics.rules is None:
+            return
+        for symptom in numerics.rules.observe(step, logs):
+            if symptom.severity == "info":
+                run.journal.noticed(symptom)
+                continue
+            incident = self.open(symptom, FailureType.RED_FLAG, symptom.name.removeprefix("rule:").replace("_", " "))
+            action = str(symptom.evidence.get("action"))
+            acts = numerics.policy.acts_on(action)
+            if acts and action == "stop" and run.stop.incident is None:
+                run.stop.incident = incident
+            elif acts and action == "rollback" and numerics.roll_back_for is None:
+                numerics.roll_back_for = incident
+            else:
+                run.journal.dealt_with(incident)
+                run.journal.closed(incident, "reported")
+
+    def stop(self, window: Window) -> None:
+        """Ends the run before a step is applied."""
+        run = self.run
+        incident = run.stop.incident or self._seen_elsewhere(window)
+        run.stop.incident = None
+        evidence = incident.evidence
+        verdict = str(evidence.get("diagnosis", "a metric rule ended the run"))
+        if incident.failure is FailureType.RED_FLAG:
+            verdict += f" (rule {incident.cause})"
+        context = HealingContext(incident, self.instrument, window, verdict=verdict)
+        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
+
+    def roll_back(self, window: Window) -> None:
+        """Goes back instead of applying a step."""
+        run = self.run
+        began = time.perf_counter()
+        incident = self.numerics.roll_back_for or self._seen_elsewhere(window)
+        self.numerics.roll_back_for = None
+        if not self.instrument.view.can_reexecute or not self.rollback.can_go_back():
+            incident.evidence["why"] = "Its action is to roll back, and there is no trusted state to go back to"
+            run.journal.dealt_with(incident)
+            run.journal.closed(incident, "reported")
+            return
+        self._climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.RED_FLAG)
+        self._climb.rolled_back(incident, began, window)
+
+    def _seen_elsewhere(self, window: Window) -> Incident:
+        """A red flag that another rank has seen, in a metric that is not the same everywhere."""
+        incident = self.run.journal.open(window.step, "red_flag_on_another_rank", {})
+        self.run.journal.diagnosed(incident, FailureType.RED_FLAG, "seen by another rank", {})
+        return incident

@@ -1,0 +1,133 @@
+"""Is it the checkpoint a run was resumed from that makes it fail? Tried out, with older ones on the same batch."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from ..instrument import TrainingFault, Window
+from ..rollback.rollback import Rollback
+from ..signals import StepSignals
+
+
+logger = logging.getLogger(__name__)
+
+# A batch that is trained on in the experiment must not be generated anew, and is there anyway.
+_ANY_SIZE = 2**63
+# A gradient that is so much larger with other weights was not small because everything is learned ...
+_DEAD_RATIO = 1000.0
+# ... nor is one that is no larger than this.
+_LEAST_GRADIENT = 1e-4
+
+
+@dataclass(slots=True)
+class ResumeTrial:
+    """
+    What was found out.
+
+    Args:
+        sound (`str`, *optional*):
+            The newest older checkpoint with which the step is well, where it is not with the one resumed from.
+        damaged (`list[str]`):
+            Those with which it is not, if there is one with which it is.
+        tried (`dict`):
+            Loss and gradient norm of the step before and after one update, by checkpoint.
+    """
+
+    sound: str | None = None
+    damaged: list[str] = field(default_factory=list)
+    tried: dict[str, Any] = field(default_factory=dict)
+
+
+def try_older_checkpoints(
+    window: Window,
+    rollback: Rollback,
+    resumed: str,
+    older: Iterable[str],
+    scale: float,
+    rise: float,
+    unmoved: bool,
+) -> ResumeTrial:
+    """
+    Computes the step with the checkpoint the run was resumed from, takes one optimizer step on it, and computes it
+    once more; then the same with older ones. What is wrong with the data, the model, the precision or the learning
+    rate is wrong with all of them. The state of the run is in place again on return, the step is to be computed anew.
+
+    Args:
+        window ([`Window`]):
+            The step that failed.
+        rollback ([`Rollback`]):
+            Puts checkpoints in place.
+        resumed (`str`), older (`Iterable[str]`):
+            The checkpoints, the newest first.
+        scale (`float`):
+            Factor on the schedule's learning rate.
+        rise (`float`):
+            How far, in logarithms, the loss has to be above that of an older one to be clearly worse.
+        unmoved (`bool`):
+            Whether the weights still are those that were resumed from.
+    """
+    trial = ResumeTrial()
+    candidates = iter(older)
+    first = next(candidates, None)
+    if first is None or not rollback.set_aside_for_checkpoints(window.step, unmoved):
+        return trial
+    try:
+        try:
+            with window.experiment():
+                suspects = {resumed: _trained_with(window, rollback, resumed, scale, trial)}
+                # It was there and finite when it was resumed from; since then rotation may have removed it.
+                for checkpoint in chain([first], candidates) if suspects[resumed] is not None else ():
+                    found = _trained_with(window, rollback, checkpoint, scale, trial)
+                    if all(_is_clearly_worse(suspect, found, rise, window) for suspect in suspects.values()):
+                        trial.sound, trial.damaged = checkpoint, list(suspects)
+                        break
+                    suspects[checkpoint] = found
+        finally:
+            rollback.bring_back_from_checkpoints(resumed)
+            window.begin_from_here()
+    except TrainingFault as fault:
+        logger.info("The step could not be computed with older checkpoints.", exc_info=fault.error)
+    return trial
+
+
+def _trained_with(
+    window: Window, rollback: Rollback, checkpoint: str, scale: float, trial: ResumeTrial
+) -> list[StepSignals] | None:
+    """The step before and after an update on it; `None` for a checkpoint that cannot be put in place."""
+    if not rollback.try_checkpoint(checkpoint):
+        trial.tried[checkpoint] = "could not be loaded"
+        return None
+    window.begin_from_here()
+    window.reexecute()
+    found = [window.signals()]
+    control = window.control(found[0].loss, _ANY_SIZE)
+    if control is not None and found[0].finite:
+        window.train_on(control, scale)
+        window.reexecute()
+        found.append(window.signals())
+    trial.tried[checkpoint] = [{"loss": each.loss, "grad_norm": each.grad_norm} for each in found]
+    return found
+
+
+def _is_clearly_worse(
+    suspect: list[StepSignals] | None, other: list[StepSignals] | None, rise: float, window: Window
+) -> bool:
+    if other is None or not all(each.finite for each in other):
+        return False
+    if suspect is None or not all(each.finite for each in suspect):
+        return True
+    if window.objective.online:
+        # A loss around 0 with a sign says nothing about the weights.
+        return False
+    before, now = max(each.loss for each in other), max(each.loss for each in suspect)
+    if not min(before, now) > 0:
+        return False
+    apart = math.log(now / before)
+    gradient, theirs = suspect[0].grad_norm or 0.0, other[0].grad_norm or 0.0
+    dead = theirs >= max(_DEAD_RATIO * gradient, _LEAST_GRADIENT) and apart > 0
+    return dead or apart >= rise

@@ -1,0 +1,100 @@
+"""Heals steps whose gradient is far outside of what is usual."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from ..detectors import Symptom
+from ..failures import Action, Cause, FailureType
+from ..instrument import Window
+from ..journal.incident import Incident
+from ..rollback.rollback import Rollback
+from ..run.context import RunContext
+from ..run.remedies import HealingContext
+from ..signals import StepSignals
+from .climb import RollbackClimb
+from .divergence import DivergenceHealer
+from .healer import NumericsHealer
+from .observer import StepObserver
+from .state import NumericsState
+
+
+class SpikeHealer(NumericsHealer):
+    """Computes the step again, clips its gradient, leaves it out, or goes back to a trusted state."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        numerics: NumericsState,
+        rollback: Rollback,
+        observer: StepObserver,
+        divergence: DivergenceHealer,
+        climb: RollbackClimb,
+    ) -> None:
+        super().__init__(run, numerics, rollback)
+        self._observer, self._divergence, self._climb = observer, divergence, climb
+
+    @property
+    def heals(self) -> bool:
+        """Whether anything is done about a spike before it is applied."""
+        return self.config.on_spike == "heal" and self.instrument.view.can_reexecute
+
+    def heal(self, window: Window, symptom: Symptom) -> None:
+        """Computes the step again before anything is decided about it."""
+        run = self.run
+        began = time.perf_counter()
+        incident = run.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
+        again = window.compute_again()
+        transient = again.finite and self.panel.spike(again) is None
+        if again.finite:
+            # As it is without the passing fault: faults that come again and again are not what is usual.
+            self._observer.remember_spike(again)
+        failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
+        cause = Cause.TRANSIENT if transient else Cause.SAME_AGAIN if again.finite else Cause.NOT_FINITE_AGAIN
+        evidence = {"again": {"loss": again.loss, "grad_norm": again.grad_norm}}
+        run.journal.diagnosed(incident, failure, cause, evidence)
+        if not transient:
+            self.keep_batch(window, incident)
+        if not transient and again.finite and self._weights_spike(incident, window, symptom, again):
+            self._climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.DIVERGENCE)
+            self._climb.rolled_back(incident, began, window)
+            return
+        usual = self.panel.gradient_level
+        decision = self.numerics.policy.decide_spike(symptom, transient, again.finite, may_clip=usual is not None)
+        context = HealingContext(incident, self.instrument, window, clip_to=usual)
+        self.actions.apply(decision.actions, context, self.args)
+        incident.seconds_lost = time.perf_counter() - began
+        run.outcomes.wait_for(incident)
+        if window.skipped:
+            context.verdict = self.numerics.policy.note(skipped=True, explained=True) or ""
+            if context.verdict:
+                self.numerics.policy.reset()
+                self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
+        else:
+            clipped = Action.CLIP_GRADIENT in decision.actions and usual is not None
+            self._observer.take_in(window, again, usual if clipped and usual is not None else math.inf)
+        run.journal.dealt_with(incident)
+
+    def report(self, symptom: Symptom) -> None:
+        """Journals a spike that nothing is done about."""
+        if symptom.name == "co_spike":
+            # The loss spike in the same step is an incident already.
+            self.run.journal.noticed(symptom)
+            return
+        incident = self.open(symptom, FailureType.GRADIENT_SPIKE, Cause.NOT_LOOKED_FOR)
+        self.run.journal.dealt_with(incident)
+        self.run.journal.closed(incident, "reported")
+
+    def _weights_spike(self, incident: Incident, window: Window, symptom: Symptom, again: StepSignals) -> bool:
+        """
+        Whether it is the weights: a batch that is left out does not come back in the next step. One such step is left
+        to pass; that of the step after is held against trusted weights.
+        """
+        in_a_row = symptom.name == "co_spike" and window.step - 1 in self.numerics.policy.spike_skips
+        if not in_a_row or not self._divergence.may_go_back(window.step):
+            return False
+        found = self._divergence.diagnose_rise(window, again.loss)
+        if found.cause == Cause.WEIGHTS:
+            self.run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        return found.cause == Cause.WEIGHTS

@@ -1,0 +1,46 @@
+"""Ends a run as failed most of whose steps are not in its weights."""
+
+from __future__ import annotations
+
+from ..failures import Action, FailureType
+from ..rollback.rollback import Rollback
+from ..run.context import RunContext
+from ..run.remedies import HealingContext
+from .damaged_checkpoint import DamagedCheckpointHealer
+from .healer import NumericsHealer
+from .state import NumericsState
+
+
+# Share of a run's steps that have to be in its weights at its end.
+_LEAST_TRAINED = 0.5
+
+
+class UntrainedRunHealer(NumericsHealer):
+    """Looks at the end of a run how much of it was trained."""
+
+    def __init__(
+        self, run: RunContext, numerics: NumericsState, rollback: Rollback, damaged: DamagedCheckpointHealer
+    ) -> None:
+        super().__init__(run, numerics, rollback)
+        self._damaged = damaged
+
+    def stop_unless_trained(self) -> None:
+        """
+        At the end of the run: one most of whose steps are not in the weights, or none of those since it was resumed,
+        has failed, however well it seems to have come to its end.
+        """
+        run, instrument, step = self.run, self.instrument, self.instrument.view.step
+        missing = self.numerics.missing
+        trained, since = missing.trained(step), step - missing.entry_step
+        none_since = since > 0 and trained <= missing.trained_at_entry
+        if trained >= _LEAST_TRAINED * step and not none_since:
+            return
+        evidence = {"steps": step, "trained": trained, "since_entry": since}
+        incident = run.journal.open(step, "steps_missing", evidence)
+        run.journal.diagnosed(incident, FailureType.NOT_TRAINED, "most steps are not in the weights", {})
+        of_these = f", none of the {since} since step {missing.entry_step} among them" if none_since else ""
+        verdict = f"the run has come to its end, but only {trained} of its {step} steps are in the weights{of_these}"
+        context = HealingContext(incident, instrument, instrument.window, verdict=verdict)
+        if none_since:
+            self._damaged.suspect(context)
+        self.actions.apply((Action.STOP,), context, self.args)

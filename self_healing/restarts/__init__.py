@@ -1,0 +1,1 @@
+"""Runs that take several processes: what one leaves to the next."""

@@ -1,0 +1,231 @@
+"""`Attempts`: what earlier processes of a run have left, and what this one leaves to the next."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..classify import describe_exception
+from ..instrument import Instrument, ResumePoint
+from ..journal.incident import Incident
+from ..launcher import launch_of
+from ..run.context import RunContext
+from .record import Ending, RunRecord, warn_about_parts
+from .status import RunState, StatusKeeper
+
+
+class HealedSteps(Protocol):
+    """What healing inside of steps has decided, which the next process must not forget, and has left open."""
+
+    def memory(self) -> dict[str, Any]:
+        """What is written down of it, as JSON."""
+
+    def readable_memory(self, memory: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
+        """
+        Takes of a memory that was written down what can be read: a damaged part costs that part.
+
+        Args:
+            memory (`Mapping[str, Any]`):
+                As [`memory`] gave it, perhaps damaged since.
+            odd (`list[str]`):
+                Gets the names of what cannot be read.
+        """
+
+    def recall_memory(self, memory: Mapping[str, Any]) -> None:
+        """Takes in the memory of the process before this one, later than any checkpoint."""
+
+    def climb_anew(self) -> None:
+        """Begins ladders at their first rung: the run was started again on purpose."""
+
+    def trained_steps(self, finished: int) -> int:
+        """Of the steps that are finished, how many are in the weights."""
+
+    def close_outcomes(self, unfollowed: str | None = None) -> None:
+        """Closes what waits for steps to come, because none will."""
+
+    def close_as_fatal(self, incident: Incident) -> None:
+        """Closes the incident the run ends with, and all that waits for steps to come."""
+
+
+class Attempts:
+    """
+    Keeps what a run must not forget with the process it runs in, if there is a record of it, and counts how often
+    `train()` was entered. Only the first process writes.
+
+    Args:
+        run ([`RunContext`]):
+            The run.
+        steps ([`HealedSteps`]):
+            What must not be forgotten beside incidents.
+    """
+
+    def __init__(self, run: RunContext, steps: HealedSteps) -> None:
+        self._run = run
+        self.steps = steps
+        # Told to those who look into the output directory, by the first process.
+        self.status: StatusKeeper | None = None
+        # The emergency checkpoint that the next entry goes on from.
+        self.resume_point: ResumePoint | None = None
+        self.record: RunRecord | None = None
+        # Whether earlier processes wrote it: their incidents and budgets are this one's, too.
+        self.taken_up = False
+        # How often `train()` was entered, in this process and before.
+        self.entries = self.entries_before = 0
+        # What the first entry of this process resumed from.
+        self.first_resume: str | None = None
+        self.postmortem: str | None = None
+
+    def enter(self) -> None:
+        """Takes in that `train()` was entered."""
+        self.entries += 1
+        self._run.journal.attempt = self.entries_before + self.entries
+
+    # ---- the record ----
+
+    def keep(self, record: RunRecord, taken_up: bool) -> None:
+        """
+        From here on what must not be forgotten with this process is in the run directory.
+
+        Args:
+            record ([`RunRecord`]):
+                Of this run.
+            taken_up (`bool`):
+                Whether earlier processes wrote it.
+        """
+        self.record, self.taken_up = record, taken_up
+        journal = self._run.journal
+        if taken_up:
+            journal.incidents = _incidents_in(record)
+            odd: list[str] = []
+            record.memory = self.steps.readable_memory(record.memory, odd)
+            warn_about_parts(odd)
+            self.recall()
+            for incident in journal.incidents:
+                if incident.outcome == "open":
+                    self._run.outcomes.wait_for(incident)
+        journal.changed = self.write
+        journal.attempts = record.describe_attempts
+
+    def recall(self) -> None:
+        """Takes in budgets and learning rate as the process before this one left them, later than any checkpoint."""
+        if self.record is None or not self.taken_up:
+            return
+        self.steps.recall_memory(self.record.memory)
+
+    def write(self) -> None:
+        """Writes down what must not be forgotten."""
+        record, run = self.record, self._run
+        if record is None or run.journal.rank != 0:
+            return
+        if run.attachment.instrument is not None:
+            record.newest.last_step = max(record.newest.last_step, run.step)
+        record.incidents = [incident.to_dict() for incident in run.journal.incidents]
+        record.memory = self.steps.memory()
+        record.write()
+
+    def about_to_write(self, checkpoint: Path, bookkeeping: Mapping[str, Any]) -> None:
+        """A checkpoint of any kind is about to be written, and its marker after it."""
+        if self.record is not None and self._run.journal.rank == 0:
+            self.record.about_to_save(os.path.relpath(checkpoint, self.record.directory), bookkeeping)
+
+    # ---- the status ----
+
+    def tell_status(self, output_dir: Path, max_steps: int) -> None:
+        """
+        Tells those who look into the `output_dir` that the run goes on, until the trainer is itself again.
+
+        Args:
+            output_dir (`Path`), max_steps (`int`):
+                Of the trainer.
+        """
+        run = self._run
+        if run.journal.rank != 0 or (self.record is not None and not self.record.kept):
+            # The status is that of the process that trained there first, as the record is.
+            return
+        self.status = status = self.status or StatusKeeper(output_dir)
+        status.begin(run.run_id, run.journal.path, run.step, max_steps, marks=self.record is None)
+        if self.record is None:
+            run.instrument.on_detach.append(partial(_left, status, run.instrument))
+
+    # ---- this process's part ----
+
+    def begin(self, checkpoint: str | None, step: int) -> None:
+        """
+        This process begins its part in the run.
+
+        Args:
+            checkpoint (`str`, *optional*), step (`int`):
+                What it resumes from, and where that is.
+        """
+        if self.record is None:
+            return
+        marks = self._run.journal.rank == 0
+        attempt = self.record.begin_attempt(checkpoint, step, marks, job=launch_of().job)
+        self.entries_before = attempt.number - 1
+        self.write()
+
+    def begin_from_older(self, checkpoint: str, step: int) -> None:
+        """
+        The checkpoint that was resumed from is damaged: the next entry goes on from an older one, as a new process.
+
+        Args:
+            checkpoint (`str`), step (`int`):
+                The older one, and where it is.
+        """
+        self.resume_point = None
+        self.entries_before, self.entries = self.entries_before + self.entries, 0
+        # Budget and ladder are the run's, and not those the checkpoint was written with.
+        self.taken_up = True
+        if self.record is not None and self.record.attempts:
+            newest = self.record.newest
+            newest.resumed_from, newest.first_step = checkpoint, min(newest.first_step, step)
+        self.write()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is written down how this process's part in the run has ended."""
+        record = self.record
+        return record is None or not record.attempts or record.newest.ending is not Ending.RUNNING
+
+    def end(self, ending: Ending, why: str = "") -> None:
+        """
+        Writes down how this process's part in the run ends; what was written first counts.
+
+        Args:
+            ending ([`Ending`]), why (`str`, *optional*):
+                How, and what ended it.
+        """
+        record = self.record
+        if record is None or self.ended:
+            return
+        if ending is Ending.FINISHED and self.taken_up:
+            # What an earlier process died of is not what became of the run.
+            self._run.journal.set_aside_postmortem()
+        record.end_attempt(ending, why, record.newest.last_step)
+        if self.status is not None:
+            self.status.end_attempt(ending, record.newest.last_step, why)
+        record.postmortem = self.postmortem
+        self.write()
+        record.close()
+
+
+def _left(status: StatusKeeper, instrument: Instrument) -> None:
+    """The trainer is given back; without the wrapper, an exception on its way out of `train()` is the end."""
+    error = sys.exc_info()[1]
+    if error is not None and not instrument.failsafe.switched_off:
+        status.end(RunState.STOPPED, instrument.view.step, describe_exception(error))
+
+
+def _incidents_in(record: RunRecord) -> list[Incident]:
+    incidents, odd = [], list[str]()
+    for at, entry in enumerate(record.incidents):
+        try:
+            incidents.append(Incident.from_dict(entry))
+        except Exception:
+            odd.append(f"incidents.{at}")
+    warn_about_parts(odd)
+    return incidents

@@ -1,0 +1,118 @@
+"""`Departure`: a process that is asked to leave saves what there is, writes down where it goes on, and ends."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NoReturn
+
+from ..checkpoints.choice import newest_checkpoint_of
+from ..checkpoints.marker import step_of
+from ..failures import Action, FailureType
+from ..instrument import is_training
+from ..run.context import RunContext
+from .attempts import Attempts
+from .preemption import Preemption
+from .record import Ending
+from .status import RunState
+
+
+class Departure:
+    """
+    Lets a process leave when the machine is asked for back.
+
+    Args:
+        run ([`RunContext`]):
+            The run.
+        attempts ([`Attempts`]):
+            Where it is written down how this process's part in it ends.
+    """
+
+    def __init__(self, run: RunContext, attempts: Attempts) -> None:
+        self._run = run
+        self._attempts = attempts
+        # Whether the run ends with the step that was finished last.
+        self.begun = False
+        self.preemption = Preemption(
+            run.config.preemption_deadline,
+            self._may_be_interrupted,
+            self._longest_save,
+            self.still_training,
+            self._end_at_the_deadline,
+        )
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process was asked to leave."""
+        return self.preemption.requested is not None
+
+    def sleep(self, seconds: float) -> None:
+        """Waits, until this process is asked to leave."""
+        ends = time.monotonic() + seconds
+        while not self.asked and (left := ends - time.monotonic()) > 0:
+            time.sleep(min(left, 0.5))
+
+    def still_training(self, frame: Any) -> bool:
+        """
+        Whether the run still goes on: without the wrapper, an exception ends `train()` without a word.
+
+        Args:
+            frame (`FrameType`, *optional*):
+                What the training thread executes.
+        """
+        instrument = self._run.attachment.instrument
+        # The wrapper takes its handlers back whatever happens.
+        return self._attempts.record is not None or (instrument is not None and is_training(instrument.trainer, frame))
+
+    def leave(self, step: int, output_dir: str, checkpoint: str | None = None) -> NoReturn:
+        """
+        Ends the process; what there is to save is saved.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+            output_dir (`str`):
+                Where checkpoints lie.
+            checkpoint (`str`, *optional*):
+                What a restart goes on from. Defaults to the newest of the run.
+
+        Raises:
+            SystemExit: With 143 after SIGTERM and 75 after SIGUSR1, or whatever a handler that was there before ours
+                has raised.
+        """
+        preemption, journal, attempts = self.preemption, self._run.journal, self._attempts
+        name = "another process was asked to leave" if preemption.requested is None else preemption.requested.name
+        checkpoint = checkpoint or newest_checkpoint_of(self._run.run_id, output_dir)
+        incident = journal.open(step, "preempted", {"signal": name})
+        journal.diagnosed(incident, FailureType.PREEMPTED, name, {})
+        code = preemption.exit_code
+        journal.acted(incident, Action.SAVE_AND_LEAVE.value, checkpoint=checkpoint, exit_code=code)
+        incident.steps_repeated = step if checkpoint is None else max(step - step_of(checkpoint, default=step), 0)
+        attempts.steps.close_outcomes()
+        journal.dealt_with(incident)
+        journal.closed(incident, "unresolved" if checkpoint is None else "resolved")
+        attempts.end(Ending.PREEMPTED, name)
+        if attempts.status is not None:
+            attempts.status.end(RunState.LEFT, step, name)
+        if preemption.raised is not None:
+            raise preemption.raised
+        raise SystemExit(code)
+
+    def forget(self) -> None:
+        """Holds on to nothing of a run that an exception has ended without a word."""
+        self.preemption.forget()
+        if self._attempts.status is not None:
+            why = "an exception that this callback was not told of"
+            self._attempts.status.end(RunState.STOPPED, self._run.step, why)
+
+    def _may_be_interrupted(self) -> bool:
+        """Whether the step can be left where it is: only where `train()` is entered again is anything saved of it."""
+        instrument = self._run.attachment.instrument
+        return self._run.may_enter_again and instrument is not None and instrument.may_be_left
+
+    def _longest_save(self) -> float:
+        instrument = self._run.attachment.instrument
+        return 0.0 if instrument is None else instrument.saves.longest
+
+    def _end_at_the_deadline(self, why: str) -> None:
+        self._run.journal.event("preemption_deadline", self._run.step, why=why)
+        self._attempts.end(Ending.PREEMPTED, why)

@@ -1,0 +1,219 @@
+"""Takes up what earlier processes left of a run, or refuses to try it once more."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..checkpoint_files import STATE_FILE
+from ..failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
+from ..journal.postmortem import POSTMORTEM_FILE
+from ..run.context import RunContext
+from ..run.outcomes import may_be_repeated
+from .attempts import Attempts
+from .record import Attempt, Ending, RunRecord
+from .start import Start
+
+
+logger = logging.getLogger("self_healing")
+
+
+@dataclass(slots=True)
+class Refusal:
+    """
+    Why a run is not continued once more.
+
+    Args:
+        verdict (`str`):
+            In words.
+        advice (`str`):
+            What to do.
+        step (`int`):
+            Which the run had come to.
+        postmortem (`str`, *optional*):
+            Where it is told already.
+        first_verdict (`str`, *optional*):
+            Of the start that was refused first, if this is not the one: what is remembered, so that no start quotes
+            all those before it. Defaults to `verdict`.
+    """
+
+    verdict: str
+    advice: str
+    step: int
+    postmortem: str | None = None
+    first_verdict: str | None = None
+
+
+def gave_up(record: RunRecord) -> Refusal:
+    """The process before this one had ended the run for good, and a launcher has started it all the same."""
+    step = max(attempt.last_step for attempt in record.attempts)
+    return Refusal(
+        f"it had ended for good at step {step} ({record.newest.why})",
+        "Once the cause is removed, start the job by hand: resume_from_checkpoint=True goes on from the newest "
+        "checkpoint that can be trusted, with new attempts.",
+        step,
+        record.postmortem,
+        record.newest.why,
+    )
+
+
+def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
+    """The run has ended again and again without getting further."""
+    last = record.newest
+    loop = [attempt for attempt in record.attempts if attempt.first_step >= last.first_step]
+    told = f": {last.why}" if last.why else ""
+    step = max(attempt.last_step for attempt in loop)
+    verdict = (
+        f"the job was started {len(loop)} times from step {last.first_step} and never came beyond step "
+        f"{step} (last end: {last.ending.value}{told}); the budget of "
+        f"{attempts_allowed} attempts without progress is spent"
+    )
+    advice = FAILURE_RECIPES[FailureType.PROCESS_DIED].advice if last.ending is Ending.RUNNING else ""
+    advice = (
+        f"{advice} Look at what the attempts have in common (chain, attempts). Started by hand with "
+        "resume_from_checkpoint=True, the job gets new attempts."
+    ).strip()
+    return Refusal(verdict, advice, step)
+
+
+def take_up(run: RunContext, attempts: Attempts, start: Start) -> None:
+    """
+    Goes on with what an earlier process left, if that may be tried once more, and begins this process's attempt.
+
+    Args:
+        run ([`RunContext`]), attempts ([`Attempts`]):
+            Of the run; its record is kept.
+        start ([`Start`]):
+            Where this process begins.
+
+    Raises:
+        UnrecoverableTrainingError: If the run is not tried once more.
+    """
+    refusal: Refusal | None = None
+    try:
+        refusal = _judge(run, attempts, start)
+    except Exception:
+        logger.exception("self_healing failed while it looked at earlier attempts; training goes on without them.")
+    attempts.begin(start.checkpoint, start.step)
+    if refusal is not None:
+        _refuse(run, attempts, start, refusal)
+
+
+def _judge(run: RunContext, attempts: Attempts, start: Start) -> Refusal | None:
+    """Takes in how the process before this one ended. Gives why the run is not continued, if it is not."""
+    record = start.record
+    if record is None:
+        return None
+    earlier, refusal = record.newest, None
+    if start.by_hand:
+        attempts.steps.climb_anew()
+    spends = start.spends
+    if start.died:
+        _infer_death(run, attempts, start, earlier)
+    if record.ending is Ending.GAVE_UP and not start.by_hand:
+        refusal = gave_up(record)
+    elif spends and not run.budget.spend(earlier.last_step):
+        refusal = crash_loop(record, run.config.max_recovery_attempts)
+    _count_repeated_steps(run, attempts, start, refusal is not None)
+    if refusal is None:
+        logger.warning(
+            "Attempt %d of run %s goes on from %s (step %d); the one before ended at step %d: %s.",
+            earlier.number + 1,
+            run.run_id,
+            start.checkpoint or "the beginning",
+            start.step,
+            earlier.last_step,
+            (earlier.why or earlier.ending.value).removesuffix("."),
+        )
+    return refusal
+
+
+def _infer_death(run: RunContext, attempts: Attempts, start: Start, earlier: Attempt) -> None:
+    """Opens the incident of a process that was killed, which only the next one can write down."""
+    evidence = {
+        "pid": earlier.pid,
+        "host": earlier.host,
+        "attempt": earlier.number,
+        "resumed_from": start.checkpoint,
+    }
+    incident = run.journal.open(earlier.last_step, "process_died", evidence)
+    run.journal.diagnosed(incident, FailureType.PROCESS_DIED, "killed, or crashed in native code", {})
+    incident.steps_repeated = start.steps_to_repeat
+    run.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
+    run.journal.dealt_with(incident)
+    run.outcomes.wait_for(incident)
+    earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
+
+
+def _count_repeated_steps(run: RunContext, attempts: Attempts, start: Start, refused: bool) -> None:
+    """Adds to the last incident of the process before this one what it costs: that shows where the run goes on."""
+    incident = next(iter(run.journal.incidents[-1:]), None)
+    if incident is None or incident.outcome not in ("open", "fatal"):
+        return
+    if not may_be_repeated(incident) and (refused or incident.outcome == "open"):
+        return
+    incident.steps_repeated = max(incident.steps_repeated, start.steps_to_repeat)
+    if refused:
+        return
+    if incident.outcome == "fatal":
+        # Only that process ended with it. Whether the run does is still to be seen.
+        incident.outcome = "open"
+        run.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
+        run.outcomes.wait_for(incident)
+    run.journal.event(
+        "taken_up",
+        start.step,
+        incident=incident.id,
+        checkpoint=start.checkpoint,
+        steps_lost=incident.steps_lost,
+        steps_repeated=incident.steps_repeated,
+        outcome=incident.outcome,
+    )
+
+
+def _refuse(run: RunContext, attempts: Attempts, start: Start, refused: Refusal) -> NoReturn:
+    """Ends a run that is not tried once more; the postmortem speaks of all its attempts and all its processes."""
+    others = run.journal.errors_of_other_ranks(start.step) if refused.postmortem is None else []
+    told = "".join(
+        f"; rank {other['rank']} at step {other['step']}: {other['error']['type']}: {other['error']['message']}"
+        for other in others
+    )
+    still_open = [incident for incident in run.journal.incidents if incident.outcome == "open"]
+    if still_open:
+        attempts.steps.close_as_fatal(still_open[-1])
+    if refused.postmortem is None and run.journal.rank > 0:
+        # Its own stays what it is: the only place that names what this process ended with.
+        refused.postmortem = str(run.directory / POSTMORTEM_FILE)
+    elif refused.postmortem is None:
+        refused.postmortem = run.journal.write_postmortem(
+            refused.verdict + told,
+            FailureType.PROCESS_DIED,
+            refused.step,
+            None,
+            _log_history_in(start.checkpoint),
+            None,
+            advice=refused.advice,
+            older_checkpoint=start.checkpoint,
+            other_ranks=others,
+        )
+    attempts.postmortem = refused.postmortem
+    attempts.end(Ending.GAVE_UP, refused.first_verdict or refused.verdict + told)
+    raise UnrecoverableTrainingError(
+        f"Training is not started again: {refused.verdict}{told}. What to do: {refused.advice} "
+        f"Postmortem: {refused.postmortem or 'could not be written'}.",
+        failure=FailureType.PROCESS_DIED,
+        postmortem=refused.postmortem,
+    )
+
+
+def _log_history_in(checkpoint: str | None) -> list[dict[str, Any]]:
+    """What had been logged when a checkpoint was written; nothing if that cannot be read."""
+    if checkpoint is None:
+        return []
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return list(json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))["log_history"])
+    return []

@@ -1,0 +1,241 @@
+"""Writes down how a run ends, or this process's part in it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_of
+from ..checkpoints.emergency import publish, remove_emergency_checkpoints
+from ..classify import add_note, classify_exception, describe_exception
+from ..failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
+from ..journal.incident import Incident
+from ..journal.postmortem import where_to_go_on
+from ..run.context import RunContext
+from .attempts import Attempts
+from .departure import Departure
+from .record import Ending
+
+
+logger = logging.getLogger("self_healing")
+
+
+class RunEnding:
+    """
+    Writes down how a run ends, or this process's part in it: closes what is open, and leaves a postmortem.
+
+    Args:
+        run ([`RunContext`]):
+            The run.
+        attempts ([`Attempts`]), departure ([`Departure`]):
+            Its processes, and how this one leaves.
+        trainer ([`~transformers.Trainer`]):
+            Its trainer; of its state only numbers are read.
+    """
+
+    def __init__(self, run: RunContext, attempts: Attempts, departure: Departure, trainer: Any) -> None:
+        self.run = run
+        self.attempts = attempts
+        self.departure = departure
+        self._trainer = trainer
+
+    # ---- an incident that nothing cures ----
+
+    def stop(
+        self, incident: Incident, verdict: str, error: BaseException | None = None, resume_from: str | None = None
+    ) -> UnrecoverableTrainingError:
+        """
+        Ends the run with an incident whose remedies are spent.
+
+        Args:
+            incident ([`Incident`]):
+                It is closed as fatal, and with it what was still waiting to be judged.
+            verdict (`str`):
+                Why the run ends.
+            error (`BaseException`, *optional*):
+                The exception behind it.
+            resume_from (`str`, *optional*):
+                The checkpoint to go on from, if it is not the newest of the run.
+
+        Returns:
+            [`UnrecoverableTrainingError`]: To be raised; its message names the postmortem and what to do.
+        """
+        run, attempts = self.run, self.attempts
+        failure = incident.failure or FailureType.USER_CODE
+        self._close_as_fatal(incident)
+        run.journal.dealt_with(incident)
+        point, checkpoint = attempts.resume_point, None
+        if point is not None and point.step == self.step:
+            checkpoint = point.path = publish(point.path, self._output_dir)
+        older = resume_from
+        if checkpoint is None and older is None:
+            # Of a run that came to nothing the newest checkpoint is no better than its end.
+            verified = failure is FailureType.NOT_TRAINED
+            older = newest_checkpoint_of(run.run_id, self._output_dir, verified=verified)
+        advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
+        advice += f" {where_to_go_on(checkpoint or older)}"
+        path = self._write_postmortem(verdict, failure, error, checkpoint, advice, older)
+        return UnrecoverableTrainingError(
+            f"Training stopped at step {self.step}: {verdict.rstrip('.')}. What to do: {advice} "
+            f"Postmortem: {path or 'could not be written, see the log'}.",
+            failure=failure,
+            postmortem=path,
+        )
+
+    def stop_for_exception(
+        self,
+        incident: Incident,
+        failure: FailureType,
+        error: BaseException,
+        resume_from: Any,
+        verdict: str | None = None,
+    ) -> str:
+        """
+        Ends the run with an exception that left `train()`.
+
+        Args:
+            incident ([`Incident`]):
+                It is closed as fatal.
+            failure ([`FailureType`]):
+                Of the exception.
+            error (`BaseException`):
+                The exception.
+            resume_from (`Any`):
+                What `train()` would have been entered again from.
+            verdict (`str`, *optional*):
+                Why the run ends. Defaults to the exception.
+
+        Returns:
+            `str`: What to do about it.
+        """
+        run, attempts = self.run, self.attempts
+        self._close_as_fatal(incident)
+        path = resume_from if isinstance(resume_from, str) else None
+        emergency = older = None
+        if attempts.resume_point is not None and attempts.resume_point.path == path:
+            emergency = publish(attempts.resume_point.path, self._output_dir)
+        elif path is not None and FAILURE_RECIPES[failure].saves_first:
+            older = path
+        else:
+            # What this entry began with need not be the newest.
+            older = newest_checkpoint_of(run.run_id, self._output_dir) or path
+        advice = f"{FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
+        attempts.postmortem = self._write_postmortem(
+            verdict or describe_exception(error), failure, error, emergency, advice, older
+        )
+        run.journal.dealt_with(incident)
+        return advice
+
+    def stop_for_lost_device(
+        self, incident: Incident, error: BaseException, verdict: str, restart_code: int | None
+    ) -> None:
+        """
+        Ends this process's part because the device is lost. Reads checkpoints by their markers alone.
+
+        Args:
+            incident ([`Incident`]):
+                That of the device.
+            error (`BaseException`):
+                What told of it.
+            verdict (`str`):
+                Why the run ends.
+            restart_code (`int`, *optional*):
+                With which the process ends to be started again; `None` if the run ends here.
+        """
+        run, attempts = self.run, self.attempts
+        if restart_code is not None:
+            run.journal.acted(incident, Action.EXIT_FOR_RESTART.value, exit_code=restart_code)
+        else:
+            self._close_as_fatal(incident)
+        newest = newest_marked_checkpoint_of(run.run_id, self._output_dir) or attempts.first_resume
+        advice = f"{FAILURE_RECIPES[FailureType.DEVICE].advice} {where_to_go_on(newest)}"
+        attempts.postmortem = self._write_postmortem(verdict, FailureType.DEVICE, error, None, advice, newest)
+        run.journal.dealt_with(incident)
+
+    def _close_as_fatal(self, incident: Incident) -> None:
+        self.run.journal.acted(incident, Action.STOP.value)
+        self.attempts.steps.close_as_fatal(incident)
+
+    # ---- the wrapper's train() is left ----
+
+    def finish(self) -> None:
+        """
+        Writes down that the run came to its end; what was only there for a restart goes, and what was put off is done.
+
+        Raises:
+            BaseException: What the user's handler of a signal had raised.
+        """
+        attempts, preemption = self.attempts, self.departure.preemption
+        attempts.end(Ending.FINISHED)
+        if attempts.resume_point is not None or attempts.taken_up:
+            remove_emergency_checkpoints(self._output_dir)
+        if preemption.raised is not None:
+            raise preemption.raised
+        if preemption.requested is not None:
+            logger.warning(
+                "%s arrived in the last step. The run is complete; what follows train() in the script goes on, and "
+                "the process will be killed when whoever sent it loses patience.",
+                preemption.requested.name,
+            )
+
+    def note_exception(self, error: BaseException) -> None:
+        """Writes down what this process's part ends with, unless that is done, and adds to it where to read on."""
+        try:
+            self._write_down(error)
+        except Exception:
+            logger.exception("How the run ended could not be written down; what ended it is raised unchanged.")
+        # The traceback is what is looked at first.
+        directions = self.run.journal.directions
+        if directions is not None:
+            add_note(error, str(directions))
+
+    def _write_down(self, error: BaseException) -> None:
+        run, attempts, why = self.run, self.attempts, describe_exception(error)
+        if attempts.ended:
+            return
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            attempts.steps.close_outcomes()
+            point = attempts.resume_point
+            path = None if point is None else publish(point.path, self._output_dir)
+            self._write_postmortem_of(error, FailureType.INTERRUPTED, "the run was interrupted", path)
+            attempts.end(Ending.INTERRUPTED, why)
+            return
+        told = isinstance(error, UnrecoverableTrainingError)
+        if not told and run.journal.directions is None:
+            self._write_postmortem_of(error, classify_exception(error), why)
+        # After a damaged checkpoint another process goes on from the older one.
+        damaged = getattr(error, "failure", None) is FailureType.DAMAGED_CHECKPOINT
+        attempts.end(Ending.GAVE_UP if told and not damaged else Ending.FAILED, why)
+        # Those of the emergency checkpoint: the process may be about to end.
+        run.checksums.wait()
+
+    def _write_postmortem_of(
+        self, error: BaseException, failure: FailureType, verdict: str, checkpoint: str | None = None
+    ) -> None:
+        older = None if checkpoint is not None else newest_checkpoint_of(self.run.run_id, self._output_dir)
+        self.attempts.postmortem = self._write_postmortem(verdict, failure, error, checkpoint, None, older)
+
+    # ---- the postmortem ----
+
+    def _write_postmortem(
+        self,
+        verdict: str,
+        failure: FailureType,
+        error: BaseException | None,
+        checkpoint: str | None,
+        advice: str | None,
+        older_checkpoint: str | None,
+    ) -> str | None:
+        log_history = self._trainer.state.log_history
+        return self.run.journal.write_postmortem(
+            verdict, failure, self.step, error, log_history, checkpoint, advice, older_checkpoint
+        )
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished."""
+        return int(self._trainer.state.global_step)
+
+    @property
+    def _output_dir(self) -> str:
+        return str(self._trainer.args.output_dir)

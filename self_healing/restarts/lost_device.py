@@ -1,0 +1,73 @@
+"""
+A device that is lost: nothing can be computed, saved or freed in this process any more.
+
+What has to be written down comes first, and without a single tensor: every operation would raise, or wait for ever,
+and memory of the device that is given back may end the process on the spot.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ..classify import describe_exception, text_of
+from ..failures import FailureType
+from ..launcher import EXIT_FOR_RESTART, end_process_with, restarts_on_exit
+from .ending import RunEnding
+from .record import Ending
+
+
+logger = logging.getLogger("self_healing")
+
+
+def write_down_lost_device(ending: RunEnding, error: BaseException, verdict: str = "") -> None:
+    """
+    Writes incident and postmortem, once in a run. Never raises.
+
+    Args:
+        ending ([`RunEnding`]):
+            Of the run.
+        error (`BaseException`):
+            What told of it.
+        verdict (`str`, *optional*):
+            Why the run ends. Defaults to the error.
+    """
+    if ending.run.attachment.device_lost:
+        return
+    ending.run.attachment.device_lost = True
+    try:
+        _write_down(ending, error, verdict or describe_exception(error))
+    except Exception:
+        logger.exception("That the device is lost could not be written down; the exception goes on as it came.")
+
+
+def _write_down(ending: RunEnding, error: BaseException, verdict: str) -> None:
+    journal = ending.run.journal
+    incident = journal.open(ending.step, type(error).__name__, {"message": text_of(error)[:500]})
+    journal.diagnosed(incident, FailureType.DEVICE, "device", {})
+    restart_code = EXIT_FOR_RESTART if _is_started_again(ending) else None
+    ending.stop_for_lost_device(incident, error, verdict, restart_code)
+
+
+def leave_lost_device(ending: RunEnding, error: BaseException) -> None:
+    """
+    Ends the process where a launcher starts it again.
+
+    Args:
+        ending ([`RunEnding`]):
+            Of a run of the wrapper; what it ends with is written down.
+        error (`BaseException`):
+            What told of the device. It is kept, and with it all tensors of the step.
+
+    Raises:
+        SystemExit: With 75, where a launcher starts the job again.
+    """
+    if not _is_started_again(ending):
+        return
+    ending.attempts.end(Ending.RESTART, describe_exception(error))
+    end_process_with(EXIT_FOR_RESTART, error)
+    raise SystemExit(EXIT_FOR_RESTART)
+
+
+def _is_started_again(ending: RunEnding) -> bool:
+    """Whether the process is ended: only the wrapper does; with the callback alone the exception is the user's."""
+    return ending.attempts.record is not None and restarts_on_exit(ending.run.config)

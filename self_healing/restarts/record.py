@@ -1,0 +1,357 @@
+"""What is known about a run beyond the life of its process: `healing_run.json`, and a mark of how far it came."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from ..files import jsonable, replace_file
+from ..journal.incident import Incident
+from ..saved_state import completed
+
+
+logger = logging.getLogger("self_healing")
+
+RECORD_FILE = "healing_run.json"
+PROGRESS_FILE = "healing_progress.bin"
+SCHEMA_VERSION = 1
+# Attempt and optimizer steps finished, little endian.
+_MARK = struct.Struct("<qq")
+# Of the training time, that marking may take.
+_SHARE = 0.01
+# Attempts that are written down; a run that was started more often than that is told by its newest ones.
+_KEPT_ATTEMPTS = 50
+
+
+# What a record says, each with a value of its kind.
+_EMPTY: dict[str, Any] = {
+    "time": 0.0,
+    "attempts": list[Any](),
+    "incidents": list[Any](),
+    "memory": dict[str, Any](),
+    "postmortem": None,
+}
+_INCIDENT = Incident("", 0, "").to_dict()
+
+
+# A fact of this process, whoever asks: how often training into a directory has begun in it.
+_CALLS: Counter[str] = Counter()
+
+
+def first_call(directory: Path) -> bool:
+    """Whether this process has not trained into a directory yet."""
+    return _CALLS[os.path.abspath(directory)] == 0
+
+
+class Ending(StrEnum):
+    """How an attempt ended; `RUNNING` in the record of one that is gone says that it had no time to say so."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+    RESTART = "restart"
+    FAILED = "failed"
+    GAVE_UP = "gave_up"
+
+
+class UnreadableRecordError(ValueError):
+    """There is a record, and what it says is not known."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """
+    One process's part in a run.
+
+    Args:
+        number (`int`):
+            From 1.
+        pid (`int`), host (`str`), began (`float`):
+            Where and when, in seconds since the epoch.
+        resumed_from (`str`, *optional*):
+            The checkpoint it went on from.
+        first_step (`int`), last_step (`int`):
+            Optimizer steps finished at its beginning, and as far as is known.
+        ending ([`Ending`]):
+            How it ended.
+        why (`str`):
+            The same in words.
+        call (`int`):
+            Which call of `train()` into this directory it was in its process, from 1: a script may train several
+            times.
+        job (`str`):
+            What SLURM knows its job by.
+    """
+
+    number: int
+    pid: int
+    host: str
+    began: float
+    resumed_from: str | None = None
+    first_step: int = 0
+    last_step: int = 0
+    ending: Ending = Ending.RUNNING
+    why: str = ""
+    call: int = 1
+    job: str = ""
+
+
+_ATTEMPT = asdict(Attempt(0, 0, "", 0.0))
+
+
+def _attempts_in(content: dict[str, Any], odd: list[str]) -> list[Attempt]:
+    """The attempts of a record; there was one at least, and nobody knows how one ended whose end cannot be read."""
+    unknown = {"number": 1, "began": content["time"], "ending": Ending.FAILED, "why": "not known"}
+    found = []
+    for at, entry in enumerate(content["attempts"]):
+        given = dict(entry) if isinstance(entry, dict) else {}
+        attempt = completed(_ATTEMPT | unknown | {"number": at + 1}, given, f"attempts.{at}", odd)
+        if attempt["ending"] not in list(Ending):
+            odd.append(f"attempts.{at}.ending")
+            attempt |= {"ending": Ending.FAILED, "why": "not known"}
+        optional = attempt["resumed_from"]
+        attempt["resumed_from"] = optional if isinstance(optional, str) else None
+        found.append(Attempt(**attempt | {"ending": Ending(attempt["ending"])}))
+    return found or [Attempt(**_ATTEMPT | unknown)]
+
+
+def warn_about_parts(odd: list[str]) -> None:
+    """Says which parts of a record cannot be used."""
+    if odd:
+        logger.warning(
+            "%s can be used only in part: it is damaged, or of another version of this library. Left out, as if it "
+            "were not known: %s.",
+            RECORD_FILE,
+            ", ".join(odd),
+        )
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """
+    The record of one run, however many processes it takes.
+
+    Args:
+        directory (`Path`):
+            Where its checkpoints lie (`output_dir`): several runs may share a `healing_dir`.
+        run (`str`):
+            The run.
+        attempts (`list[Attempt]`):
+            In order.
+        incidents (`list[dict]`):
+            Those of all attempts ([`Incident.to_dict`]).
+        memory (`dict`):
+            What must not be forgotten with the process: budgets, ladders, learning rate.
+        postmortem (`str`, *optional*):
+            Where the newest one lies.
+        saving (`dict`, *optional*):
+            The newest checkpoint that was about to be written, when, and what its marker was to say: a process that is
+            killed before the marker is there leaves no other sign of whose it is.
+        kept (`bool`):
+            Whether it is written; not where another process keeps one in the same directory.
+    """
+
+    directory: Path
+    run: str
+    attempts: list[Attempt] = field(default_factory=list)
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
+    postmortem: str | None = None
+    saving: dict[str, Any] | None = None
+    kept: bool = True
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _progress: int | None = None
+    _next_mark: float = 0.0
+    _failed: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Told to other processes: what is open here stays here."""
+        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in kept.items() if name not in ("_lock", "_progress")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._lock, self._progress = threading.RLock(), None
+
+    # ---- reading ----
+
+    @classmethod
+    def read(cls, directory: Path) -> Self | None:
+        """
+        The record in a directory; `None` if there is none.
+
+        What is missing in it, or cannot be, is told and left out: it may be damaged, or of another version.
+
+        Raises:
+            UnreadableRecordError: If there is one that cannot be read at all.
+        """
+        path = directory / RECORD_FILE
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UnreadableRecordError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+        if not isinstance(content, dict) or not isinstance(content.get("run"), str):
+            raise UnreadableRecordError(f"{path} cannot be read (it does not say which run it is of)")
+        odd: list[str] = []
+        if content.get("schema") != SCHEMA_VERSION:
+            odd.append(f"schema {content.get('schema')!r}, where {SCHEMA_VERSION} is known")
+        whole = completed(_EMPTY, content, "the record", odd)
+        record = cls(
+            directory,
+            content["run"],
+            _attempts_in(whole, odd),
+            [completed(_INCIDENT, each, f"incidents.{at}", odd) for at, each in enumerate(whole["incidents"])],
+            whole["memory"],
+            whole["postmortem"] if isinstance(whole["postmortem"], str) else None,
+            content["saving"] if isinstance(content.get("saving"), dict) else None,
+        )
+        warn_about_parts(odd)
+        record._take_in_progress()
+        return record
+
+    def _take_in_progress(self) -> None:
+        """A process that was killed left its last step where no write was needed for it."""
+        if not self.attempts:
+            return
+        try:
+            number, step = _MARK.unpack((self.directory / PROGRESS_FILE).read_bytes())
+        except (OSError, struct.error):
+            return
+        if number == self.newest.number:
+            self.newest.last_step = max(self.newest.last_step, step)
+
+    @property
+    def newest(self) -> Attempt:
+        return self.attempts[-1]
+
+    @property
+    def ending(self) -> Ending:
+        """How the newest attempt ended."""
+        return self.newest.ending if self.attempts else Ending.FINISHED
+
+    # ---- writing ----
+
+    def begin_attempt(self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = "") -> Attempt:
+        """
+        A process begins its part.
+
+        Args:
+            resumed_from (`str`, *optional*):
+                The checkpoint it goes on from.
+            first_step (`int`):
+                Optimizer steps finished there.
+            marks (`bool`, *optional*, defaults to `True`):
+                Whether it keeps the mark of how far it came; of several processes the first one does.
+            job (`str`, *optional*):
+                What SLURM knows its job by.
+        """
+        number = self.newest.number + 1 if self.attempts else 1
+        attempt = Attempt(
+            number, os.getpid(), socket.gethostname(), time.time(), resumed_from, first_step, first_step, job=job
+        )
+        _CALLS[os.path.abspath(self.directory)] += 1
+        attempt.call = _CALLS[os.path.abspath(self.directory)]
+        self.attempts = [*self.attempts, attempt][-_KEPT_ATTEMPTS:]
+        if marks and self.kept:
+            self._open_progress()
+            self.note_step(first_step)
+        return attempt
+
+    def note_step(self, step: int) -> None:
+        """How far the run is, for those who find it dead; may take a hundredth of the time, however slow the disk."""
+        now = time.perf_counter()
+        if self._progress is None or now < self._next_mark:
+            return
+        try:
+            os.lseek(self._progress, 0, os.SEEK_SET)
+            os.write(self._progress, _MARK.pack(self.newest.number, step))
+        except OSError:
+            self.close()
+        self._next_mark = now + (time.perf_counter() - now) / _SHARE
+
+    def about_to_save(self, checkpoint: str, bookkeeping: Mapping[str, Any] | None = None) -> None:
+        """
+        A checkpoint is about to be written.
+
+        Args:
+            checkpoint (`str`):
+                Its directory, as seen from the one of the record.
+            bookkeeping (`Mapping[str, Any]`, *optional*):
+                What its marker will say of running losses and metrics.
+        """
+        # As a text: a metric that is NaN has to come out as the number it was.
+        text = json.dumps(dict(bookkeeping or {}))
+        self.saving = {"checkpoint": checkpoint, "time": time.time(), "bookkeeping": text}
+        self.write()
+
+    def end_attempt(self, ending: Ending, why: str, step: int) -> None:
+        """This process's part is over."""
+        self.newest.ending, self.newest.why = ending, why
+        self.newest.last_step = max(self.newest.last_step, step)
+
+    def write(self) -> None:
+        """Writes the record, whole or not at all. What the file system refuses is told once and stops nothing."""
+        if not self.kept:
+            return
+        path = self.directory / RECORD_FILE
+        content = {
+            "schema": SCHEMA_VERSION,
+            "time": time.time(),
+            "run": self.run,
+            "ending": self.ending,
+            "attempts": self.describe_attempts(),
+            "incidents": self.incidents,
+            "memory": self.memory,
+            "postmortem": self.postmortem,
+            "saving": self.saving,
+        }
+        try:
+            self._replace(path, json.dumps(jsonable(content), indent=1) + "\n")
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning(
+                    "%s could not be written (%s): a restart will not know of budgets and earlier attempts.",
+                    path,
+                    error,
+                )
+
+    def _replace(self, path: Path, text: str) -> None:
+        # The training thread, and one that is about to end the process, may want to at the same time.
+        with self._lock:
+            replace_file(path, text, sync=True)
+
+    def close(self) -> None:
+        """Lets go of the mark."""
+        if self._progress is not None:
+            os.close(self._progress)
+            self._progress = None
+
+    def describe_attempts(self) -> list[dict[str, Any]]:
+        """All attempts as JSON."""
+        return [asdict(attempt) for attempt in self.attempts]
+
+    def _open_progress(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._progress = os.open(self.directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+            self._next_mark = 0.0
+        except OSError as error:
+            logger.warning(
+                "%s cannot be kept (%s): after a kill, the step it came to will not be known.", PROGRESS_FILE, error
+            )

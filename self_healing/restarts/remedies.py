@@ -1,0 +1,121 @@
+"""What a run does when nothing else helps: save what can be resumed from, wait, and stop with directions."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import TrainingArguments
+
+from .. import consensus
+from ..checkpoints.choice import newest_checkpoint_of
+from ..checkpoints.emergency import save_emergency_checkpoint
+from ..checkpoints.marker import step_of
+from ..classify import classify_exception, describe_exception
+from ..failures import Action, FailureType
+from ..instrument import Instrument
+from ..retry import RetryPolicy
+from ..rollback.rollback import Rollback
+from ..run.context import RunContext
+from ..run.remedies import CarryOut, HealingContext
+from ..run.went_back import Target
+from .attempts import Attempts
+from .departure import Departure
+from .ending import RunEnding
+
+
+logger = logging.getLogger("self_healing")
+
+
+class LastResorts:
+    """
+    Saves an emergency checkpoint, waits before `train()` is entered again, or stops the run with a postmortem.
+
+    Args:
+        run ([`RunContext`]):
+            The run; its configuration says how long is waited, and whether an emergency checkpoint is wanted.
+        attempts ([`Attempts`]), departure ([`Departure`]):
+            Its processes, and how this one leaves.
+        rollback ([`Rollback`]):
+            States it can go back to.
+    """
+
+    def __init__(self, run: RunContext, attempts: Attempts, departure: Departure, rollback: Rollback) -> None:
+        self.run = run
+        self.config = run.config
+        self.attempts = attempts
+        self.departure = departure
+        self.rollback = rollback
+
+    def table(self) -> dict[Action, CarryOut]:
+        """The actions, and what does each."""
+        return {
+            Action.EMERGENCY_CHECKPOINT: self._emergency_checkpoint,
+            Action.WAIT_AND_RESUME: self._wait,
+            Action.STOP: self._stop,
+        }
+
+    def _emergency_checkpoint(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        if not self.config.emergency_checkpoint:
+            return {"checkpoint": None, "why": "emergency_checkpoint=False", "happened": False}
+        why = self._not_worth_saving(context)
+        if why:
+            return {"checkpoint": None, "why": why, "happened": False}
+        try:
+            rollback = self.rollback
+            rollback.leave_room()
+            point = save_emergency_checkpoint(
+                context.running,
+                self.run.run_id,
+                give_way=lambda: bool(rollback.give_way()),
+                about_to_write=self.attempts.about_to_write,
+                heals=context.error is not None,
+                later=self.run.checksums.put,
+            )
+        except Exception as error:
+            if classify_exception(error) is FailureType.DEVICE:
+                raise
+            logger.warning(
+                "The emergency checkpoint could not be written (%s); falling back on the newest regular one.",
+                describe_exception(error),
+                exc_info=True,
+            )
+            return {"checkpoint": None, "why": describe_exception(error), "happened": False}
+        if point is None:
+            return {"checkpoint": None, "why": _why_there_is_none(context.running), "happened": False}
+        self.attempts.resume_point = point
+        return {"checkpoint": point.path}
+
+    def _not_worth_saving(self, context: HealingContext) -> str:
+        """Why a checkpoint of the state gone back to would mislead: there is none, or one that got further."""
+        if Action.ROLL_BACK not in context.attempted:
+            return ""
+        if context.went_back is None:
+            return "there is no trusted state to save"
+        trainer = context.running.trainer
+        trained = self.attempts.steps.trained_steps(int(trainer.state.global_step) + 1)
+        if trained <= 0 or context.went_back.target is Target.INITIAL:
+            return "it would hold the state the run began with"
+        newest = newest_checkpoint_of(self.run.run_id, str(trainer.args.output_dir))
+        if newest is not None and step_of(newest, default=0) >= trained:
+            return f"{newest} holds more training"
+        return ""
+
+    def _wait(self, _: HealingContext, __: TrainingArguments) -> dict[str, Any]:
+        seconds = RetryPolicy.of(self.config).draw_wait(max(self.run.budget.used, 1))
+        self.run.sleep(seconds)
+        return {"waited_seconds": round(seconds, 3)}
+
+    def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        trainer = context.running.trainer
+        self.rollback.release()
+        verdict = context.verdict or "it was asked to stop"
+        ending = RunEnding(self.run, self.attempts, self.departure, trainer)
+        raise ending.stop(context.incident, verdict, context.error, context.resume_from)
+
+
+def _why_there_is_none(instrument: Instrument) -> str:
+    """Why an emergency checkpoint was not even begun."""
+    if consensus.world_size() > 1:
+        return "several processes train together, and the others may not be able to save"
+    return f"the weights cannot be trusted: it happened {instrument.reentry.phase.value}"

@@ -1,0 +1,68 @@
+"""Goes on with the Trainer's running loss, metrics and counters where a checkpoint was written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.emergency import write_again
+from ..checkpoints.marker import read_marker
+from ..checkpoints.owed import owed_in
+from ..instrument import Instrument, load_generated
+from ..run.context import RunContext
+from .attempts import Attempts
+from .start import bookkeeping_of
+
+
+logger = logging.getLogger("self_healing")
+
+
+def continue_bookkeeping(
+    run: RunContext, attempts: Attempts, instrument: Instrument, resumed_from: str | None, step: int
+) -> None:
+    """
+    Takes over what was written down beside the checkpoint that was resumed from, and does first what is owed of it.
+
+    Args:
+        run ([`RunContext`]), attempts ([`Attempts`]):
+            The run, and its processes.
+        instrument ([`Instrument`]):
+            Attached to the trainer.
+        resumed_from (`str`, *optional*):
+            The checkpoint.
+        step (`int`):
+            Optimizer steps finished.
+    """
+    point = attempts.resume_point
+    if point is not None and point.path == resumed_from:
+        owed = point.pending, point.bookkeeping
+        paid = instrument.reentry.continue_from(point, run.started_at)
+        if paid and not write_again(instrument, Path(point.path), run.run_id, point.leave, later=run.checksums.put):
+            point.pending, point.bookkeeping = owed
+    elif resumed_from is not None:
+        marker = read_marker(Path(resumed_from))
+        bookkeeping = bookkeeping_of(attempts.record, Path(resumed_from))
+        if marker is not None and marker.get("step") == step:
+            bookkeeping = marker["bookkeeping"]
+        if bookkeeping is not None:
+            _take_over(instrument, bookkeeping)
+            load_generated(instrument.trainer, Path(resumed_from))
+            owes = owed_in(bookkeeping)
+            if owes is not None:
+                # A process that had to leave, or was killed after an exception, had no time for it.
+                leave = instrument.reentry.pay_first(resumed_from, *owes, run.started_at)
+                write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums.put)
+
+
+def _take_over(instrument: Instrument, bookkeeping: Mapping[str, Any]) -> None:
+    try:
+        instrument.ledger.take_over(bookkeeping)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        logger.warning(
+            "Running loss and metrics of the checkpoint cannot be taken over (%s: %s): the next log and the "
+            "totals count from here; training itself is not concerned.",
+            type(error).__name__,
+            error,
+        )

@@ -1,0 +1,351 @@
+"""Decides where a process begins: which run it continues, and from which checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from .. import consensus
+from ..checkpoint_files import STATE_FILE, number_of
+from ..checkpoints.choice import CheckpointError, newest_verdict_of, resolve_checkpoint
+from ..checkpoints.marker import read_marker, standing_of
+from ..checkpoints.vetting import Verdict
+from ..config import HealingConfig
+from ..instrument import names_in_checkpoints
+from ..journal.journal import Journal
+from ..launcher import Launch, launch_of
+from ..output_dir import refuse_unwritable
+from .record import (
+    RECORD_FILE,
+    Attempt,
+    Ending,
+    RunRecord,
+    UnreadableRecordError,
+    first_call,
+)
+
+
+logger = logging.getLogger("self_healing")
+
+# A clock that is read from two files, in whole seconds.
+_CLOCK_SLACK = 2.0
+# Endings after which a person looks at the run before it is started by hand, and not a launcher.
+_LOOKED_AT = frozenset({Ending.FAILED, Ending.GAVE_UP, Ending.INTERRUPTED})
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """
+    Where a process begins.
+
+    Args:
+        checkpoint (`str`, *optional*):
+            What it resumes from; `None` for the beginning.
+        step (`int`):
+            Optimizer steps finished there.
+        record ([`RunRecord`], *optional*):
+            Of the run that it continues; `None` for a new one.
+        by_hand (`bool`):
+            Whether somebody who has looked at the failure started it.
+        by_agent (`bool`):
+            Whether a launcher that has lived on started it again.
+        beside (`bool`):
+            Whether another process that lives trains into the same directory: the record there is that one's.
+        passed_over (`tuple[Verdict, ...]`):
+            Newer checkpoints that cannot be used.
+    """
+
+    checkpoint: str | None
+    step: int = 0
+    record: RunRecord | None = None
+    by_hand: bool = False
+    by_agent: bool = False
+    beside: bool = False
+    passed_over: tuple[Verdict, ...] = ()
+
+    @property
+    def run(self) -> str | None:
+        """The run that is continued; `None` for a new one."""
+        return None if self.record is None else self.record.run
+
+    @property
+    def died(self) -> bool:
+        """Whether the process before this one ended without saying so."""
+        return self.record is not None and self.record.ending is Ending.RUNNING
+
+    @property
+    def spends(self) -> bool:
+        """Whether it is one more attempt without progress: the one before began at the same step, or later."""
+        record = self.record
+        if record is None or self.by_hand or record.ending is Ending.FINISHED:
+            return False
+        if record.ending is Ending.PREEMPTED and not self.by_agent:
+            # A machine that is taken away again and again is no fault of the run. Where the launcher was not taken
+            # away with it, the signal came from the launcher, because another process had failed.
+            return False
+        return self.step <= record.newest.first_step
+
+    @property
+    def steps_to_repeat(self) -> int:
+        """Steps that the process before this one had finished, and that are in no checkpoint."""
+        return 0 if self.record is None else max(self.record.newest.last_step - self.step, 0)
+
+
+def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike[str] | bool | None) -> Start:
+    """
+    Finds where a run begins. Collective: the first process decides for all of them, and they wait to be told.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            That of the run.
+        config ([`HealingConfig`]):
+            `resume_after_restart`.
+        requested (`str`, `PathLike` or `bool`, *optional*):
+            `resume_from_checkpoint`.
+
+    Raises:
+        CheckpointError: If there is nothing that can be resumed from, or the path given is not.
+        ConfigurationError: If checkpoints can never be written.
+    """
+    start, passed_over = Start(None), list[Verdict]()
+    failed: Exception | None = None
+    if trainer.args.process_index == 0:
+        try:
+            start = _look_for_start(trainer, config, requested, passed_over)
+        except Exception as error:
+            failed = error
+        for verdict in passed_over:
+            logger.warning("%s is passed over: %s.", verdict.path, verdict.reason)
+        start = replace(start, passed_over=tuple(passed_over))
+    found: tuple[Start, str | None] = consensus.from_first_rank((start, None if failed is None else str(failed)))
+    start, refusal = found
+    if refusal is not None:
+        raise failed or CheckpointError(refusal)
+    return start
+
+
+def _look_for_start(
+    trainer: Any,
+    config: HealingConfig,
+    requested: str | os.PathLike[str] | bool | None,
+    passed_over: list[Verdict],
+) -> Start:
+    refuse_unwritable(trainer.args)
+    output_dir, launch = str(trainer.args.output_dir), launch_of()
+    restarted = config.resume_after_restart and launch.started_again
+    record: RunRecord | None = None
+    try:
+        record = RunRecord.read(Path(output_dir))
+    except UnreadableRecordError as error:
+        if restarted and requested is None:
+            requested = "auto"
+        logger.warning("%s; what earlier processes of this run did is not known.", error)
+    beside = trains_beside(record, launch, restarted)
+    if record is not None and beside:
+        logger.warning(
+            "Process %d trains into %s at the same time: each will overwrite checkpoints of the other. Please end "
+            "one of them, or give this one an output_dir of its own. What this one does is not kept in %s, which "
+            "speaks of the other.",
+            record.newest.pid,
+            output_dir,
+            RECORD_FILE,
+        )
+        record = None
+    chosen: Verdict | None = None
+    taken_up = False
+    if record is not None and record.attempts and restarted:
+        taken_up = continues(record, launch, requested)
+        chosen = newest_of(record, output_dir, passed_over) if taken_up else None
+    if chosen is None and requested is not None:
+        # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
+        chosen = resolve_checkpoint(requested, output_dir, passed_over, names_in_checkpoints(trainer))
+    path = None if chosen is None else chosen.path
+    for doubt in () if chosen is None else chosen.doubts:
+        logger.warning("%s is resumed from all the same: %s.", path, doubt)
+    return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
+
+
+def note_start(journal: Journal, start: Start, output_dir: str) -> None:
+    """Journals which checkpoint a run begins with, and which ones it does not."""
+    for verdict in start.passed_over:
+        journal.event("checkpoint_passed_over", verdict.step or 0, path=verdict.path, reason=verdict.reason)
+    if start.checkpoint is not None:
+        standing = standing_of(start.checkpoint)
+        journal.event("checkpoint_chosen", start.step, path=start.checkpoint, standing=standing)
+    elif start.passed_over:
+        logger.warning("No checkpoint in %s can be resumed from; the run starts anew.", output_dir)
+
+
+def of_this_job(record: RunRecord, launch: Launch) -> bool:
+    """
+    Whether a launcher that has started this process again has started the one that wrote a record as well. A job that
+    died before it trained comes to the same place, and finds what another one has left there.
+    """
+    newest = record.newest
+    if launch.by_agent and (launch.agent_began is None or newest.began >= launch.agent_began - _CLOCK_SLACK):
+        return True
+    return launch.requeued and newest.job == launch.job
+
+
+def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
+    """
+    Whether this process goes on with the run of a record by itself, whatever checkpoint was asked for: a launcher has
+    started the same script again, and it has come to the same place.
+
+    Args:
+        record ([`RunRecord`]):
+            What is found in the output directory.
+        launch ([`Launch`]):
+            How this process was started.
+        requested:
+            `resume_from_checkpoint`.
+    """
+    if not launch.started_again or requested is False or not first_call(record.directory):
+        return False
+    if not of_this_job(record, launch):
+        logger.warning(
+            "In %s lies run %s of a job before this one (its last process began %s): it is not taken up, and this "
+            "process begins as it was asked to. Please give each job an output_dir of its own.",
+            record.directory,
+            record.run,
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.newest.began)),
+        )
+        return False
+    if record.newest.call != 1:
+        logger.warning(
+            "The script had trained into %s %d times when it was started again, and which of these calls of train() "
+            "this one is cannot be known: it begins as it was asked to. Please give each of them an output_dir of its "
+            "own; after a restart they then go on where they were.",
+            record.directory,
+            record.newest.call,
+        )
+        return False
+    return True
+
+
+def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) -> Verdict | None:
+    """The newest checkpoint of that very run that can be trusted: another run may have left some in its place."""
+    return newest_verdict_of(
+        record.run, output_dir, passed_over=passed_over, wrote=lambda checkpoint: was_writing(record, checkpoint)
+    )
+
+
+def _is_of(record: RunRecord, checkpoint: Path, marker: dict[str, Any] | None) -> bool:
+    return was_writing(record, checkpoint) if marker is None else marker.get("run") == record.run
+
+
+def was_writing(record: RunRecord, checkpoint: Path) -> bool:
+    """
+    Whether a checkpoint without a marker is of this run: the one it was writing when it was killed, or one that it has
+    gone on from since.
+    """
+    gone_on_from = (attempt.resumed_from for attempt in record.attempts if attempt.resumed_from is not None)
+    if any(os.path.abspath(each) == os.path.abspath(checkpoint) for each in gone_on_from):
+        return True
+    return _was_about_to_save(record, checkpoint)
+
+
+def bookkeeping_of(record: RunRecord | None, checkpoint: Path) -> Mapping[str, Any] | None:
+    """What the marker of a checkpoint was to say, if the process was killed before it could write it."""
+    if record is None or record.saving is None or not _was_about_to_save(record, checkpoint):
+        return None
+    with contextlib.suppress(ValueError, TypeError):
+        found = json.loads(str(record.saving.get("bookkeeping")))
+        return found if isinstance(found, dict) and found else None
+    return None
+
+
+def _was_about_to_save(record: RunRecord, checkpoint: Path) -> bool:
+    saving = record.saving or {}
+    if os.path.abspath(record.directory / str(saving.get("checkpoint"))) != os.path.abspath(checkpoint):
+        return False
+    try:
+        # Written last: one that was there before is of another run.
+        return (checkpoint / STATE_FILE).stat().st_mtime >= float(saving["time"]) - _CLOCK_SLACK
+    except (OSError, LookupError, TypeError, ValueError):
+        return False
+
+
+def start_of(
+    checkpoint: str | None, record: RunRecord | None, launch: Launch, taken_up: bool, requested: Any
+) -> Start:
+    """
+    What it means to begin at a checkpoint.
+
+    Args:
+        checkpoint (`str`, *optional*):
+            The one that was chosen.
+        record ([`RunRecord`], *optional*):
+            What is found in the run directory.
+        launch ([`Launch`]):
+            How this process was started.
+        taken_up (`bool`):
+            Whether [`continues`] said so.
+        requested:
+            `resume_from_checkpoint`.
+    """
+    step = 0 if checkpoint is None else step_in(Path(checkpoint))
+    if record is None or not record.attempts:
+        return Start(checkpoint, step)
+    if not taken_up:
+        newest_wanted = requested is True or requested == "auto"
+        if not newest_wanted or record.ending is Ending.FINISHED:
+            # Whoever names a checkpoint begins another branch: what the run wrote after it is not of this one.
+            return Start(checkpoint, step)
+        marker = None if checkpoint is None else read_marker(Path(checkpoint))
+        if checkpoint is not None and not _is_of(record, Path(checkpoint), marker):
+            logger.warning(
+                "%s is the newest checkpoint in %s, but not of the run that was last trained there (%s, which came to "
+                "step %d): it belongs to %s. If that is not what you want, name the checkpoint to go on from.",
+                checkpoint,
+                record.directory,
+                record.run,
+                record.newest.last_step,
+                "another run" if marker is None else f"run {marker.get('run')}",
+            )
+            return Start(checkpoint, step)
+    again = launch.started_again and of_this_job(record, launch)
+    # A pod is started again without being told so, by the same words.
+    unattended = again or (launch.in_a_pod and requested == "auto")
+    by_hand = not unattended and record.ending in _LOOKED_AT
+    return Start(checkpoint, step, record, by_hand, launch.by_agent)
+
+
+def step_in(checkpoint: Path) -> int:
+    """Optimizer steps finished in a checkpoint."""
+    marker = read_marker(checkpoint)
+    if marker is not None:
+        return int(marker["step"])
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+    return number_of(checkpoint) or 0
+
+
+def trains_beside(record: RunRecord | None, launch: Launch, restarted: bool) -> bool:
+    """Whether the process of a record still trains; a launcher that has started it again knows that it does not."""
+    if record is None or not record.attempts or not still_alive(record.newest):
+        return False
+    return not (restarted and of_this_job(record, launch))
+
+
+def still_alive(attempt: Attempt) -> bool:
+    """Whether another process of this machine, that of an attempt that has not ended, is still there."""
+    elsewhere = attempt.host != socket.gethostname() or attempt.pid == os.getpid()
+    if attempt.ending is not Ending.RUNNING or elsewhere:
+        return False
+    try:
+        process = psutil.Process(attempt.pid)
+        # A number is given out again: the process must be older than what it wrote.
+        return bool(process.create_time() <= attempt.began) and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, ValueError, OverflowError):
+        return False

@@ -1,0 +1,253 @@
+"""Whether a run goes on, has ended or died, told to whoever looks into its `output_dir`: `healing_status.json`."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import socket
+import struct
+import time
+import weakref
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..files import replace_file
+from .record import PROGRESS_FILE, Ending
+
+
+logger = logging.getLogger("self_healing")
+
+STATUS_FILE = "healing_status.json"
+SCHEMA_VERSION = 1
+# As in `RunRecord`: attempt (0, for it has none) and optimizer steps finished, little endian.
+_MARK = struct.Struct("<qq")
+# Of the training time, that marking may take.
+_SHARE = 0.01
+
+
+class RunState(StrEnum):
+    """What has become of a run."""
+
+    RUNNING = "running"
+    ENDED = "ended"
+    # An exception, or the end of the script, came before the end of the run.
+    STOPPED = "stopped"
+    # It was asked to leave, or left to be started again.
+    LEFT = "left"
+    # Its process is gone without a word.
+    DIED = "died"
+    UNKNOWN = "unknown"
+
+
+_STATES = {
+    Ending.FINISHED: RunState.ENDED,
+    Ending.PREEMPTED: RunState.LEFT,
+    Ending.RESTART: RunState.LEFT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """
+    The state of a run as of one moment.
+
+    Args:
+        run (`str`):
+            The run.
+        journal (`str`):
+            Its journal, relative to the directory of the status.
+        max_steps (`int`):
+            Optimizer steps it is to have.
+        pid (`int`), host (`str`), began (`float`):
+            The process, and when it began with it, in seconds since the epoch.
+        state ([`RunState`]):
+            What has become of it.
+        step (`int`):
+            Optimizer steps finished.
+        since (`float`):
+            Of a run that goes on or died: the last sign of life; else when it ended.
+        why (`str`):
+            What ended it, in words.
+    """
+
+    run: str
+    journal: str
+    max_steps: int
+    pid: int
+    host: str
+    began: float
+    state: RunState = RunState.RUNNING
+    step: int = 0
+    since: float = 0.0
+    why: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether its end was written down."""
+        return self.state is not RunState.RUNNING
+
+    def __str__(self) -> str:
+        of = f"step {self.step} of {self.max_steps}" if self.max_steps > 0 else f"step {self.step}"
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        process = f"process {self.pid} on {self.host}"
+        why = f": {self.why}" if self.why else ""
+        told = {
+            RunState.RUNNING: f"The run is going on ({process}): {of}, last sign of life {at}.",
+            RunState.ENDED: f"The run ended at {of}, {at}.",
+            RunState.STOPPED: f"The run did not come to its end: train() was left at {of}, {at}{why}",
+            RunState.LEFT: f"The run left at {of}, {at}, to be started again{why}",
+            RunState.DIED: f"The run died at {of}: {process} is gone without a word, last sign of life {at}.",
+            RunState.UNKNOWN: f"Whether the run still goes on is not known: {of}, last sign of life {at}, {process}.",
+        }[self.state]
+        return told if told.endswith((".", "!", "?")) else f"{told}."
+
+
+def read_status(directory: Path) -> RunStatus | None:
+    """What there is to know about the newest run into an `output_dir`; `None` if nothing is written down."""
+    try:
+        content = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
+        known = {each.name for each in fields(RunStatus)}
+        status = RunStatus(**{key: value for key, value in content.items() if key in known})
+        status = replace(status, state=RunState(status.state))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    if status.over:
+        return status
+    step, seen = _progress_in(directory, status)
+    return replace(status, state=_looked_up(status), step=step, since=seen)
+
+
+def _progress_in(directory: Path, status: RunStatus) -> tuple[int, float]:
+    """The step a process came to, which it leaves where no write is needed for it, and when."""
+    path = directory / PROGRESS_FILE
+    try:
+        seen = path.stat().st_mtime
+        step = _MARK.unpack(path.read_bytes())[1]
+    except (OSError, struct.error):
+        return status.step, status.since
+    # Of an earlier run, if it is older.
+    return (max(step, status.step), seen) if seen >= status.since - 1 else (status.step, status.since)
+
+
+def _looked_up(status: RunStatus) -> RunState:
+    """Of a run whose end is not written down: whether its process is still there."""
+    if status.host != socket.gethostname():
+        return RunState.UNKNOWN
+    try:
+        process = psutil.Process(status.pid)
+        # A number is given out again: the process must be older than what it wrote.
+        there = process.create_time() <= status.began + 1 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return RunState.DIED
+    except psutil.Error:
+        return RunState.UNKNOWN
+    return RunState.RUNNING if there else RunState.DIED
+
+
+@dataclass(slots=True, weakref_slot=True)
+class StatusKeeper:
+    """
+    Keeps the status of a run up to date. What the file system refuses is told once and stops nothing.
+
+    Args:
+        directory (`Path`):
+            The `output_dir`.
+    """
+
+    directory: Path
+    status: RunStatus | None = None
+    _progress: int | None = field(default=None, repr=False)
+    _next_mark: float = 0.0
+    _failed: bool = False
+
+    def begin(self, run: str, journal: Path, step: int, max_steps: int, marks: bool) -> None:
+        """
+        `train()` is entered.
+
+        Args:
+            run (`str`), journal (`Path`):
+                The run, and where its journal is.
+            step (`int`), max_steps (`int`):
+                Optimizer steps finished, and those it is to have.
+            marks (`bool`):
+                Whether to mark how far it comes; with a record of the run that is done there.
+        """
+        now = time.time()
+        try:
+            where = os.path.relpath(journal, self.directory)
+        except ValueError:
+            # On another drive.
+            where = os.path.abspath(journal)
+        first = self.status is None
+        self.status = RunStatus(run, where, max_steps, os.getpid(), socket.gethostname(), now, step=step, since=now)
+        self._write()
+        if marks and self._progress is None:
+            self._open()
+        if first:
+            at_exit = weakref.WeakMethod(self._at_exit)
+            atexit.register(lambda: (method := at_exit()) and method())
+
+    def note_step(self, step: int) -> None:
+        """How far the run is; may take a hundredth of the time, however slow the disk."""
+        now = time.perf_counter()
+        if self._progress is None or now < self._next_mark:
+            return
+        try:
+            os.pwrite(self._progress, _MARK.pack(0, step), 0)
+        except OSError:
+            self._close()
+        self._next_mark = now + (time.perf_counter() - now) / _SHARE
+
+    def end(self, state: RunState, step: int, why: str = "") -> None:
+        """The run is over for this process; what was written first counts."""
+        if self.status is None or self.status.over:
+            return
+        lines = why.strip().splitlines()
+        why = lines[0][:300] if lines else ""
+        self.status = replace(self.status, state=state, step=step, since=time.time(), why=why)
+        self._write()
+        self._close()
+
+    def end_attempt(self, ending: Ending, step: int, why: str) -> None:
+        """The same, of a run whose record is kept."""
+        self.end(_STATES.get(ending, RunState.STOPPED), step, "" if ending is Ending.FINISHED else why)
+
+    def _at_exit(self) -> None:
+        # Of the process that trains, not of one it has forked.
+        if self.status is not None and self.status.pid == os.getpid():
+            step, _ = _progress_in(self.directory, self.status)
+            self.end(RunState.STOPPED, step, "the process ended")
+
+    def _write(self) -> None:
+        if self.status is None:
+            return
+        try:
+            content: dict[str, Any] = {"schema": SCHEMA_VERSION, **asdict(self.status)}
+            replace_file(self.directory / STATUS_FILE, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            self._tell(STATUS_FILE, error)
+
+    def _open(self) -> None:
+        try:
+            self._progress = os.open(self.directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+            self._next_mark = 0.0
+        except OSError as error:
+            self._tell(PROGRESS_FILE, error)
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            os.close(self._progress)
+            self._progress = None
+
+    def _tell(self, name: str, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True
+            logger.warning(
+                "%s could not be written (%s): `self-healing report` will not know how far the run came.", name, error
+            )

@@ -1,0 +1,1 @@
+"""States that a run can go back to."""

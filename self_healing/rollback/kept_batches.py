@@ -1,0 +1,154 @@
+"""Keeps batches of earlier steps: to apply steps again, to compare with, and to try learning rates on."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..instrument import Control, Recording, Window, on_host
+from .snapshots import Snapshot
+
+
+# Steps of a run's beginning that are kept for as long as it is early, to try out learning rates on.
+_TRIAL_STEPS = 10
+# All steps since the newest trusted state are kept, to be applied again, if their batches take no more than this.
+_LARGEST_TAPE = 256 * 2**20
+# A batch is kept, to tell harder data from worse weights, only if it is small beside the model.
+_LARGEST_CONTROL = 64 * 2**20
+
+
+class KeptBatches:
+    """
+    Holds what is kept of the batches of earlier steps. Until the device runs out of memory they stay where they are;
+    several of these are the same step, whose tensors are kept once.
+
+    - `newest_healthy`: the last step before anything was wrong with the loss, whole.
+    - `healthy_inputs`: the first micro-batch of the last step with nothing wrong by itself, of any size.
+    - `first_steps`: those the run began with.
+    - `tape`: all steps since the newest trusted state, without a gap.
+    """
+
+    def __init__(self) -> None:
+        self.newest_healthy: Control | None = None
+        self.healthy_inputs: Any = None
+        self.first_steps: list[Control] = []
+        self.tape: deque[Recording] = deque()
+        self._tape_bytes = 0
+        self._on_host = False
+
+    def release(self) -> None:
+        """Lets go of all of them."""
+        self.newest_healthy = self.healthy_inputs = None
+        self.first_steps = []
+        self.cut_tape()
+
+    def copy_of(self, window: Window, loss: float) -> Control | None:
+        """
+        A step to be computed again later; `None` if its rows are generated each time, or are too many.
+
+        Args:
+            window ([`Window`]):
+                The step.
+            loss (`float`):
+                What came out of it.
+        """
+        control = window.control(loss, _LARGEST_CONTROL)
+        if control is not None and self._on_host:
+            # The device has just been waited for: only the copy itself takes time.
+            control.leave_device()
+        return control
+
+    def note_healthy(self, window: Window) -> None:
+        """Takes in a step with nothing wrong."""
+        if not window.objective.online:
+            inputs = window.inputs(0)
+            self.healthy_inputs = on_host(inputs) if self._on_host else inputs
+
+    # ---- the beginning of the run ----
+
+    def keep_first(self, control: Control | None) -> None:
+        """Keeps a step of the beginning of the run, unless there are enough."""
+        if control is None or len(self.first_steps) >= _TRIAL_STEPS or not math.isfinite(control.loss):
+            return
+        if control.nbytes <= _LARGEST_CONTROL // _TRIAL_STEPS:
+            self.first_steps.append(control)
+
+    def forget_first(self) -> None:
+        """The run has got beyond its beginning."""
+        if self.first_steps:
+            self.first_steps = []
+
+    # ---- the tape ----
+
+    def record(self, window: Window, control: Control | None) -> None:
+        """Keeps the steps since the newest trusted state, to be applied again; not beyond a gap."""
+        recording = None if control is None else window.recording(control)
+        if recording is None or control is None or self._tape_bytes + control.nbytes > _LARGEST_TAPE:
+            self.cut_tape()
+            return
+        self.tape.append(recording)
+        self._tape_bytes += control.nbytes
+
+    def recorded(self, steps: range) -> list[Recording] | None:
+        """The recordings of these steps; `None` if not all of them are kept."""
+        found = [each for each in self.tape if each.step in steps]
+        return found if [each.step for each in found] == list(steps) else None
+
+    def cut_tape(self) -> None:
+        """Lets go of all recordings."""
+        self.tape.clear()
+        self._tape_bytes = 0
+
+    def forget_before(self, step: int) -> None:
+        """The newest trusted state is that of this step: earlier ones are not applied again."""
+        while self.tape and self.tape[0].step < step:
+            self._tape_bytes -= self.tape.popleft().control.nbytes
+
+    def forget_beyond(self, step: int) -> None:
+        """The run goes on from this step: those from there on will be others."""
+        while self.tape and self.tape[-1].step >= step:
+            self._tape_bytes -= self.tape.pop().control.nbytes
+
+    # ---- where memory ran out ----
+
+    def free(self, of_host: bool, device: torch.device, snapshots: Iterable[Snapshot]) -> int:
+        """
+        Memory ran out: batches that are kept, to compute earlier steps again, make room.
+
+        Those on the device go to the host, and so do all later ones: nothing is lost. Where it is the host that has no
+        memory, those that lie there are given up: until the next snapshot steps cannot be applied again, until the
+        next healthy step harder data cannot be told from worse weights, and a run that fails in its first steps cannot
+        try out learning rates on them.
+
+        Args:
+            of_host (`bool`):
+                Whether the memory that ran out was the host's.
+            device (`torch.device`):
+                Where the run trains.
+            snapshots (`Iterable[Snapshot]`):
+                States that are kept, each with a batch from before it.
+
+        Returns:
+            Bytes.
+        """
+        snapshots = list(snapshots)
+        with_snapshots = [snapshot.extras.get("control") for snapshot in snapshots]
+        recorded = [recording.control for recording in self.tape]
+        every = [*recorded, *self.first_steps, *with_snapshots, self.newest_healthy]
+        kept = {id(control): control for control in every if control is not None}.values()
+        # The same tensors, mostly, as those of the newest step that is kept.
+        self.healthy_inputs = None if of_host else on_host(self.healthy_inputs)
+        if not of_host:
+            self._on_host = True
+            return sum(control.leave_device() for control in kept)
+        if device.type != "cpu" and not self._on_host:
+            return 0
+        self.first_steps, self.newest_healthy = [], None
+        self.cut_tape()
+        for snapshot in snapshots:
+            snapshot.extras.pop("control", None)
+        return sum(control.nbytes for control in kept)

@@ -1,0 +1,84 @@
+"""Whose an exception is that left `train()`, and what cures it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..classify import classify_exception
+from ..failures import FAILURE_RECIPES, Action, FailureType
+from ..instrument import BatchPlan
+from ..journal.incident import Incident
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """
+    An exception that left `train()`, with the incident it belongs to and what cures it.
+
+    Args:
+        incident ([`Incident`]):
+            Open until the run is over the exception.
+        remedy ([`Action`]):
+            What is done before `train()` is entered again; `STOP` if it is not.
+        wait (`bool`, *optional*, defaults to `False`):
+            Whether to wait before.
+        batch ([`BatchPlan`], *optional*):
+            For `REDUCE_BATCH_SIZE`: the sizes to go on with.
+    """
+
+    incident: Incident
+    remedy: Action
+    wait: bool = False
+    batch: BatchPlan | None = None
+
+
+class Claimant(Protocol):
+    """Part of a run in which an incident may begin that is healed outside of `train()`."""
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether an incident waits for the exception to leave `train()`."""
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """
+        Gives, once, the claim on the exception that left `train()`.
+
+        Args:
+            error (`BaseException`):
+                The exception; the user's code may have raised it in place of the one the incident began with.
+
+        Returns:
+            [`Claim`]: `None` if no incident waits for it.
+        """
+
+
+def first_claim(claimants: Iterable[Claimant], error: BaseException) -> Claim | None:
+    """
+    Asks whose an exception is.
+
+    All are asked, so that no claim is left for a later exception.
+
+    Args:
+        claimants (`Iterable[Claimant]`):
+            Those it may belong to; the first one that claims it heals it.
+        error (`BaseException`):
+            The exception that left `train()`.
+    """
+    claims = [claim for each in claimants if (claim := each.claim(error)) is not None]
+    return claims[0] if claims else None
+
+
+def claim_by_recipe(incident: Incident, failure: FailureType) -> Claim:
+    """Claims an exception for the remedy outside of `train()` that its recipe names; `STOP` if it names none."""
+    remedy = FAILURE_RECIPES[failure].reentry or Action.STOP
+    return Claim(incident, remedy, wait=remedy is Action.WAIT_AND_RESUME)
+
+
+def claim_unless_out_of_memory(incident: Incident | None, error: BaseException) -> Claim | None:
+    """Claims an exception for an incident that waits for one; memory that ran out on the way has its own remedies."""
+    failure = classify_exception(error)
+    if incident is None or failure is FailureType.OUT_OF_MEMORY:
+        return None
+    return claim_by_recipe(incident, failure)

@@ -1,0 +1,163 @@
+"""Trackers and the Hub: what fails there is reported once, tried again with what is logged next, and never matters."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..classify import is_error, text_of
+from ..failures import Action, FailureType
+from ..journal.incident import Incident
+from ..retry import RetryPolicy
+from ..run.context import RunContext
+
+
+logger = logging.getLogger("self_healing")
+
+# Training is waiting: one more attempt, at once or nearly so.
+_ATTEMPTS, _LONGEST_WAIT = 2, 1.0
+# A call that fails only after so many seconds is not made at every log, but so many seconds later.
+_SLOW, _PAUSE = 5.0, 300.0
+
+
+@dataclass(slots=True)
+class _Service:
+    """A tracker or the Hub, and how it does."""
+
+    incident: Incident | None = None
+    failing: bool = False
+    missed: int = 0
+    silent_until: float = 0.0
+
+
+class Reporting:
+    """
+    Calls of trackers and of the Hub, on which nothing depends.
+
+    The first failure of each is an incident; later ones are counted. While one fails it is tried with every call and
+    not waited for, and if it takes long to fail, only every five minutes.
+
+    Args:
+        run ([`RunContext`]):
+            The run.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
+            Seconds.
+    """
+
+    def __init__(self, run: RunContext, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._clock = clock
+        self._services: dict[str, _Service] = {}
+        self._policy = RetryPolicy(
+            attempts=_ATTEMPTS,
+            initial_seconds=_LONGEST_WAIT,
+            max_seconds=_LONGEST_WAIT,
+            total_seconds=_SLOW,
+            sleep=run.sleep,
+        )
+
+    def call(
+        self,
+        service: str,
+        step: int,
+        rewind: Callable[[], None],
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Calls a function; what it raises is reported.
+
+        Args:
+            service (`str`):
+                Whose function it is.
+            step (`int`):
+                Optimizer steps finished.
+            rewind (`Callable[[], None]`):
+                Takes back what a failed call did to the run.
+            function (`Callable`):
+                What to call, with the further arguments.
+
+        Returns:
+            What it gives, or `None` if it failed or was not called.
+        """
+        known = self._services.setdefault(service, _Service())
+        began = self._clock()
+        if began < known.silent_until:
+            known.missed += 1
+            return None
+        retried = 0
+
+        def on_retry(_: Any) -> None:
+            nonlocal retried
+            retried += 1
+            rewind()
+
+        try:
+            if known.failing:
+                result = function(*args, **kwargs)
+            else:
+                result = self._policy.call(function, *args, on_retry=on_retry, **kwargs)
+        except BaseException as error:
+            if not is_error(error):
+                raise
+            rewind()
+            self.failed(service, step, error, retried)
+            if self._clock() - began > _SLOW:
+                known.silent_until = self._clock() + _PAUSE
+            return None
+        if known.failing:
+            known.failing = False
+            logger.warning("Step %d: %s works again; %d of its calls were lost.", step, service, known.missed)
+        return result
+
+    def failed(self, service: str, step: int, error: BaseException, retried: int = 0) -> None:
+        """
+        Takes in a failure.
+
+        Args:
+            service (`str`), step (`int`):
+                Of what, and when.
+            error (`BaseException`):
+                What it raised.
+            retried (`int`, *optional*, defaults to 0):
+                How often it was called again.
+        """
+        known = self._services.setdefault(service, _Service())
+        known.failing = True
+        known.missed += 1
+        if known.incident is not None:
+            known.incident.evidence["missed"] = known.missed
+            return
+        journal = self._run.journal
+        evidence = {"service": service, "message": text_of(error)[:500], "missed": 1}
+        known.incident = incident = journal.open(step, type(error).__name__, evidence)
+        journal.diagnosed(incident, FailureType.REPORTING, service, {})
+        if retried:
+            journal.acted(incident, Action.RETRY_CALL.value, service=service, attempts=retried + 1)
+        journal.acted(incident, Action.GO_ON_WITHOUT.value, service=service)
+        logger.debug("The traceback of incident %s:", incident.id, exc_info=error)
+        journal.dealt_with(incident)
+        journal.closed(incident, "reported")
+
+    def sum_up(self, step: int) -> None:
+        """
+        At the end of a run: says what never came back.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+        """
+        for service, known in self._services.items():
+            if known.failing:
+                self._run.journal.event("noticed", step, symptom="not_told", service=service, missed=known.missed)
+                logger.warning(
+                    "%s was not told everything: %d of its calls failed or were left out. What was logged is in "
+                    "trainer_state.json.",
+                    service,
+                    known.missed,
+                )

@@ -1,0 +1,218 @@
+"""Handles checkpoints that cannot be written: no torn ones are left, room is made, the run goes on."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ..checkpoint_files import size_of
+from ..checkpoints.removal import expendable_checkpoint, remove_torn
+from ..classify import describe_exception, text_of
+from ..failures import Action, FailureType
+from ..journal.incident import Incident
+from ..run.context import RunContext
+
+
+logger = logging.getLogger("self_healing")
+
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+# How safetensors and torch put them.
+_FULL_TEXTS = (f"os error {errno.ENOSPC})", f"os error {errno.EDQUOT})", "No space left", "Disk quota exceeded")
+
+
+class SaveHealer:
+    """
+    The checkpoints of one run that could not be written, in one incident until the next one can.
+
+    Args:
+        run ([`RunContext`]):
+            The run; its configuration says whether room may be made.
+        give_way (`Callable[[], list[str]]`):
+            Removes the checkpoints that are kept beside those of the Trainer; the names of those that were.
+    """
+
+    def __init__(self, run: RunContext, give_way: Callable[[], list[str]]) -> None:
+        self._run = run
+        self._give_way = give_way
+        self._incident: Incident | None = None
+        self._told = False
+        self._missing: list[int] = []
+        self._made_room_at: int | None = None
+
+    def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool = False) -> bool:
+        """
+        Deals with a checkpoint that could not be written.
+
+        Args:
+            error (`Exception`):
+                Why.
+            checkpoint (`Path`), step (`int`):
+                Where it was to be, and when.
+            best (`str`, *optional*):
+                The best checkpoint so far.
+            untouched (`bool`, *optional*, defaults to `False`):
+                Whether there was one already, of an earlier run or an earlier save, and nothing was written to it.
+
+        Returns:
+            Whether to write it once more, because there is more room now.
+        """
+        journal, incident = self._run.journal, self._opened(error, checkpoint, step)
+        kept = "nothing was written to the checkpoint that was there already" if untouched else None
+        why = kept or remove_torn(checkpoint)
+        journal.acted(
+            incident,
+            Action.REMOVE_PARTIAL_CHECKPOINT.value,
+            happened=why is None,
+            checkpoint=str(checkpoint),
+            error=describe_exception(error)[:300],
+            why=why,
+        )
+        if why is not None and not untouched:
+            logger.error(
+                "What was written of %s could not be removed (%s). Please remove it: it is not complete, and must not "
+                "be resumed from.",
+                checkpoint,
+                why,
+            )
+        if self._kept_ones_give_way(incident, error, checkpoint):
+            return True
+        if self._run.config.make_room_for_checkpoints and self._made_room_at != step:
+            self._made_room_at = step
+            if self._make_room(incident, error, checkpoint, best):
+                return True
+        self._missing.append(step)
+        incident.evidence["missing"] = list(self._missing)
+        journal.acted(incident, Action.GO_ON_WITHOUT.value, checkpoint=str(checkpoint))
+        if self._told:
+            logger.error(
+                "Step %d: %s could not be written either (%s). Training goes on; checkpoints missing so far: %s.",
+                step,
+                checkpoint,
+                describe_exception(error),
+                ", ".join(map(str, self._missing)),
+            )
+        else:
+            self._tell(incident)
+        return False
+
+    def _opened(self, error: Exception, checkpoint: Path, step: int) -> Incident:
+        if self._incident is None:
+            journal = self._run.journal
+            why = f"The error: {describe_exception(error)[:300]}"
+            evidence = {"checkpoint": str(checkpoint), "message": text_of(error)[:500], "why": why}
+            self._incident = journal.open(step, type(error).__name__, evidence)
+            journal.diagnosed(self._incident, FailureType.DISK, "a checkpoint could not be written", {})
+            self._told = False
+        return self._incident
+
+    def _tell(self, incident: Incident) -> None:
+        self._told = True
+        self._run.journal.dealt_with(incident)
+
+    def _kept_ones_give_way(self, incident: Incident, error: Exception, checkpoint: Path) -> bool:
+        """They are ours, and there only because nobody needed the room: this is asked of nobody."""
+        if not _is_full(error, checkpoint):
+            return False
+        removed = self._give_way()
+        if removed:
+            self._run.journal.acted(incident, Action.MAKE_ROOM.value, kept=removed)
+            incident.figures.append(f"last-known-good/ gave way: {', '.join(removed)} removed")
+        return bool(removed)
+
+    def _make_room(self, incident: Incident, error: Exception, checkpoint: Path, best: str | None) -> bool:
+        journal, run = self._run.journal, self._run.run_id
+        if not _is_full(error, checkpoint):
+            return False
+        oldest = expendable_checkpoint(run, checkpoint.parent, best)
+        why: str | None
+        if oldest is None:
+            why = "every other checkpoint is verified, the best, the newest, or kept in last-known-good/ as well"
+        else:
+            why = remove_torn(oldest)
+        journal.acted(
+            incident,
+            Action.MAKE_ROOM.value,
+            happened=why is None,
+            removed=None if oldest is None else str(oldest),
+            why=why,
+        )
+        if why is None and oldest is not None:
+            incident.figures.append(f"{oldest.name} removed")
+        return why is None
+
+    def not_rotated(self, error: Exception, checkpoint: Path, step: int) -> None:
+        """
+        Takes in that a checkpoint was written, and an older one could not be removed.
+
+        Args:
+            error (`Exception`), checkpoint (`Path`), step (`int`):
+                Why, and after which.
+        """
+        logger.warning(
+            "Step %d: %s is written, but an older checkpoint could not be removed (%s: %s); save_total_limit is "
+            "exceeded until one can be.",
+            step,
+            checkpoint,
+            type(error).__name__,
+            error,
+        )
+        self.saved(checkpoint, step)
+
+    def saved(self, checkpoint: Path, step: int) -> None:
+        """
+        Takes in that a checkpoint was written.
+
+        Args:
+            checkpoint (`Path`), step (`int`):
+                Which one, and when.
+        """
+        incident = self._incident
+        if incident is None:
+            return
+        if not self._told:
+            self._tell(incident)
+        if self._missing:
+            logger.warning(
+                "Step %d: checkpoints can be written again (%s). Missing: those of steps %s.",
+                step,
+                checkpoint,
+                ", ".join(map(str, self._missing)),
+            )
+        self._run.journal.closed(incident, "resolved", written=str(checkpoint), missing=list(self._missing))
+        self._incident, self._missing = None, []
+
+    def run_ends(self, step: int) -> None:
+        """
+        At the end of the run: says what there is no checkpoint of.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+        """
+        incident = self._incident
+        if incident is None:
+            return
+        self._run.journal.closed(incident, "unresolved", missing=list(self._missing))
+        self._incident = None
+        logger.error(
+            "The last checkpoint could not be written: the steps up to %d are in this process's memory only, and lost "
+            "when it ends. Please save the model where there is room: trainer.save_model(<another directory>). "
+            "Incident %s.",
+            step,
+            incident.id,
+        )
+
+
+def _is_full(error: Exception, checkpoint: Path) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _FULL_ERRNOS
+    if any(text in text_of(error) for text in _FULL_TEXTS):
+        return True
+    if "os error" in text_of(error):
+        return False
+    # torch's writer does not say why: the disk is full if another checkpoint would not fit.
+    others = [size_of(other) for other in checkpoint.parent.glob("checkpoint-*")]
+    return bool(others) and shutil.disk_usage(checkpoint.parent).free < max(others)
