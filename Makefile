@@ -7,12 +7,12 @@ export TOKENIZERS_PARALLELISM := false
 
 # The oldest supported transformers, with the newest of what it cannot share with the pins in constraints.txt.
 OLDEST := transformers==5.4.0 huggingface_hub==1.33.0 tokenizers==0.22.2
-OLDEST_TESTS := tests/test_nonfinite.py tests/test_healthy.py tests/test_exceptions.py tests/test_rollback.py \
-	tests/test_learning_rate.py tests/test_memory.py
+OLDEST_TESTS := tests/numerics/test_nonfinite.py tests/test_healthy.py tests/instrument/test_exceptions.py tests/rollback/test_rollback.py \
+	tests/numerics/test_learning_rate.py tests/memory/test_memory.py
 
 # On a machine with a GPU, whose own Python has torch for it; `make gpu-needs` says what else it lacks.
 GPU_PYTHON ?= python3
-GPU_TESTS := tests/test_healthy.py tests/test_nonfinite.py tests/test_rollback.py
+GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollback/test_rollback.py
 
 .PHONY: demo test test-slow test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
@@ -39,7 +39,7 @@ test-gpu: gpu-needs
 	$(MAKE) -k test-gpu-cases test-gpu-fp32 test-gpu-bf16
 
 test-gpu-cases:
-	$(GPU_PYTHON) -m pytest -m gpu tests/test_gpu_bench.py tests/test_memory_gpu.py
+	$(GPU_PYTHON) -m pytest -m gpu tests/test_gpu_bench.py tests/memory/test_memory_gpu.py
 
 test-gpu-fp32:
 	TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest $(GPU_TESTS)

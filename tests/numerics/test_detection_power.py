@@ -23,7 +23,7 @@ from self_healing.detectors.rules import MetricRules, load_rules, rules_for
 from self_healing.objectives import objective_named
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def load_benchmark() -> ModuleType:

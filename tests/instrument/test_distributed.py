@@ -21,7 +21,7 @@ def launch(directory: Path, *arguments: str, script: str = "two_processes.py") -
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-            *(str(Path(__file__).with_name(script)), str(directory), *arguments),
+            *(str(Path(__file__).parents[1].joinpath(script)), str(directory), *arguments),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )

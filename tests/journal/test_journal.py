@@ -99,7 +99,11 @@ Path(sys.argv[1], "read_back.json").write_text(json.dumps({"logs": logs, "alerts
 
 def test_trackio_shows_the_metrics_and_the_alert(tmp_path: Path) -> None:
     # In a process of its own: trackio takes its directory from the environment when it is imported.
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {
+        **os.environ,
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
     subprocess.run([sys.executable, "-c", TRACKIO_RUN, str(tmp_path)], env=environment, check=True, timeout=120)
     read_back = json.loads((tmp_path / "read_back.json").read_text())
     assert any(entry.get("train/healing/incidents") == 1 for entry in read_back["logs"])

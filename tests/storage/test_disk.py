@@ -129,7 +129,7 @@ def test_what_safetensors_and_torch_raise_on_a_disk_that_takes_no_more_is_known(
 
 
 def run(script: str, *arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    path = [str(Path(__file__).parent), *sys.path]
+    path = [str(Path(__file__).parents[1]), *sys.path]
     done = subprocess.run(
         [*prefix, sys.executable, "-c", textwrap.dedent(script), *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},

@@ -894,7 +894,7 @@ def test_a_hub_that_always_fails_changes_nothing(wrapped: bool, tmp_path: Path, 
     clean.train()
     # The repository is created, which the Trainer's constructor does; from then on there is nothing but errors.
     server = serve([200], body={"url": "https://huggingface.co/me/model"}, always=403)
-    script = textwrap.dedent(PUSHING).format(tests=str(Path(__file__).parent), root=str(tmp_path), wrapped=wrapped)
+    script = textwrap.dedent(PUSHING).format(tests=str(Path(__file__).parents[1]), root=str(tmp_path), wrapped=wrapped)
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**_environment(), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"},

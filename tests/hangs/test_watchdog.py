@@ -882,7 +882,7 @@ def test_waiting_before_another_attempt_is_no_hang(tmp_path: Path) -> None:
 
 def child(function: Callable[[str], None], directory: Path, **environment: str) -> subprocess.Popen[str]:
     code = f"import sys, test_watchdog; test_watchdog.{function.__name__}(sys.argv[1])"
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code, str(directory)],
         env={**os.environ, "PYTHONPATH": paths, **environment},

@@ -39,7 +39,7 @@ from self_healing.detectors.rules import (
 )
 
 
-CURVES = Path(__file__).parent / "data" / "curves"
+CURVES = Path(__file__).parents[1] / "data" / "curves"
 TABLE = {rule.name: rule for rule in load_rules()}
 LN2 = math.log(2)
 
