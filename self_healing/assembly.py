@@ -12,6 +12,7 @@ from typing import Any
 
 from . import consensus
 from .checkpoints.checksums import ChecksumQueue
+from .checkpoints.marker import Standing, write_marker
 from .checkpoints.owed import bookkeeping_now
 from .config import HealingConfig
 from .data.quarantine import Quarantine
@@ -110,6 +111,32 @@ class Run:
         # Written once more with the marker: there the disk may have room that rotation has made.
         with contextlib.suppress(OSError, RuntimeError):
             save_generated(instrument.trainer, checkpoint)
+
+    def checkpoint_saved(self, instrument: Instrument, checkpoint: Path, step: int) -> None:
+        """
+        A regular checkpoint is written, with all its parts: marks it as complete.
+
+        Args:
+            instrument ([`Instrument`]):
+                Attached to the trainer.
+            checkpoint (`Path`), step (`int`):
+                Which one.
+        """
+        exported = bookkeeping_now(instrument)
+        save_generated(instrument.trainer, checkpoint)
+        finite = self.rollback.finite_at(step)
+        standing: Standing = "suspect" if finite is False else "unverified"
+        write_marker(
+            checkpoint,
+            self.context.run_id,
+            step,
+            exported,
+            emergency=False,
+            standing=standing,
+            finite=finite,
+            later=self.context.checksums.put,
+        )
+        self.rollback.checkpoint_saved(checkpoint, step)
 
     def start_over(self, checkpoint: str, step: int) -> None:
         """

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,19 +15,14 @@ from . import consensus
 from .actions import HealingActions
 from .assembly import Run, assemble
 from .checkpoints.choice import CheckpointError
-from .checkpoints.marker import Standing, write_marker
-from .checkpoints.owed import bookkeeping_now, owe_evaluation
+from .checkpoints.owed import owe_evaluation
 from .checkpoints.trainer_state import healing_state_of
 from .config import HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
 from .end_of_run import tell_what_to_know
 from .entry import Entry
 from .entry_checks import (
-    refuse_damaged_checkpoint,
-    refuse_nonfinite_weights,
     refuse_unwritable_output,
-    tell_of_offloaded,
-    warn_about_the_rate,
 )
 from .failures import UnrecoverableTrainingError
 from .instrument import (
@@ -39,12 +32,10 @@ from .instrument import (
     find_trainer,
     is_training,
     leave_out_of_uploads,
-    save_generated,
 )
 from .journal.incident import Incident
 from .numerics.judge import StepJudge
-from .own_files import hide_from_uploads, own_patterns, remove_leftovers
-from .restarts.resumed_bookkeeping import continue_bookkeeping
+from .own_files import hide_from_uploads, own_patterns
 from .restarts.status import RunState
 from .setting import ConfigurationError
 
@@ -164,55 +155,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         before = run.instrument
         moved = before.optimizer_step.weights_moved if before is not None else int(state.global_step) > 0
         entry = Entry(run, trainer, moved)
-        self._judge, instrument = entry.judge, entry.instrument
+        self._judge = entry.judge
         # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
         # does not know (Trainer._save_checkpoint, 5.23).
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
-        if run.attempts.entries == 0:
-            if args.process_index == 0:
-                remove_leftovers(args.output_dir, self.config.healing_dir)
-            if not run.attempts.taken_up:
-                run.journal.set_aside_postmortem()
-            run.numerics.begin_watching(instrument, self._rules)
-            self._restore_state(run, state)
-            run.attempts.recall()
-            run.attempts.first_resume = resumed_from
-            run.numerics.learning_rate.begin(int(state.max_steps), instrument.view.beta2)
-            run.numerics.missing.begin(int(state.global_step))
-            run.numerics.resumed_from, run.numerics.on_trial = resumed_from, resumed_from is not None
-        else:
-            run.numerics.go_on_counting(int(state.global_step), healing_state_of(state.stateful_callbacks) or {})
-        run.attempts.enter()
-        finite = run.attempts.entries > 1 or refuse_nonfinite_weights(run.context, resumed_from)
-        if run.attempts.entries == 1 and adopted is None and resumed_from is not None:
-            # The wrapper has looked before the Trainer loaded anything.
-            refuse_damaged_checkpoint(run.context, Path(resumed_from))
-        if run.attempts.entries == 1:
-            tell_of_offloaded(instrument)
+        entry.begin(self._rules, resumed_from, self._state_of(state), wrapped=adopted is not None)
         entry.attach(wrapped=adopted is not None)
-        continue_bookkeeping(run.context, run.attempts, instrument, resumed_from, int(state.global_step))
-        run.journal.event(
-            "run_started",
-            int(state.global_step),
-            objective=instrument.objective.name,
-            detectors=["nonfinite", *sorted(instrument.objective.detectors)],
-            rules=[] if run.numerics.rules is None else sorted(rule.name for rule in run.numerics.rules.rules),
-            resumed_from=resumed_from,
-            max_steps=int(state.max_steps),
-            output_dir=os.path.abspath(args.output_dir),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            **run.numerics.rate_in_force(),
-        )
-        run.attempts.tell_status(Path(args.output_dir), int(state.max_steps))
-        if resumed_from is not None and run.attempts.entries == 1:
-            warn_about_the_rate(instrument, resumed_from)
-        run.rollback.begin(instrument, not run.numerics.warm, resumed_from, finite)
-        if not instrument.view.can_reexecute:
-            logger.warning(
-                "self_healing: %s runs the backward pass itself; steps are watched, but not healed.",
-                trainer.accelerator.distributed_type,
-            )
+        entry.go_on(resumed_from)
         if adopted is None and args.auto_find_batch_size:
             logger.warning(
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error that could "
@@ -224,14 +173,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         others = [each for each in trainer.callback_handler.callbacks if isinstance(each, SelfHealingCallback)]
         return bool(others) and others[0] is not self
 
-    def _restore_state(self, run: Run, state: Any) -> None:
-        saved = self._saved_state
+    def _state_of(self, state: Any) -> dict[str, Any] | None:
+        """What a checkpoint knows of healing, of a run that goes on from one."""
+        saved, self._saved_state = self._saved_state, None
         if saved is None and state.global_step > 0:
             # Without restore_callback_states_from_checkpoint the state is in the checkpoint all the same.
             saved = healing_state_of(state.stateful_callbacks)
-        if saved is not None and state.global_step > 0:
-            run.load_state_dict(saved)
-        self._saved_state = None
+        return saved if state.global_step > 0 else None
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -347,21 +295,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
         try:
             if checkpoint.is_dir():
-                exported = bookkeeping_now(run.instrument)
-                save_generated(run.instrument.trainer, checkpoint)
-                finite = run.rollback.finite_at(int(state.global_step))
-                standing: Standing = "suspect" if finite is False else "unverified"
-                write_marker(
-                    checkpoint,
-                    run.context.run_id,
-                    state.global_step,
-                    exported,
-                    emergency=False,
-                    standing=standing,
-                    finite=finite,
-                    later=run.context.checksums.put,
-                )
-                run.rollback.checkpoint_saved(checkpoint, int(state.global_step))
+                run.checkpoint_saved(run.instrument, checkpoint, int(state.global_step))
         except Exception as error:
             if run.instrument.failsafe.tells_of_lost_device(error):
                 raise

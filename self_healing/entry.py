@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .assembly import Run
 from .checkpoint_files import PINNED_DIR
+from .checkpoints.trainer_state import healing_state_of
 from .checkpoints.vetting import may_be_loaded, vet_weights
 from .data.healer import SampleHealer
+from .detectors.rules import MetricRule
 from .end_of_run import tell_of_best_model
+from .entry_checks import refuse_damaged_checkpoint, refuse_nonfinite_weights, tell_of_offloaded, warn_about_the_rate
 from .instrument import BestModel, CheckpointSaving, Instrument, ReportingGuard, ServiceGuard
 from .memory.healer import MemoryHealer
 from .numerics.judge import StepJudge
+from .own_files import remove_leftovers
+from .restarts.resumed_bookkeeping import continue_bookkeeping
 from .run_hooks import RunHooks
 from .services.calls import ServiceCalls
 from .services.reporting import Reporting
+
+
+logger = logging.getLogger("self_healing")
 
 
 class Entry:
@@ -57,6 +69,86 @@ class Entry:
         # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
         self.instrument.optimizer_step.weights_moved |= moved
         context.attachment.instrument = self.instrument
+        self._finite = True
+
+    def begin(
+        self, rules: Sequence[MetricRule], resumed_from: str | None, saved: Mapping[str, Any] | None, wrapped: bool
+    ) -> None:
+        """
+        Takes in where the run is, and looks at what it would go on with, before anything is attached.
+
+        Args:
+            rules (`Sequence[MetricRule]`):
+                The table of rules.
+            resumed_from (`str`, *optional*), saved (`Mapping`, *optional*):
+                The checkpoint, and what it knows of healing.
+            wrapped (`bool`):
+                Whether `SelfHealingTrainer` has entered `train()`: it has looked at the checkpoint.
+
+        Raises:
+            CheckpointError: If the checkpoint cannot be resumed from.
+            UnrecoverableTrainingError: If weights or optimizer state are not finite.
+        """
+        run, attempts, numerics = self._run, self._run.attempts, self._run.numerics
+        args, state = self._trainer.args, self._trainer.state
+        step = int(state.global_step)
+        if attempts.entries == 0:
+            if args.process_index == 0:
+                remove_leftovers(args.output_dir, run.context.config.healing_dir)
+            if not attempts.taken_up:
+                run.journal.set_aside_postmortem()
+            numerics.begin_watching(self.instrument, rules)
+            if saved is not None:
+                run.load_state_dict(saved)
+            attempts.recall()
+            attempts.first_resume = resumed_from
+            numerics.learning_rate.begin(int(state.max_steps), self.instrument.view.beta2)
+            numerics.missing.begin(step)
+            numerics.resumed_from, numerics.on_trial = resumed_from, resumed_from is not None
+        else:
+            numerics.go_on_counting(step, healing_state_of(state.stateful_callbacks) or {})
+        attempts.enter()
+        self._finite = attempts.entries > 1 or refuse_nonfinite_weights(run.context, resumed_from)
+        if attempts.entries == 1:
+            if not wrapped and resumed_from is not None:
+                # The wrapper has looked before the Trainer loaded anything.
+                refuse_damaged_checkpoint(run.context, Path(resumed_from))
+            tell_of_offloaded(self.instrument)
+
+    def go_on(self, resumed_from: str | None) -> None:
+        """
+        Goes on where a checkpoint was written, tells that the run has started, and keeps the state it starts with.
+
+        Args:
+            resumed_from (`str`, *optional*):
+                The checkpoint.
+        """
+        run, instrument = self._run, self.instrument
+        args, state, rules = self._trainer.args, self._trainer.state, run.numerics.rules
+        step, max_steps = int(state.global_step), int(state.max_steps)
+        continue_bookkeeping(run.context, run.attempts, instrument, resumed_from, step)
+        run.journal.event(
+            "run_started",
+            step,
+            objective=instrument.objective.name,
+            detectors=["nonfinite", *sorted(instrument.objective.detectors)],
+            rules=[] if rules is None else sorted(rule.name for rule in rules.rules),
+            resumed_from=resumed_from,
+            max_steps=max_steps,
+            output_dir=os.path.abspath(args.output_dir),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            **run.numerics.rate_in_force(),
+        )
+        run.attempts.tell_status(Path(args.output_dir), max_steps)
+        if resumed_from is not None and run.attempts.entries == 1:
+            warn_about_the_rate(instrument, resumed_from)
+        run.rollback.begin(instrument, not run.numerics.warm, resumed_from, self._finite)
+        if not instrument.view.can_reexecute:
+            logger.warning(
+                "self_healing: %s runs the backward pass itself; steps are watched, but not healed.",
+                self._trainer.accelerator.distributed_type,
+            )
 
     def _is_claimed(self) -> bool:
         return any(each.has_claim for each in self._run.context.attachment.claimants)
