@@ -57,7 +57,7 @@ class StepObserver(NumericsHealer):
         Nothing tells when `requires_grad` changes, and asking hundreds of parameters takes as long as all detectors.
         So they are asked while the norm is not the usual one, before anything is said about it, and now and then.
         """
-        if signals.step % _LOOK_EVERY and self.panel.gradient_is_usual(signals):
+        if self._trained and signals.step % _LOOK_EVERY and self.panel.gradient_is_usual(signals):
             return
         # Whether they may have a gradient, not whether they have one: experts that no token went to have none.
         groups = getattr(self.instrument.trainer.optimizer, "param_groups", ())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from made_up_run import MadeUpRun, MadeUpWindow
 
 from self_healing import Action, FailureType, UnrecoverableTrainingError
@@ -17,9 +19,11 @@ from self_healing.numerics.damaged_checkpoint import DamagedCheckpointHealer
 from self_healing.numerics.healer import NumericsHealer
 from self_healing.numerics.judge import StepJudge
 from self_healing.numerics.memory_while_healing import MemoryWhileHealing
+from self_healing.numerics.observer import StepObserver
 from self_healing.numerics.red_flags import RedFlagHealer
 from self_healing.numerics.untrained_run import UntrainedRunHealer
 from self_healing.run.remedies import HealingContext
+from self_healing.signals import StepSignals
 
 
 NAN = math.nan
@@ -251,3 +255,21 @@ def test_an_incident_is_opened_with_what_was_seen(tmp_path: Path) -> None:
     symptom = Symptom("dead_loss", 7, {"value": 0.0})
     incident = NumericsHealer(*run.parts).open(symptom, FailureType.DEAD_LOSS, "dead loss")
     assert (incident.step, incident.failure, incident.cause) == (7, FailureType.DEAD_LOSS, "dead loss")
+
+
+def test_parameters_unfrozen_soon_after_a_resume_are_no_spike(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path)
+    frozen, trained = torch.nn.Parameter(torch.zeros(1), requires_grad=False), torch.nn.Parameter(torch.zeros(1))
+    run.instrument.trainer.optimizer = SimpleNamespace(param_groups=[{"params": [frozen, trained]}])
+    usual, anew = [True], list[int]()
+    run.numerics.panel = SimpleNamespace(  # type: ignore[assignment]
+        gradient_is_usual=lambda signals: usual[0], reset_gradient_baseline=lambda: anew.append(1)
+    )
+    observer = StepObserver(*run.parts, None, None)  # type: ignore[arg-type]
+    # Resumed with a baseline, at a step that is not one of every so many.
+    for step in (13, 14):
+        observer.step_begins(StepSignals(step, 1.0, 1.0))
+    frozen.requires_grad_(True)
+    usual[0] = False
+    observer.step_begins(StepSignals(15, 1.0, 9.0))
+    assert anew == [1]
