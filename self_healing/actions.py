@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import TrainingArguments
 
@@ -12,17 +12,25 @@ from .failures import Action
 from .run.remedies import HealingContext
 
 
+class HasRun(Protocol):
+    """What is attached to a run, or to none."""
+
+    @property
+    def run(self) -> Run | None:
+        """The run that goes on, or has come to its end; `None` before the first."""
+
+
 class HealingActions:
     """
     Carries out actions, for code of your own that decides what is to be done.
 
     Args:
-        run ([`Run`], *optional*):
-            The run; `None` before a trainer is attached to, where no action can be carried out.
+        healing ([`HasRun`]):
+            The callback, asked at each call for the run it is attached to.
     """
 
-    def __init__(self, run: Run | None) -> None:
-        self._run = run
+    def __init__(self, healing: HasRun) -> None:
+        self._healing = healing
 
     def apply(
         self,
@@ -48,7 +56,7 @@ class HealingActions:
             UnrecoverableTrainingError: For `STOP`.
             ValueError: For an action that is not known.
         """
-        run = self._run
+        run = self._healing.run
         if run is None:
             raise RuntimeError("the callback is not attached to a running trainer")
         if context.instrument is None:

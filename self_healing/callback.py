@@ -73,16 +73,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.config = config = as_config(config)
         self.run: Run | None = None
+        self.actions = HealingActions(self)
         # Read now, so that a mistake in the file is known before the run begins.
         self._rules = _rules_of(config)
         self._judge: StepJudge | None = None
         self._trainer = trainer
         self._saved_state: dict[str, Any] | None = None
-
-    @property
-    def actions(self) -> HealingActions:
-        """Carries out actions in the run that is healed, for code of your own."""
-        return HealingActions(self.run)
 
     # ---- state in checkpoints: transformers rebuilds the callback as `type(callback)(**args)` plus attributes ----
 
@@ -150,6 +146,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         self.run = run = adopted or assemble(
             self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
         )
+        if self.config != run.context.config:
+            # restore_callback_states_from_checkpoint=True has built this object from a checkpoint.
+            self.reconfigure(run.context.config)
         run.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
         self._hide_own_files(args)
         before = run.instrument
