@@ -25,7 +25,7 @@ from .journal.incident import Incident
 from .memory.outside_of_model import MemoryOutsideOfModel
 from .restarts.ending import RunEnding
 from .restarts.lost_device import leave_lost_device, write_down_lost_device
-from .run.claims import Claim, claim_by_recipe, first_claim
+from .run.claims import Claim, claim_by_recipe, claims_on
 from .run.remedies import HealingContext
 
 
@@ -155,9 +155,13 @@ class Recovery:
         self, error: BaseException, failure: FailureType, resume_from: Any, cause: BaseException
     ) -> NextEntry | None:
         began, step = time.perf_counter(), self._step
-        claim = self._claim(error, failure)
-        incident = claim.incident
+        claim = self._first_claim(error)
+        incident = self._opened(error, failure) if claim is None else claim.incident
+        # Saved before anything else is tried: what follows may fail.
         point, unmoved = self._resume_from(incident, error, failure, resume_from)
+        if claim is None or (failure is FailureType.OUT_OF_MEMORY and claim.batch is None):
+            # Memory that ran out while another exception was on its way has remedies of its own.
+            claim = self._outside_of_model.claim(error, incident) or claim_by_recipe(incident, failure)
         if claim.remedy is Action.STOP and cause is not error and not self._entered_in_vain:
             # It need not be the training that fails here, but the way back to it.
             claim = replace(claim, remedy=Action.RESUME)
@@ -176,15 +180,19 @@ class Recovery:
         incident.seconds_lost += time.perf_counter() - began
         return NextEntry(incident, point, claim.wait)
 
-    def _claim(self, error: BaseException, failure: FailureType) -> Claim:
-        """Asks in a fixed order: those inside `train()`, then out of memory outside of the model, then the recipe."""
-        claim = first_claim(self.run.context.attachment.claimants, error)
-        if claim is not None:
-            return claim
+    def _first_claim(self, error: BaseException) -> Claim | None:
+        """Asks those inside `train()` in a fixed order; what else one of them was waiting for has not come."""
+        claim, *others = [*claims_on(error, self.run.context.attachment.claimants), None]
+        for other in others:
+            if other is not None:
+                self.run.journal.closed(other.incident, "unresolved")
+        return claim
+
+    def _opened(self, error: BaseException, failure: FailureType) -> Incident:
         journal = self.run.journal
         incident = journal.open(self._step, type(error).__name__, {"message": text_of(error)[:500]})
         journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
-        return self._outside_of_model.claim(error, incident) or claim_by_recipe(incident, failure)
+        return incident
 
     def _carry_out(self, claim: Claim, point: Any) -> None:
         """Does what does not have to wait until the exception, and with it the failed step, is gone."""

@@ -31,7 +31,7 @@ from ..instrument.sections import BETWEEN, Heartbeat
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from ..launcher import EXIT_FOR_RESTART, restarts_on_exit
-from ..run.claims import Claim, claim_unless_out_of_memory
+from ..run.claims import Claim, claim_for
 from .exits import HangMemory
 
 
@@ -238,7 +238,7 @@ class Watchdog:
     def claim(self, error: BaseException) -> Claim | None:
         """Claims the exception that the interrupted training was left by."""
         incident, self._claimed = self._claimed, None
-        return claim_unless_out_of_memory(incident, error)
+        return claim_for(incident, error)
 
     # ---- the watching thread ----
 

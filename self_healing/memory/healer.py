@@ -306,8 +306,11 @@ class MemoryHealer:
     def on_success(self) -> None:
         """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
         sizes = self._state.sizes
-        # The user's code has let the error pass that a smaller batch was to cure.
-        self._claim = None
+        if self._claim is not None:
+            # The user's code has let the error pass that a smaller batch was to cure.
+            claim, self._claim = self._claim, None
+            self.run.journal.dealt_with(claim.incident)
+            self.run.journal.closed(claim.incident, "self_recovered")
         if self._splits:
             sizes.on_success()
         for calls in self._splits:

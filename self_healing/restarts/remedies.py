@@ -108,10 +108,11 @@ class LastResorts:
 
     def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         trainer = context.running.trainer
-        self.rollback.release()
         verdict = context.verdict or "it was asked to stop"
         ending = RunEnding(self.run, self.attempts, self.departure, trainer)
-        raise ending.stop(context.incident, verdict, context.error, context.resume_from)
+        error = ending.stop(context.incident, verdict, context.error, context.resume_from)
+        self.rollback.release()
+        raise error
 
 
 def _why_there_is_none(instrument: Instrument) -> str:

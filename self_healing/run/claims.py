@@ -54,20 +54,19 @@ class Claimant(Protocol):
         """
 
 
-def first_claim(claimants: Iterable[Claimant], error: BaseException) -> Claim | None:
+def claims_on(error: BaseException, claimants: Iterable[Claimant]) -> list[Claim]:
     """
-    Asks whose an exception is.
+    Asks whose an exception is; the first claim heals it.
 
     All are asked, so that no claim is left for a later exception.
 
     Args:
-        claimants (`Iterable[Claimant]`):
-            Those it may belong to; the first one that claims it heals it.
         error (`BaseException`):
             The exception that left `train()`.
+        claimants (`Iterable[Claimant]`):
+            Those it may belong to, in order.
     """
-    claims = [claim for each in claimants if (claim := each.claim(error)) is not None]
-    return claims[0] if claims else None
+    return [claim for each in claimants if (claim := each.claim(error)) is not None]
 
 
 def claim_by_recipe(incident: Incident, failure: FailureType) -> Claim:
@@ -76,9 +75,6 @@ def claim_by_recipe(incident: Incident, failure: FailureType) -> Claim:
     return Claim(incident, remedy, wait=remedy is Action.WAIT_AND_RESUME)
 
 
-def claim_unless_out_of_memory(incident: Incident | None, error: BaseException) -> Claim | None:
-    """Claims an exception for an incident that waits for one; memory that ran out on the way has its own remedies."""
-    failure = classify_exception(error)
-    if incident is None or failure is FailureType.OUT_OF_MEMORY:
-        return None
-    return claim_by_recipe(incident, failure)
+def claim_for(incident: Incident | None, error: BaseException) -> Claim | None:
+    """Claims an exception for an incident that waits for one; `None` without one."""
+    return None if incident is None else claim_by_recipe(incident, classify_exception(error))

@@ -13,7 +13,7 @@ from ..classify import http_status, text_of
 from ..failures import Action, FailureType, NonFiniteReward
 from ..journal.incident import Incident
 from ..retry import Retry, RetryPolicy, may_pass
-from ..run.claims import Claim, claim_unless_out_of_memory
+from ..run.claims import Claim, claim_for
 from ..run.context import RunContext
 
 
@@ -67,7 +67,7 @@ class ServiceCalls:
         except BaseException as error:
             self._gave_up(failures, error)
             raise
-        self._came_through(failures)
+        self._succeeded(failures)
         return result
 
     async def call_async(
@@ -90,7 +90,7 @@ class ServiceCalls:
         except BaseException as error:
             self._gave_up(failures, error)
             raise
-        self._came_through(failures)
+        self._succeeded(failures)
         return result
 
     def _failed(self, failures: _Failures, retry: Retry) -> None:
@@ -161,11 +161,14 @@ class ServiceCalls:
             run.journal.dealt_with(incident)
             run.journal.closed(incident, "unresolved")
 
-    def _came_through(self, failures: _Failures) -> None:
+    def _succeeded(self, failures: _Failures) -> None:
         with self._contained():
             self._never_finite.pop(failures.service, None)
-            # The exception of an earlier call has not left train(): the user's code has let it pass.
-            self._claimed = None
+            passed = self.take_back()
+            if passed is not None:
+                # The exception of an earlier call has not left train(): the user's code has let it pass.
+                self._run.journal.dealt_with(passed)
+                self._run.journal.closed(passed, "self_recovered")
             if failures.incident is not None:
                 self._acted(failures, failures.incident)
                 self._run.journal.dealt_with(failures.incident)
@@ -190,7 +193,7 @@ class ServiceCalls:
 
     def claim(self, error: BaseException) -> Claim | None:
         """Claims the exception that training was left by after a call was given up."""
-        return claim_unless_out_of_memory(self.take_back(), error)
+        return claim_for(self.take_back(), error)
 
     def take_back(self) -> Incident | None:
         """Gives the incident of the call that was given up, which is claimed no longer."""

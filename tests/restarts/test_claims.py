@@ -13,7 +13,7 @@ from self_healing import HealingConfig, Incident
 from self_healing.assembly import assemble
 from self_healing.failures import Action, FailureType
 from self_healing.memory.outside_of_model import MemoryOutsideOfModel
-from self_healing.run.claims import Claim, claim_by_recipe, claim_unless_out_of_memory, first_claim
+from self_healing.run.claims import Claim, claim_by_recipe, claim_for, claims_on
 from self_healing.services.calls import ServiceCalls
 
 
@@ -39,10 +39,9 @@ def test_the_first_that_claims_an_exception_heals_it_and_no_claim_is_left() -> N
     idle, first, second = Claims(), Claims(), Claims()
     first.claims.append(Claim(incident("first"), Action.RESUME))
     second.claims.append(Claim(incident("second"), Action.RESUME))
-    claim = first_claim((idle, first, second), ValueError())
-    assert claim is not None
-    assert claim.incident.id == "first"
-    assert first_claim((idle, first, second), ValueError()) is None
+    claims = claims_on(ValueError(), (idle, first, second))
+    assert [claim.incident.id for claim in claims] == ["first", "second"]
+    assert claims_on(ValueError(), (idle, first, second)) == []
 
 
 @pytest.mark.parametrize(
@@ -60,12 +59,14 @@ def test_a_recipe_says_what_is_done_outside_of_train(failure: FailureType, remed
     assert (claim.remedy, claim.wait) == (remedy, wait)
 
 
-def test_an_incident_does_not_claim_memory_that_ran_out_on_the_way() -> None:
-    assert claim_unless_out_of_memory(incident(), MemoryError()) is None
-    assert claim_unless_out_of_memory(None, ConnectionError()) is None
-    claim = claim_unless_out_of_memory(incident(), ConnectionError())
+def test_an_incident_that_waits_claims_whatever_exception_left_training() -> None:
+    assert claim_for(None, ConnectionError()) is None
+    claim, other = claim_for(incident(), ConnectionError()), claim_for(incident(), MemoryError())
     assert claim is not None
     assert claim.wait
+    # Whoever knows what to do about memory goes on with the same incident.
+    assert other is not None
+    assert other.remedy is Action.STOP
 
 
 def made_up_run(directory: Path, **settings: Any) -> Any:
@@ -96,6 +97,7 @@ def test_a_call_that_succeeds_ends_the_claim_of_an_earlier_one(tmp_path: Path) -
         calls.call("a judge", lambda: None, fail)
     calls.call("a judge", lambda: None, lambda: None)
     assert not calls.has_claim
+    assert [incident.outcome for incident in run.journal.incidents] == ["self_recovered"]
 
 
 class TestMemoryOutsideOfTheModel:
