@@ -1,4 +1,8 @@
-"""Checkpoints on disk: marked, judged, chosen to resume from, kept, and written after an exception."""
+"""
+Checkpoints on disk: marked, judged, chosen to resume from, kept, and written after an exception.
+
+Nothing here knows why a run is left or resumed: that is for `restarts/` and `rollback/`.
+"""
 
 from .choice import CheckpointError, find_trusted_checkpoint
 

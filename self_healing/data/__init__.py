@@ -1,1 +1,6 @@
-"""Samples and rows that cannot be used."""
+"""
+Samples and rows that cannot be used.
+
+Which row of a step makes it fail is found in `numerics/`; data of a run that has not begun are looked at in
+`inspection`.
+"""

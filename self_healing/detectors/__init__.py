@@ -1,4 +1,8 @@
-"""Streaming detectors: step signals in, symptoms out. No torch, no transformers: they work in any training loop."""
+"""
+Streaming detectors: step signals in, symptoms out.
+
+No torch, no transformers: they work in any training loop. Nothing here acts on what is seen.
+"""
 
 from .divergence import DivergenceDetector
 from .nonfinite import NonFiniteDetector

@@ -1,1 +1,5 @@
-"""What happened, written down."""
+"""
+What happened, written down.
+
+Nothing here decides anything, and no trainer is needed.
+"""

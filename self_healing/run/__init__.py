@@ -1,1 +1,5 @@
-"""What the families of failures share about a run: its context, its incidents and what becomes of them."""
+"""
+What the families of failures share about a run: its context, its incidents and what becomes of them.
+
+Nothing that one family alone needs belongs here.
+"""

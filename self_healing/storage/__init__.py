@@ -1,1 +1,5 @@
-"""Checkpoints that cannot be written."""
+"""
+Checkpoints that cannot be written.
+
+What a checkpoint holds, and which one can be trusted, is in `checkpoints/`.
+"""

@@ -1,0 +1,218 @@
+"""Imports go one way, families do not know each other, one room knows the Trainer, and one page names all of it."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+from transformers import Trainer
+
+
+trl = pytest.importorskip("trl")
+
+ROOT = Path(__file__).resolve().parent
+while not (ROOT / "pyproject.toml").is_file():
+    ROOT = ROOT.parent
+PACKAGE = ROOT / "self_healing"
+PAGE = ROOT / "docs" / "architecture.md"
+
+FAMILIES = ("numerics", "memory", "data", "services", "storage", "hangs", "restarts")
+
+# From the ground up; a room imports from floors below its own, and its modules from each other. Above the families is
+# what puts them together. `recovery` is so far up because it asks several of them about one exception.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    (
+        *("call_shape", "checkpoint_files", "classify", "config", "consensus", "extents", "failures", "files"),
+        *("known_errors", "launcher", "objectives", "output_dir", "own_files", "random_state"),
+        *("repeatability", "retry", "saved_state", "setting", "signals"),
+    ),
+    ("detectors",),
+    # ZClip builds on the norm statistics of the detectors.
+    ("clipping", "journal"),
+    ("instrument",),
+    ("inspection",),
+    ("checkpoints",),
+    ("run",),
+    ("rollback",),
+    FAMILIES,
+    ("assembly",),
+    ("run_hooks", "entry_checks", "end_of_run"),
+    ("entry",),
+    ("actions",),
+    ("callback",),
+    ("report",),
+    ("dry_run",),
+    ("recovery",),
+    ("trainer",),
+    ("__init__",),
+    ("chaos", "demo"),
+    ("cli",),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# The ground is many rooms that are one module each, and may build on each other.
+SHARED_FLOORS = (FLOOR_OF["failures"],)
+
+# Private names of the Trainer outside of `instrument/`, and why.
+PRIVATE_NAMES_ELSEWHERE = {
+    # Asks only which class defines the method: a user's subclass that computes the loss itself.
+    ("objectives", "_compute_loss"),
+}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+TREES = {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+PACKAGES = {name_of(path) for path in PACKAGE.rglob("__init__.py")}
+
+
+def imports_of(module: str) -> set[str]:
+    """All modules of the package that a module imports, wherever in it, and be it for its types alone."""
+    found: set[str] = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                own = [] if module == "__init__" else module.split(".")
+                own = own if module in PACKAGES else own[:-1]
+                origin = ".".join(["self_healing", *own[: len(own) - node.level + 1], *filter(None, [node.module])])
+            found.update(f"{origin}.{alias.name}" for alias in node.names)
+    ours = (name.partition(".")[2] for name in found if name.partition(".")[0] == "self_healing")
+    return {_module_behind(name) for name in ours} - {module}
+
+
+def _module_behind(name: str) -> str:
+    """The module that a dotted name of the package is, or is defined in."""
+    while name and name not in TREES:
+        name = name.rpartition(".")[0]
+    return name or "__init__"
+
+
+IMPORTS = {module: imports_of(module) for module in TREES}
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def edges() -> list[tuple[str, str]]:
+    return [(module, other) for module, others in IMPORTS.items() for other in sorted(others)]
+
+
+def test_every_room_has_its_floor() -> None:
+    assert {room_of(module) for module in TREES} == set(FLOOR_OF)
+
+
+def test_imports_go_one_way() -> None:
+    def allowed(importer: str, imported: str) -> bool:
+        above, below = FLOOR_OF[importer], FLOOR_OF[imported]
+        return importer == imported or below < above or (below == above and below in SHARED_FLOORS)
+
+    assert [edge for edge in edges() if not allowed(*map(room_of, edge))] == []
+
+
+def test_families_do_not_import_each_other() -> None:
+    between = [(one, other) for one, other in edges() if {room_of(one), room_of(other)} <= set(FAMILIES)]
+    assert [(one, other) for one, other in between if room_of(one) != room_of(other)] == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    # Raises with the circle.
+    graphlib.TopologicalSorter(IMPORTS).prepare()
+
+
+# ---- the Trainer ----
+
+
+def private_names(cls: type) -> set[str]:
+    """Private methods of a class and of those it is made from, and private attributes that these set or read."""
+    names: set[str] = set()
+    for each in cls.__mro__:
+        if each.__module__.partition(".")[0] not in ("transformers", "trl", "accelerate"):
+            continue
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(each)))):
+            if isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                names.add(node.attr)
+    return {name for name in names if re.match("_[^_]", name)}
+
+
+TRAINERS = (trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer, trl.RLOOTrainer, trl.KTOTrainer, trl.RewardTrainer)
+PRIVATE_NAMES = frozenset[str]().union(*map(private_names, (Trainer, Accelerator, *TRAINERS)))
+
+
+def private_names_used(tree: ast.Module) -> set[str]:
+    """Private names that code reads of a trainer, or of anything if they are the Trainer's; spelled ones as well."""
+    used: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in PRIVATE_NAMES:
+            used.add(str(node.value))
+        elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            holder = ast.unparse(node.value)
+            of_trainer = holder.rpartition(".")[2].lstrip("_") in ("trainer", "accelerator")
+            if of_trainer or (node.attr in PRIVATE_NAMES and holder not in ("self", "cls")):
+                used.add(node.attr)
+    return used
+
+
+def test_only_the_instrument_knows_private_names_of_the_trainer() -> None:
+    assert {"_tr_loss", "_save_checkpoint", "_get_learning_rate", "_buffered_inputs"} <= PRIVATE_NAMES
+    elsewhere = {
+        (module, name)
+        for module, tree in TREES.items()
+        if room_of(module) != "instrument"
+        for name in private_names_used(tree)
+    }
+    assert elsewhere == PRIVATE_NAMES_ELSEWHERE
+
+
+# ---- the page ----
+
+
+def modules_on_the_page() -> list[str]:
+    """
+    The tree on the page: two spaces for each floor down, a name that ends in `/` for a room, and what it is.
+    """
+    tree = re.search(r"^```text\n(self_healing/.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert tree is not None
+    found: list[str] = []
+    rooms: list[str] = []
+    for line in tree[1].splitlines()[1:]:
+        entry = re.match(r"^( +)([a-z_]+)(\.py|/) ", f"{line} ")
+        if entry is None:
+            continue
+        depth = len(entry[1]) // 2 - 1
+        rooms = [*rooms[:depth], entry[2]]
+        found.append(".".join(rooms))
+    return found
+
+
+def test_the_page_names_every_module_and_no_other() -> None:
+    named = modules_on_the_page()
+    assert len(set(named)) == len(named)
+    assert set(named) == TREES.keys() - {"__init__"}
+
+
+def test_the_page_goes_from_the_top_down() -> None:
+    floors = [FLOOR_OF[room_of(module)] for module in modules_on_the_page()]
+    assert floors == sorted(floors, reverse=True)
+
+
+def test_the_page_points_at_what_exists() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(re.findall(r"\btest_\w+\.py\b", text)) <= tests
+    paths = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|toml))`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    places = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.*")} | tests
+    assert [path for path in paths if path not in places] == []
