@@ -590,7 +590,7 @@ def _line_of(frame: FrameType) -> str:
 
 def _own_line(frame: FrameType | None) -> str | None:
     """The innermost line of the user's: neither Python's nor an installed package's, and called by the trainer."""
-    package = str(Path(__file__).parent) + os.sep
+    package = str(Path(__file__).parents[1]) + os.sep
     while frame is not None and not frame.f_code.co_filename.startswith(package):
         if not _installed(frame.f_code.co_filename):
             return _line_of(frame)

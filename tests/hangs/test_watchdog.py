@@ -882,7 +882,7 @@ def test_waiting_before_another_attempt_is_no_hang(tmp_path: Path) -> None:
 
 def child(function: Callable[[str], None], directory: Path, **environment: str) -> subprocess.Popen[str]:
     code = f"import sys, test_watchdog; test_watchdog.{function.__name__}(sys.argv[1])"
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2])])
+    paths = os.pathsep.join(str(each) for each in list(Path(__file__).parents)[:3])
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code, str(directory)],
         env={**os.environ, "PYTHONPATH": paths, **environment},
