@@ -641,6 +641,10 @@ def off_the_ladder(failure: FailureType, actions: Sequence[str]) -> str | None:
     ladder, first = FAILURE_RECIPES[failure].ladder, [Action(action) for action in dict.fromkeys(actions)]
     if unknown := [action.value for action in first if action not in ladder]:
         return f"{failure.value}: {unknown} on no rung of {[action.value for action in ladder]}"
+    if Action.CHECKPOINT_ACTIVATIONS in first:
+        # What could not be split before may be split now: with fewer activations kept, something else runs out.
+        upto = first.index(Action.CHECKPOINT_ACTIVATIONS)
+        first = [*first[:upto], *(action for action in first[upto:] if action is not Action.SPLIT_BATCH)]
     if first != sorted(first, key=ladder.index):
         return f"{failure.value}: {[*map(str, first)]} is not the order of {[action.value for action in ladder]}"
     return None

@@ -98,7 +98,7 @@ def test_without_trl_its_cases_are_left_out_with_a_reason(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_without_trl_tests_are_skipped_with_a_reason() -> None:
     tests = Path(__file__).parent
-    files = [str(tests / name) for name in ("test_memory_gpu.py", "test_healthy.py", "test_gpu_bench.py")]
+    files = [str(tests / name) for name in ("memory/test_memory_gpu.py", "test_healthy.py", "test_gpu_bench.py")]
     script = f"{WITHOUT}; import pytest; sys.exit(pytest.main({[*files, '-q', '-rs', '-k', 'complete or healthy']!r}))"
     ended = subprocess.run([sys.executable, "-c", script], cwd=tests.parent, capture_output=True, text=True)
     assert "benchmarks/gpu.py needs" in ended.stdout

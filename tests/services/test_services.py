@@ -244,7 +244,7 @@ def test_waiting_to_resume_leaves_the_run_s_generators_alone(tmp_path: Path) -> 
     config = HealingConfig(retry_initial_seconds=2.0, retry_max_seconds=10.0)
     run = assemble(config, tmp_path, sleep=waits.append)
     run.context.budget.used = 3
-    actions: Any = HealingActions(run)
+    actions: Any = HealingActions(SimpleNamespace(run=run))
     context = HealingContext(run.journal.open(1, "ConnectionError", {}))
     for _ in range(20):
         random.seed(0)
