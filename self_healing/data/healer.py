@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..failures import Action, FailureType
+from ..instrument import Instrument
 from ..instrument.loading import TrainingLoader
 from ..journal.incident import Incident
 from ..retry import RetryPolicy
@@ -142,11 +143,8 @@ class SampleHealer:
         return partial(self.calls.call, "the training data", _nothing)
 
     @property
-    def _instrument(self) -> Any:
-        instrument = self.run.instrument
-        if instrument is None:
-            raise RuntimeError("samples are guarded while the instrument is attached")
-        return instrument
+    def _instrument(self) -> Instrument:
+        return self.run.instrument
 
     def _fetch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         instrument = self._instrument

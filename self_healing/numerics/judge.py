@@ -34,18 +34,18 @@ class StepJudge:
             What it has learned about its numbers.
         rollback ([`Rollback`]):
             States it can go back to.
-        handed_over (`Callable[[], bool]`):
+        is_claimed (`Callable[[], bool]`):
             Whether an exception on its way out of `train()` is healed there.
     """
 
     def __init__(
-        self, run: RunContext, numerics: NumericsState, rollback: Rollback, handed_over: Callable[[], bool]
+        self, run: RunContext, numerics: NumericsState, rollback: Rollback, is_claimed: Callable[[], bool]
     ) -> None:
         self.run = run
         self.numerics = numerics
         self.rollback = rollback
         common = run, numerics, rollback
-        self.memory = MemoryWhileHealing(*common, handed_over)
+        self.memory = MemoryWhileHealing(*common, is_claimed)
         self.damaged_checkpoint = DamagedCheckpointHealer(*common)
         climb = RollbackClimb(*common, self.damaged_checkpoint)
         self.red_flags = RedFlagHealer(*common, climb)

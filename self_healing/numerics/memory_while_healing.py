@@ -35,15 +35,15 @@ class MemoryWhileHealing(NumericsHealer):
     Args:
         run ([`RunContext`]), numerics ([`NumericsState`]), rollback ([`Rollback`]):
             As for any healer of steps.
-        handed_over (`Callable[[], bool]`):
+        is_claimed (`Callable[[], bool]`):
             Whether an exception on its way out of `train()` is healed there.
     """
 
     def __init__(
-        self, run: RunContext, numerics: NumericsState, rollback: Rollback, handed_over: Callable[[], bool]
+        self, run: RunContext, numerics: NumericsState, rollback: Rollback, is_claimed: Callable[[], bool]
     ) -> None:
         super().__init__(run, numerics, rollback)
-        self._handed_over = handed_over
+        self._is_claimed = is_claimed
 
     def contain(self, heal: Callable[[], None], window: Window | None, unsound: bool = False) -> None:
         """
@@ -89,7 +89,7 @@ class MemoryWhileHealing(NumericsHealer):
         """The out-of-memory error in which healing has ended; `None` for any other, and where somebody heals it."""
         if isinstance(error, TrainingFault):
             # Of several processes, or handed to the wrapper, which enters `train()` again.
-            if consensus.world_size() > 1 or self._handed_over():
+            if consensus.world_size() > 1 or self._is_claimed():
                 return None
             error = error.error
         return error if is_out_of_memory(error) else None
