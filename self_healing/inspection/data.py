@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from .random_state import RandomState
+from ..random_state import RandomState
 
 
 FindingSeverity = Literal["error", "warning"]
