@@ -11,8 +11,10 @@ Read against transformers 5.4 to 5.23, TRL 1.16, accelerate 1.15.
 from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
 from .best_model import BestChoice, BestModel
 from .discovery import find_resume_path, find_trainer, is_training
+from .earlier_steps import EarlierSteps
 from .generated import load_generated, save_generated
 from .hooks import Hooks
+from .kept_step import Control, Recording, on_host
 from .live_state import optimizer_in_training_mode, reload_checkpoint, reset_moments
 from .models import names_in_checkpoints
 from .out_of_memory import (
@@ -36,7 +38,7 @@ from .step_engine import StepEngine, StepPasses
 from .training_fault import TrainingFault
 from .uploads import leave_out_of_uploads
 from .view import TrainerView
-from .window import Control, Recording, Window, on_host
+from .window import Window
 from .wrapping import Instrument
 
 
@@ -47,6 +49,7 @@ __all__ = [
     "CannotReduce",
     "CheckpointSaving",
     "Control",
+    "EarlierSteps",
     "Hooks",
     "Instrument",
     "Leave",

@@ -17,10 +17,10 @@ import torch
 from .. import consensus
 from ..extents import Search
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
-from ..random_state import RandomState
 from ..repeatability import Repeatability, StepPrint
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeper, Bookkeeping
+from .kept_step import Control, Recording, nbytes_of
 from .loading import TrainingLoader
 from .origin import Origin, nonfinite_in
 from .out_of_memory import free_memory, with_room
@@ -32,63 +32,6 @@ from .training_fault import TrainingFault
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-HOST = torch.device("cpu")
-
-
-@dataclass(slots=True)
-class Control:
-    """
-    A healthy step, kept to be computed again with other weights.
-
-    Args:
-        calls (`list`):
-            Its calls of `training_step`: model, inputs, arguments.
-        loss (`float`):
-            What came out of them.
-        nbytes (`int`):
-            Memory their inputs take.
-    """
-
-    calls: list[Call]
-    loss: float
-    nbytes: int
-
-    def leave_device(self) -> int:
-        """Moves its inputs to host memory, from where the Trainer prepares them again; how many bytes."""
-        moved = sum(_nbytes(inputs, elsewhere_than=HOST) for _, inputs, _, _ in self.calls)
-        if moved:
-            # Those of the step itself, which may be under way, stay where they are.
-            self.calls = [(model, on_host(inputs), args, kwargs) for model, inputs, args, kwargs in self.calls]
-        return moved
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """
-    A step that was applied, with all that is needed to apply it again bit for bit.
-
-    Args:
-        step (`int`):
-            Optimizer steps finished before it.
-        control ([`Control`]):
-            Its calls and their loss.
-        rng ([`RandomState`]):
-            The random states it began with.
-        rates (`list[float]`):
-            The learning rate of each parameter group.
-        scaled_by (`float`):
-            Factor on its gradients, beyond the Trainer's own clipping.
-        options (`list[dict]`):
-            Settings of each parameter group that a schedule may have changed.
-    """
-
-    step: int
-    control: Control
-    rng: RandomState
-    rates: list[float]
-    scaled_by: float
-    options: list[dict[str, Any]]
 
 
 class Window:
@@ -107,8 +50,8 @@ class Window:
     """
 
     def __init__(self, engine: StepEngine, ledger: Bookkeeper, position: DataPosition, size: int) -> None:
-        self._engine = engine
-        self._ledger = ledger
+        self.engine = engine
+        self.ledger = ledger
         self._position = position
         self._trainer = engine.trainer
         self.size = size
@@ -123,7 +66,7 @@ class Window:
         self.prepared: dict[int, Any] = {}
         self.objective: Objective = engine.view.objective
         self._calls: list[Call] = []
-        self._start: Bookkeeping | None = None
+        self.start: Bookkeeping | None = None
         self._generated: tuple[Any, Bookkeeping] | None = None
         self._raised = False
         self._tokens_inside = 0
@@ -137,7 +80,7 @@ class Window:
     @property
     def started(self) -> bool:
         """Whether its first forward has begun."""
-        return self._start is not None
+        return self.start is not None
 
     @property
     def complete(self) -> bool:
@@ -146,7 +89,7 @@ class Window:
 
     def begin(self, start: Bookkeeping) -> None:
         """Notes the state its first forward starts from."""
-        self._start = start
+        self.start = start
         self._began = time.perf_counter()
 
     def add_call(self, model: Any, inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -211,16 +154,16 @@ class Window:
 
     def _with_room(self, compute: Callable[[], _T]) -> _T:
         # With several processes the norm may be a collective, which one of them cannot begin again.
-        return compute() if consensus.world_size() > 1 else with_room(compute, self._engine.view.device)
+        return compute() if consensus.world_size() > 1 else with_room(compute, self.engine.view.device)
 
     def experiment(self) -> contextlib.AbstractContextManager[None]:
         """Marks what is computed inside as not needed by the run: [`StepEngine.experiment`]."""
-        return self._engine.experiment()
+        return self.engine.experiment()
 
     @property
     def scaler_active(self) -> bool:
         """Whether a GradScaler looks after overflowing gradients (fp16)."""
-        return self._engine.scaler_active
+        return self.engine.scaler_active
 
     # ---- computing it again ----
 
@@ -236,7 +179,7 @@ class Window:
         Raises:
             TrainingFault: An exception of the training code.
         """
-        self._until_it_fits(lambda: self._reexecute(keep))
+        self.until_it_fits(lambda: self._reexecute(keep))
 
     def compute_again(self, keep: Mapping[int, Sequence[int]] | None = None) -> StepSignals:
         """
@@ -257,8 +200,9 @@ class Window:
         self.reexecute(keep)
         return self.signals()
 
-    def _until_it_fits(self, compute: Callable[[], _T]) -> _T:
-        return self._engine.until_it_fits(compute, self.discard)
+    def until_it_fits(self, compute: Callable[[], _T]) -> _T:
+        """[`StepEngine.until_it_fits`], for a computation that begins with [`rewind`]."""
+        return self.engine.until_it_fits(compute, self.discard)
 
     def _reexecute(self, keep: Mapping[int, Sequence[int]] | None) -> None:
         # Not `if keep`: a rank that drops nothing still takes part in counting what the others dropped.
@@ -268,12 +212,12 @@ class Window:
         keep = keep or {}
         layouts = {index: self.layout(index) for index in keep}
         counts = self._count_items(keep, layouts) if counting else None
-        self._rewind()
+        self.rewind()
         losses: list[torch.Tensor] = []
         emptied = [index for index, rows in keep.items() if not rows]
         last = max((index for index in range(self.size) if index not in emptied), default=-1)
         fewer = emptied and not self.objective.counts_own_tokens
-        with self._engine.accumulating(max(self.size - len(emptied), 1) if fewer else None):
+        with self.engine.accumulating(max(self.size - len(emptied), 1) if fewer else None):
             for index in range(self.size):
                 if index in emptied:
                     self._advance_without(index)
@@ -312,19 +256,19 @@ class Window:
             TrainingFault: An exception of the training code.
         """
         state, generated = self._trainer.state, self._generated
-        assert self._start is not None
-        of_generation = 0 if generated is None else generated[1].tokens_seen - self._start.tokens_seen
+        assert self.start is not None
+        of_generation = 0 if generated is None else generated[1].tokens_seen - self.start.tokens_seen
         self._tokens_inside, state.num_input_tokens_seen = 0, tokens
         # Rows that were generated are not generated again: it takes long, and rewards may be asked of a service.
-        self._rewind(None if generated is None else generated[1])
+        self.rewind(None if generated is None else generated[1])
         losses, added = [], 0
         for index, call in enumerate(self._calls):
             before = state.num_input_tokens_seen
             if index == 0 and generated is not None:
-                with self._engine.preparing(lambda batch: batch, prepared=generated[0]):
-                    losses.append(self._call(call, last=self.size == 1))
+                with self.engine.preparing(lambda batch: batch, prepared=generated[0]):
+                    losses.append(self.compute(call, last=self.size == 1))
             else:
-                losses.append(self._call(call, last=index == self.size - 1))
+                losses.append(self.compute(call, last=index == self.size - 1))
             if index == 0:
                 state.num_input_tokens_seen += of_generation
             added = state.num_input_tokens_seen - before
@@ -364,12 +308,12 @@ class Window:
     @property
     def precision(self) -> torch.dtype:
         """The lowest precision that the step is computed in."""
-        return self._engine.precision
+        return self.engine.precision
 
     def _print(self) -> StepPrint | None:
         try:
             loss = torch.stack([loss.detach().double() for loss in self.losses]).sum()
-            return StepPrint.of(float(loss), self._engine.gradients())
+            return StepPrint.of(float(loss), self.engine.gradients())
         except Exception:
             logger.info("Step %d: it cannot be told whether it repeats.", self.step, exc_info=True)
             return None
@@ -385,8 +329,8 @@ class Window:
             return True
         # Outside of the handler: what the failed attempt held is gone.
         self.discard()
-        free_memory(self._engine.view.device)
-        self._until_it_fits(self._compute_once_more)
+        free_memory(self.engine.view.device)
+        self.until_it_fits(self._compute_once_more)
         return False
 
     def _compute_once_more(self) -> None:
@@ -408,17 +352,17 @@ class Window:
 
     def probe_batch(self, inputs: Any) -> bool:
         """Whether another micro-batch, as the data loader gave it, is finite with the weights as they are."""
-        return self._probe(self.size - 1, lambda: self._engine.prepare_inputs(copy.copy(inputs)))
+        return self._probe(self.size - 1, lambda: self.engine.prepare_inputs(copy.copy(inputs)))
 
     def _probe(self, index: int, rows: Callable[[], Any]) -> bool:
-        return self._until_it_fits(lambda: self._probe_once(index, rows()))
+        return self.until_it_fits(lambda: self._probe_once(index, rows()))
 
     def _probe_once(self, index: int, batch: Any) -> bool:
-        self._rewind()
+        self.rewind()
         try:
             return self._is_finite(self._run(index, lambda _: batch, last=True, synchronise=False))
         finally:
-            self._rewind()
+            self.rewind()
 
     def origin(self) -> Origin | None:
         """
@@ -432,12 +376,12 @@ class Window:
         for index in range(self.size):
             if found is None or consensus.world_size() > 1:
                 # Several processes compute equally many, because a loss may contain collectives.
-                here = self._until_it_fits(functools.partial(self._origin_in, index))
+                here = self.until_it_fits(functools.partial(self._origin_in, index))
                 found = found or here
         return found
 
     def _origin_in(self, index: int) -> Origin | None:
-        self._rewind()
+        self.rewind()
         spoiled: list[str] = []
 
         def look(batch: Any) -> Any:
@@ -445,7 +389,7 @@ class Window:
             return batch
 
         try:
-            with self._engine.watching_outputs() as seen:
+            with self.engine.watching_outputs() as seen:
                 loss = self._run(index, look, last=True, synchronise=False)
             if spoiled:
                 return Origin("inputs", tuple(spoiled))
@@ -459,7 +403,7 @@ class Window:
             bad = search.nonfinite()
             return Origin("gradient", tuple(bad)) if bad else None
         finally:
-            self._rewind()
+            self.rewind()
 
     def finite_in_full_precision(self) -> bool | None:
         """
@@ -469,16 +413,16 @@ class Window:
         Raises:
             TrainingFault: An exception of the training code.
         """
-        with self._engine.full_precision() as changed:
+        with self.engine.full_precision() as changed:
             if not changed:
                 return None
             self.reexecute()
             finite = self.signals().finite
-        self._rewind()
+        self.rewind()
         return finite
 
     def _is_finite(self, loss: torch.Tensor) -> bool:
-        return math.isfinite(float(loss)) and self._engine.gradients_are_finite()
+        return math.isfinite(float(loss)) and self.engine.gradients_are_finite()
 
     def _run(
         self,
@@ -491,11 +435,12 @@ class Window:
         model, inputs, args, kwargs = self._calls[index]
         if items is not None:
             args, kwargs = _with_items(args, kwargs, items)
-        with self._engine.preparing(lambda batch: self._note(index, batch, pick)):
-            return self._call((model, inputs, args, kwargs), last, synchronise)
+        with self.engine.preparing(lambda batch: self._note(index, batch, pick)):
+            return self.compute((model, inputs, args, kwargs), last, synchronise)
 
-    def _call(self, call: Call, last: bool, synchronise: bool = True) -> torch.Tensor:
-        return self._engine.compute(call, last, self.note_exception, synchronise)
+    def compute(self, call: Call, last: bool, synchronise: bool = True) -> torch.Tensor:
+        """Computes forward and backward of one call: [`StepEngine.compute`]."""
+        return self.engine.compute(call, last, self.note_exception, synchronise)
 
     def _note(self, index: int, batch: Any, pick: Callable[[Any], Any]) -> Any:
         # A copy: `compute_loss` may pop keys from the batch it is given.
@@ -505,12 +450,12 @@ class Window:
     def _advance_without(self, index: int) -> None:
         """Lets a trainer that generates its own rows do so for a micro-batch nothing of which is trained on."""
         if self.objective.online:
-            self._engine.prepare_inputs(copy.copy(self._calls[index][1]))
+            self.engine.prepare_inputs(copy.copy(self._calls[index][1]))
             self._trainer._step += 1
 
     def _count_items(self, keep: Mapping[int, Sequence[int]], layouts: Mapping[int, Layout | None]) -> _Items:
         """Counts what the loss is divided by once rows are gone."""
-        dropped = torch.zeros((), device=self._engine.view.device)
+        dropped = torch.zeros((), device=self.engine.view.device)
         batches = []
         for index in range(self.size):
             batch, rows, layout = self.prepared[index], keep.get(index), layouts.get(index)
@@ -533,21 +478,22 @@ class Window:
     def discard(self) -> None:
         """Drops what there is of its gradients: it is computed again, or left out."""
         self._touched = True
-        self._engine.discard()
+        self.engine.discard()
 
-    def _rewind(self, to: Bookkeeping | None = None) -> None:
-        assert self._start is not None
-        to = to or self._start
+    def rewind(self, to: Bookkeeping | None = None) -> None:
+        """Brings the trainer to where the step began, or to a later moment of it; its gradients are gone."""
+        assert self.start is not None
+        to = to or self.start
         self.discard()
         tokens = self._trainer.state.num_input_tokens_seen - self._tokens_inside
-        self._ledger.rewind_step(to)
+        self.ledger.rewind_step(to)
         self._trainer.state.num_input_tokens_seen = tokens
         self._tokens_inside = 0
 
     def restore_buffers(self) -> None:
         """Buffers that a forward pass changes (batch norm statistics) as they were when the step began."""
-        if self._start is not None:
-            self._ledger.restore_buffers(self._start)
+        if self.start is not None:
+            self.ledger.restore_buffers(self.start)
 
     def control(self, loss: float, largest: int) -> Control | None:
         """
@@ -559,99 +505,19 @@ class Window:
             largest (`int`):
                 Bytes its inputs may have.
         """
-        nbytes = sum(_nbytes(inputs) for inputs in self.all_inputs())
+        nbytes = sum(nbytes_of(inputs) for inputs in self.all_inputs())
         if self.objective.online or nbytes > largest:
             return None
         return Control(self._calls, loss, nbytes)
 
     def recording(self, control: Control) -> Recording | None:
         """This step, to be applied later, again or for the first time; `None` if rows of it were left out."""
-        if self._start is None or self._thinned or getattr(self._trainer.args, "sync_ref_model", False):
+        if self.start is None or self._thinned or getattr(self._trainer.args, "sync_ref_model", False):
             # A reference model that follows the model does so in a callback, which is not called again.
             return None
-        rates = self._engine.rates_in_force()
-        options = self._engine.group_options()
-        return Recording(self.step, control, self._start.rng, rates, self._scaled_by, options)
-
-    def loss_of(self, control: Control) -> float:
-        """
-        The loss of an earlier step with the weights as they are, over all ranks. This step has to be computed again
-        afterwards.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
-
-        def compute() -> float:
-            self._rewind()
-            return self._run_again(control)
-
-        loss = self._until_it_fits(compute)
-        if not math.isfinite(loss):
-            # As in `compute_again`.
-            loss = self._until_it_fits(compute)
-        self._rewind()
-        return loss
-
-    def train_on(self, control: Control, scale: float) -> float:
-        """
-        Takes one optimizer step on an earlier step's batches, as an experiment: weights and moments move.
-
-        Args:
-            control ([`Control`]):
-                The batches.
-            scale (`float`):
-                Factor on the schedule's learning rate.
-
-        Returns:
-            `float`: the loss before the step, over all ranks.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
-
-        def compute() -> float:
-            self._rewind()
-            return self._run_again(control)
-
-        try:
-            loss = self._until_it_fits(compute)
-            if math.isfinite(loss):
-                self._engine.step_again(self._engine.rates_in_force(scale))
-        finally:
-            self._rewind()
-        return loss
-
-    def replay(self, recording: Recording) -> StepSignals:
-        """
-        Applies an earlier step again, as it was applied then. Nothing is applied if it is not finite.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
-        assert self._start is not None
-        state = self._trainer.state
-        tokens, step, norm = state.num_input_tokens_seen, state.global_step, None
-        # Once the step has been applied, what was logged and counted since then is as it should be.
-        counts = self._start if step == self.step else self._ledger.capture()
-
-        def compute() -> float:
-            self._engine.discard()
-            recording.rng.restore()
-            return self._run_again(recording.control)
-
-        try:
-            # A loss may depend on it.
-            state.global_step = recording.step
-            loss = self._until_it_fits(compute)
-            if math.isfinite(loss):
-                norm = self._engine.step_again(recording.rates, recording.scaled_by, recording.options)
-        finally:
-            state.global_step = step
-            self._engine.discard()
-            self._ledger.rewind_counts(counts)
-            state.num_input_tokens_seen = tokens
-        return StepSignals(recording.step, loss, norm)
+        rates = self.engine.rates_in_force()
+        options = self.engine.group_options()
+        return Recording(self.step, control, self.start.rng, rates, self._scaled_by, options)
 
     def cannot_be_repeated(self) -> None:
         """Notes that its gradients were changed in a way that is not kept."""
@@ -659,17 +525,8 @@ class Window:
 
     def begin_from_here(self) -> None:
         """Has the step start from the state there is now, after a replay."""
-        if self._start is not None:
-            self._start = self._ledger.with_buffers_of_now(self._start)
-
-    def _run_again(self, control: Control) -> float:
-        """Forward and backward of an earlier step; its loss, over all ranks."""
-        self._touched = True
-        last = len(control.calls) - 1
-        with self._engine.accumulating(len(control.calls)):
-            losses = [self._call(call, last=index == last) for index, call in enumerate(control.calls)]
-        total = torch.stack([loss.detach().float() for loss in losses]).sum()
-        return float(consensus.sum_over_ranks(total)) / consensus.world_size()
+        if self.start is not None:
+            self.start = self.ledger.with_buffers_of_now(self.start)
 
     # ---- what becomes of it ----
 
@@ -687,7 +544,7 @@ class Window:
             always (`bool`, *optional*, defaults to `True`):
                 Whether this belongs to the step, and not to what was wrong with it this time.
         """
-        self._engine.scale_gradients(factor)
+        self.engine.scale_gradients(factor)
         if always:
             self._scaled_by *= factor
 
@@ -706,9 +563,9 @@ class Window:
         if not keep_buffers:
             self.restore_buffers()
         self._catch_up_generation()
-        self._engine.discard()
+        self.engine.discard()
         total = torch.stack([loss.detach().float() for loss in self.losses]).sum()
-        self._engine.leave_out(overflowed=self.scaler_active and self._overflowed(total))
+        self.engine.leave_out(overflowed=self.scaler_active and self._overflowed(total))
         if math.isfinite(float(total)):
             self._set_running_loss(self.losses)
         else:
@@ -721,8 +578,8 @@ class Window:
 
     def _catch_up_generation(self) -> None:
         """A trainer that generates its rows counts the micro-batches it has used up: those of a skipped step, too."""
-        if self.objective.online and self._start is not None and "_step" in self._start.scalars:
-            self._trainer._step = self._start.scalars["_step"] + self.size
+        if self.objective.online and self.start is not None and "_step" in self.start.scalars:
+            self._trainer._step = self.start.scalars["_step"] + self.size
             if self._raised:
                 # It raised while it generated: there is nothing to go on with.
                 self._trainer._buffered_inputs = None
@@ -748,9 +605,9 @@ class Window:
             self.skip(None)
 
     def _set_running_loss(self, losses: Sequence[torch.Tensor]) -> None:
-        assert self._start is not None
+        assert self.start is not None
         running: torch.Tensor = self._trainer._tr_loss
-        running.copy_(self._start.running_loss)
+        running.copy_(self.start.running_loss)
         for loss in losses:
             # One by one, as the Trainer does: the sum has to be the same to the last bit.
             running += loss.detach().to(running.device)
@@ -801,8 +658,8 @@ class Window:
 
     def record(self) -> dict[str, Any]:
         """Gives what is needed to compute the step elsewhere, on the CPU: prepared batches and random states."""
-        assert self._start is not None
-        rng = self._start.rng
+        assert self.start is not None
+        rng = self.start.rng
         return {
             "step": self.step,
             "micro_batches": {index: _to_cpu(batch) for index, batch in self.prepared.items()},
@@ -825,23 +682,6 @@ def _with_items(args: tuple[Any, ...], kwargs: dict[str, Any], items: Any) -> tu
     if args:
         return (items, *args[1:]), kwargs
     return args, {**kwargs, "num_items_in_batch": items}
-
-
-def _nbytes(value: Any, elsewhere_than: torch.device | None = None) -> int:
-    if isinstance(value, torch.Tensor):
-        return 0 if value.device == elsewhere_than else value.nbytes
-    if isinstance(value, Mapping):
-        return sum(_nbytes(inner, elsewhere_than) for inner in value.values())
-    return sum(_nbytes(inner, elsewhere_than) for inner in value) if isinstance(value, (list, tuple)) else 0
-
-
-def on_host(value: Any) -> Any:
-    """A micro-batch with its tensors in host memory, nested in whatever the Trainer's own preparation knows."""
-    if isinstance(value, torch.Tensor):
-        return value.to(HOST)
-    if isinstance(value, Mapping):
-        return type(value)({key: on_host(inner) for key, inner in value.items()})  # type: ignore[call-arg]
-    return type(value)(on_host(inner) for inner in value) if isinstance(value, (list, tuple)) else value
 
 
 def _to_cpu(value: Any) -> Any:

@@ -14,7 +14,7 @@ from .. import consensus
 from ..classify import describe_exception
 from ..config import HealingConfig
 from ..failures import Cause, FailureType
-from ..instrument import Instrument, TrainingFault, Window
+from ..instrument import EarlierSteps, Instrument, TrainingFault, Window
 from ..rollback.rollback import Rollback
 from ..rollback.snapshots import Snapshot
 from ..run.diagnosis import Diagnosis
@@ -255,14 +255,14 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
         evidence: dict[str, Any] = {"loss_now": loss}
         unharmed = None
         if before is not None:
-            again = window.loss_of(before)
+            again = EarlierSteps(window).loss_of(before)
             evidence["last_healthy_batch"] = {"loss_then": before.loss, "loss_now": again}
             unharmed = before if _rise(before.loss, again) < 0.5 * rise else None
 
         def better(then: StepSignals) -> bool:
             gained = _rise(then.loss, loss)
             if unharmed is not None and gained >= 0.5 * rise:
-                gained -= max(_rise(unharmed.loss, window.loss_of(unharmed)), 0.0)
+                gained -= max(_rise(unharmed.loss, EarlierSteps(window).loss_of(unharmed)), 0.0)
             # Half of the rise, because the other half may be this batch.
             return gained >= 0.5 * rise
 
@@ -350,7 +350,7 @@ def _hold_against_control(
     control = rollback.try_on(snapshot)
     if control is None:
         return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, evidence)
-    again = window.loss_of(control)
+    again = EarlierSteps(window).loss_of(control)
     evidence["earlier_batch"] = {"loss_then": control.loss, "loss_now": again}
     if _rise(control.loss, again) >= 0.5 * rise:
         return Diagnosis(FailureType.DIVERGENCE, Cause.COMPUTATION, evidence)

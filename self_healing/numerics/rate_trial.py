@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from ..instrument import Control, TrainingFault, Window, let_go
+from ..instrument import Control, EarlierSteps, TrainingFault, Window, let_go
 from ..rollback.rollback import Rollback
 from ..rollback.snapshots import Snapshot
 
@@ -109,7 +109,7 @@ def _train_from(
     with window.experiment():
         rollback.try_on(start)
         for control in steps:
-            loss = window.train_on(control, scale)
+            loss = EarlierSteps(window).train_on(control, scale)
             if not loss <= limit:
                 return math.inf
             losses.append(loss)

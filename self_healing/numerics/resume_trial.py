@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from ..instrument import TrainingFault, Window
+from ..instrument import EarlierSteps, TrainingFault, Window
 from ..rollback.rollback import Rollback
 from ..signals import StepSignals
 
@@ -107,7 +107,7 @@ def _trained_with(
     found = [window.signals()]
     control = window.control(found[0].loss, _ANY_SIZE)
     if control is not None and found[0].finite:
-        window.train_on(control, scale)
+        EarlierSteps(window).train_on(control, scale)
         window.reexecute()
         found.append(window.signals())
     trial.tried[checkpoint] = [{"loss": each.loss, "grad_norm": each.grad_norm} for each in found]

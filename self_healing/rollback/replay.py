@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import Any
 
 from ..classify import describe_exception
-from ..instrument import Recording, TrainingFault, Window
+from ..instrument import EarlierSteps, Recording, TrainingFault, Window
 from ..repeatability import tolerance
 from ..signals import StepSignals
 
@@ -125,6 +125,7 @@ class Replay:
         loss_in_question: bool,
     ) -> None:
         self._window, self._recordings = window, recordings
+        self._earlier_steps = EarlierSteps(window)
         self._still_well, self._go_back, self._finished = still_well, go_back, finished
         self._loss_in_question = loss_in_question
         self._recorded = [recording.control.loss for recording in recordings]
@@ -189,7 +190,7 @@ class Replay:
 
     def _played_well(self, at: int, played: _Played) -> bool:
         """Applies one step again; whether to go on with the next."""
-        signals = self._window.replay(self._recordings[at])
+        signals = self._earlier_steps.replay(self._recordings[at])
         was, now = self._recorded[at], signals.loss
         played.losses.append(now)
         if played.compared == at and not _is_clearly_worse(was, now):

@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same_weights, logged, sft_trainer, weights
 from transformers import TrainerCallback
 
-from self_healing.instrument import Hooks, Instrument, StepEngine, TrainingFault, Window
+from self_healing.instrument import EarlierSteps, Hooks, Instrument, StepEngine, TrainingFault, Window
 from self_healing.instrument.bookkeeping import Bookkeeper
 from self_healing.instrument.row_sources import DataPosition
 from self_healing.objectives import objective_named
@@ -235,5 +235,5 @@ def test_an_experiment_steps_at_another_rate_and_rewinds() -> None:
     window, engine = step_of([1.0])
     control = window.control(1.0, largest=100)
     assert control is not None
-    assert window.train_on(control, scale=0.25) == 1.0
+    assert EarlierSteps(window).train_on(control, scale=0.25) == 1.0
     assert engine.calls == ["discard", "last", "step at 0.25", "discard"]

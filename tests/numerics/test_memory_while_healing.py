@@ -33,7 +33,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.instrument import Window, bookkeeping, view
+from self_healing.instrument import EarlierSteps, Window, bookkeeping, view
 from self_healing.instrument import window as window_module
 from self_healing.instrument.accelerate_engine import AccelerateEngine
 from self_healing.memory.splitting import additivity
@@ -250,10 +250,10 @@ class Place:
 
 
 PLACES = {
-    "computing again: the state it begins from": Place(transient, Window, "_rewind", "stopped"),
-    "computing again: forward and backward": Place(transient, Window, "_call", "stopped"),
+    "computing again: the state it begins from": Place(transient, Window, "rewind", "stopped"),
+    "computing again: forward and backward": Place(transient, Window, "compute", "stopped"),
     "computing again: the same, not healed in training": Place(
-        transient, Window, "_call", "stopped", settings={"on_oom": "raise"}
+        transient, Window, "compute", "stopped", settings={"on_oom": "raise"}
     ),
     "computing again: the numbers that judge it": Place(transient, window_module, "_as_tensor", "stopped"),
     "computing again: whether that repeats": Place(transient, Window, "_compute_once_more", "stopped"),
@@ -263,27 +263,27 @@ PLACES = {
     "poison rows: what is left": Place(poisoned, Window, "_count_items", "stopped"),
     "NaN weights: the search for NaN": Place(nan_weights, view, "nonfinite_tensors", "stopped"),
     "NaN weights: putting a state back": Place(nan_weights, SnapshotRing, "restore", "stopped", repairs=True),
-    "NaN weights: applying steps again": Place(nan_weights, Window, "_run_again", "ended"),
+    "NaN weights: applying steps again": Place(nan_weights, EarlierSteps, "_loss", "ended"),
     "NaN weights: the update of such a step": Place(nan_weights, AccelerateEngine, "_clip", "ended"),
     "NaN weights: the buffers they leave": Place(nan_weights, bookkeeping.Bookkeeper, "with_buffers_of_now", "ended"),
     "before a save: the search for NaN": Place(nan_before_a_save, view, "nonfinite_tensors", "stopped"),
     "before a save: putting a state back": Place(nan_before_a_save, SnapshotRing, "restore", "stopped", repairs=True),
-    "before a save: applying steps again": Place(nan_before_a_save, Window, "_run_again", "ended"),
+    "before a save: applying steps again": Place(nan_before_a_save, EarlierSteps, "_loss", "ended"),
     "at the end: the search for NaN": Place(nan_at_the_end, view, "nonfinite_tensors", "stopped"),
     "at the end: putting a state back": Place(nan_at_the_end, SnapshotRing, "restore", "stopped", repairs=True),
-    "at the end: applying steps again": Place(nan_at_the_end, Window, "_run_again", "ended"),
+    "at the end: applying steps again": Place(nan_at_the_end, EarlierSteps, "_loss", "ended"),
     "trusted weights: setting the state aside": Place(scrambled_layer, SnapshotRing, "take", "ended"),
     "trusted weights: putting them in place": Place(scrambled_layer, SnapshotRing, "restore", "stopped"),
-    "trusted weights: the batch with them": Place(scrambled_layer, Window, "_call", "stopped"),
-    "learning rates: a step with one": Place(too_high_a_rate, Window, "_run_again", "ended"),
+    "trusted weights: the batch with them": Place(scrambled_layer, Window, "compute", "stopped"),
+    "learning rates: a step with one": Place(too_high_a_rate, EarlierSteps, "_loss", "ended"),
     "learning rates: its update": Place(too_high_a_rate, AccelerateEngine, "_clip", "stopped"),
     "learning rates: the state they begin from": Place(too_high_a_rate, SnapshotRing, "restore", "stopped"),
     "older checkpoints: loading one": Place(resumed_from_damage, rollback, "reload_checkpoint", "stopped"),
     "older checkpoints: setting the state aside": Place(resumed_from_damage, SnapshotRing, "take", "stopped"),
     "older checkpoints: the batch with one": Place(resumed_from_damage, Window, "begin_from_here", "stopped"),
-    "harder data: the control batch": Place(harder_data, Window, "_run_again", "ended"),
+    "harder data: the control batch": Place(harder_data, EarlierSteps, "_loss", "ended"),
     "half an update: putting a state back": Place(half_updated, SnapshotRing, "restore", "stopped", repairs=True),
-    "half an update: applying steps again": Place(half_updated, Window, "_run_again", "ended"),
+    "half an update: applying steps again": Place(half_updated, EarlierSteps, "_loss", "ended"),
     "half an update: the copy before it": Place(
         half_updated, SnapshotRing, "restore", "stopped", True, {"optimizer_step_backup": True, "snapshots": False}
     ),

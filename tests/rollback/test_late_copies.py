@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.instrument import Window
+from self_healing.instrument import EarlierSteps, Window
 from self_healing.instrument.live_state import LiveState
 from self_healing.numerics.diagnosis import diagnose_rise, diagnose_stillness
 from self_healing.numerics.rate_trial import try_rates
@@ -280,7 +280,7 @@ def set_aside_under_an_update(window: Window, rollback: Rollback) -> None:
     assert rollback.set_aside(window.step)
     control = window.control(1.0, 2**30)
     assert control is not None
-    window.train_on(control, 1.0)
+    EarlierSteps(window).train_on(control, 1.0)
     rollback.bring_back()
     window.compute_again()
 
