@@ -5,7 +5,7 @@ from .callback import SelfHealingCallback
 from .checkpoints import CheckpointError, find_trusted_checkpoint
 from .classify import classify_exception
 from .clipping import AdaGC, ZClip
-from .config import HealingConfig
+from .config import ConfigurationError, HealingConfig
 from .dry_run import DryRunReport
 from .failures import (
     FAILURE_RECIPES,
@@ -20,7 +20,6 @@ from .report import HealingReport
 from .rollback.snapshots import Snapshot, SnapshotRing
 from .run.remedies import HealingContext
 from .run.went_back import Target
-from .setting import ConfigurationError
 from .signals import StepSignals
 from .trainer import SelfHealingTrainer
 

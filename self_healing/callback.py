@@ -17,7 +17,7 @@ from .assembly import Run, assemble
 from .checkpoints.choice import CheckpointError
 from .checkpoints.owed import owe_evaluation
 from .checkpoints.trainer_state import healing_state_of
-from .config import HealingConfig, as_config
+from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
 from .end_of_run import tell_what_to_know
 from .entry import Entry
@@ -37,7 +37,6 @@ from .journal.incident import Incident
 from .numerics.judge import StepJudge
 from .own_files import hide_from_uploads, own_patterns
 from .restarts.status import RunState
-from .setting import ConfigurationError
 
 
 logger = logging.getLogger("self_healing")

@@ -9,11 +9,11 @@ from typing import Any
 
 from . import consensus
 from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
+from .config import ConfigurationError
 from .failures import FailureType, UnrecoverableTrainingError
 from .instrument import Instrument
 from .output_dir import refuse_unwritable
 from .run.context import RunContext
-from .setting import ConfigurationError
 
 
 logger = logging.getLogger("self_healing")

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from .classify import describe_exception
-from .setting import ConfigurationError
+from .config import ConfigurationError
 
 
 logger = logging.getLogger("self_healing")

@@ -22,8 +22,7 @@ from self_healing import (
     SelfHealingCallback,
     SelfHealingTrainer,
 )
-from self_healing.config import SECTIONS
-from self_healing.setting import Setting
+from self_healing.config import SECTIONS, Setting
 
 
 NAMES = [f.name for f in dataclasses.fields(HealingConfig)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
 
-from ..setting import ConfigurationError
+from ..config import ConfigurationError
 
 
 ClipVariant = Literal["reciprocal", "mean", "percentile"]

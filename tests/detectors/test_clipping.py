@@ -22,8 +22,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from self_healing.clipping import AdaGC, ZClip, scale_gradients, total_gradient_norm
+from self_healing.config import ConfigurationError
 from self_healing.detectors.norm_statistics import ClipDecision, ZClipStatistic
-from self_healing.setting import ConfigurationError
 
 
 VARIANTS = ("reciprocal", "mean", "percentile")
