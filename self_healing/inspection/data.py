@@ -1,128 +1,38 @@
-"""What is wrong with the data and the weights before the first step: found by reading them, not by training."""
+"""Checks of training data before the first step."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-import pickle
-import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..random_state import RandomState
+from .columns import columns_of, digest_of, flatten, is_finite
+from .findings import EXAMPLES, Finding, FindingSeverity, Inspection, errors_first, listed
+from .rows import Unreadable, read_rows
 
-
-FindingSeverity = Literal["error", "warning"]
 
 # What TRL and transformers call the columns that a model reads, and those they are made from.
 _TOKEN_COLUMNS = ("input_ids", "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids")
 _TEXT_COLUMNS = ("text", "prompt", "completion", "chosen", "rejected", "messages", "conversations")
 _MASK_COLUMNS = ("completion_mask", "assistant_masks")
 _IGNORED_LABEL = -100
-
-_EXAMPLES = 5
-_MAX_STREAMED_ROWS = 1_000
-# Rows fetched at once, as a data loader would: enough to be quick, few enough to hold decoded images.
-_ROWS_AT_ONCE = 64
-# Slow storage must not hold up a run for hours because of a check.
-_TIME_LIMIT = 30.0
 # Below one row in a hundred, repeats are what large collections have anyway.
 _DUPLICATES_WORTH_SAYING = 0.01
-
-_TOO_LARGE, _TOO_SMALL = 100.0, 1e-3
-# Embeddings are on a scale of their own: `nn.Embedding` begins at 1, a linear layer of width 4096 beside it at 0.009.
-_TOO_LARGE_EMBEDDING = 1_000.0
-_LARGEST_VALUE = 1e4
-# The median of fewer says nothing about which of them is the odd one.
-_FEWEST_MATRICES = 4
-_ELEMENTS_AT_ONCE = 1 << 24
-# Not multiplied with activations, and zero or large by design in one architecture or another.
-_NOT_A_WEIGHT = ("bias", "token", "pos", "log", "scale", "mask")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """
-    One thing that is wrong, and where.
-
-    Args:
-        kind (`str`):
-            What: `"empty_rows"`, `"all_labels_masked"`, `"ids_out_of_vocabulary"`, `"nonfinite_floats"`,
-            `"duplicates"` or `"unreadable_rows"` in data; `"nonfinite_tensors"`, `"all_zero_tensors"` or
-            `"wildly_scaled_tensors"` in a model.
-        count (`int`):
-            How many rows or tensors.
-        total (`int`):
-            Out of how many that were looked at.
-        examples (`list[int | str]`):
-            The first five: indices of rows, or names of tensors.
-        message (`str`):
-            For a person: what it is and what to do.
-        severity (`"error"` or `"warning"`):
-            Whether the run goes wrong with it, or only may.
-    """
-
-    kind: str
-    count: int
-    total: int
-    examples: list[int | str]
-    message: str
-    severity: FindingSeverity
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """
-    What a look at the data or the model found.
-
-    Args:
-        findings (`list[Finding]`):
-            What is wrong, errors first.
-        looked_at (`int`):
-            How many rows or tensors were looked at.
-        unit (`"rows"` or `"tensors"`, *optional*, defaults to `"rows"`):
-            Which of the two.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    looked_at: int = 0
-    unit: Literal["rows", "tensors"] = "rows"
-
-    @property
-    def clean(self) -> bool:
-        """Whether there are no findings, not even warnings."""
-        return not self.findings
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in types that JSON has."""
-        return {"clean": self.clean, **asdict(self)}
-
-    def __str__(self) -> str:
-        unit = self.unit.removesuffix("s") if self.looked_at == 1 else self.unit
-        looked = f"{self.looked_at:,} {unit} looked at"
-        if self.clean:
-            return f"{looked}: nothing wrong."
-        return "\n".join([f"{looked}:", *(f"  {found.severity}: {found.message}" for found in self.findings)])
-
-
-# ---- data ----
 
 
 def check_data_quality(
     dataset: Any, vocabulary: int | None = None, max_length: int | None = None, max_rows: int = 10_000
 ) -> Inspection:
     """
-    Reads rows of a dataset and says which of them cannot be trained on. The global random states stay as they are.
+    Reads rows of a dataset and names those that cannot be trained on. The global random states stay as they are.
 
     A map-style dataset with more than `max_rows` rows is sampled, one row out of each of `max_rows` equal stretches;
-    of a stream the first rows are read, from an iterator of our own. After half a minute the check ends with what it
+    of a stream the first rows are read, from an iterator of its own. After half a minute the check ends with what it
     has seen, which is then spread over the whole dataset, too.
 
     Args:
@@ -137,7 +47,7 @@ def check_data_quality(
             How many rows to read at most; of a stream 1000 at most.
 
     Returns:
-        [`Inspection`]: What is wrong, with the indices of rows in `dataset`. Repeated rows are reported from one row
+        [`Inspection`]: Findings with the indices of rows in `dataset`. Repeated rows are reported from one row
         in a hundred on.
 
     Raises:
@@ -149,9 +59,9 @@ def check_data_quality(
             raise ValueError(f"{name} is {number}; please give a number of at least 1.")
     scan = _DataScan(vocabulary, max_length)
     with _random_states_kept():
-        for row, content in _rows(dataset, max_rows):
+        for row, content in read_rows(dataset, max_rows):
             scan.look(row, content)
-    return Inspection(_errors_first(scan.findings()), scan.looked_at, "rows")
+    return Inspection(errors_first(scan.findings()), scan.looked_at, "rows")
 
 
 @contextmanager
@@ -165,96 +75,10 @@ def _random_states_kept() -> Iterator[None]:
         states.restore()
 
 
-@dataclass(frozen=True, slots=True)
-class _Unreadable:
-    error: Exception
-
-
-def _rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
-    if dataset is None or isinstance(dataset, (Mapping, str)):
-        raise TypeError(
-            f"Rows cannot be read from a {type(dataset).__name__}; please give one dataset, such as "
-            'dataset["train"], or a list of rows.'
-        )
-    # Abstract torch datasets have a `__getitem__` that only raises.
-    streamed = isinstance(dataset, torch.utils.data.IterableDataset)
-    if not streamed and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        return _indexed_rows(dataset, max_rows)
-    if hasattr(dataset, "__next__"):
-        raise TypeError(
-            f"{type(dataset).__name__} is an iterator: the rows read from it would be gone for the training. Please "
-            "give a dataset from which iter() can begin again."
-        )
-    if not hasattr(dataset, "__iter__"):
-        raise TypeError(f"{type(dataset).__name__} has neither a length and indices, nor can it be iterated over.")
-    return _streamed_rows(dataset, min(max_rows, _MAX_STREAMED_ROWS))
-
-
-def _indexed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
-    indices = _spread(len(dataset), max_rows)
-    batches = [indices[start : start + _ROWS_AT_ONCE] for start in range(0, len(indices), _ROWS_AT_ONCE)]
-    began = time.monotonic()
-    # In several sweeps, so that what was seen is from everywhere if time runs out.
-    for batch in [batch for sweep in range(8) for batch in batches[sweep::8]]:
-        yield from zip(batch, _read(dataset, batch), strict=True)
-        if time.monotonic() - began > _TIME_LIMIT:
-            return
-
-
-def _spread(size: int, wanted: int) -> list[int]:
-    """One index out of each of `wanted` equal stretches, at a place that keeps step with no period in the data."""
-    if size <= wanted:
-        return list(range(size))
-    golden = (math.sqrt(5) - 1) / 2
-    edges = [part * size // wanted for part in range(wanted + 1)]
-    return [edges[part] + int(math.modf(part * golden)[0] * (edges[part + 1] - edges[part])) for part in range(wanted)]
-
-
-def _read(dataset: Any, indices: list[int]) -> list[Any]:
-    """Rows, read as a data loader reads them; one by one if that raises, to tell which it is."""
-    together: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-    if together is not None:
-        try:
-            rows = together(indices)
-            if len(rows) == len(indices):
-                return rows
-        except Exception:
-            pass
-    return [_read_one(dataset, index) for index in indices]
-
-
-def _read_one(dataset: Any, index: int) -> Any:
-    try:
-        return dataset[index]
-    except Exception as error:
-        return _Unreadable(error)
-
-
-def _streamed_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
-    began = time.monotonic()
-    iterator = iter(dataset)
-    try:
-        for index in range(max_rows):
-            try:
-                row = next(iterator)
-            except StopIteration:
-                return
-            except Exception as error:
-                # A stream that has raised does not go on.
-                yield index, _Unreadable(error)
-                return
-            yield index, row
-            if time.monotonic() - began > _TIME_LIMIT:
-                return
-    finally:
-        # Not left to the garbage collector: files are open in it, and random states may be drawn from.
-        close = getattr(iterator, "close", None)
-        if close is not None:
-            close()
-
-
 @dataclass(slots=True)
 class _DataScan:
+    """Rows found so far, by what is wrong with them."""
+
     vocabulary: int | None
     max_length: int | None
     looked_at: int = 0
@@ -270,14 +94,14 @@ class _DataScan:
 
     def look(self, row: int, content: Any) -> None:
         self.looked_at += 1
-        if isinstance(content, _Unreadable):
+        if isinstance(content, Unreadable):
             self.unreadable[row] = content.error
             return
-        columns = _columns(content)
-        digest = _digest(columns)
+        columns = columns_of(content)
+        digest = digest_of(columns)
         if digest is not None:
             self.digests[row] = digest
-        bad = [name for name, value in columns.items() if not _is_finite(value)]
+        bad = [name for name, value in columns.items() if not is_finite(value)]
         if bad:
             self.nonfinite.append(row)
             self.nonfinite_columns.update(bad)
@@ -299,8 +123,8 @@ class _DataScan:
     def _look_at_ids(self, row: int, columns: Mapping[str, Any]) -> None:
         if self.vocabulary is None:
             return
-        ids = [_flat(value) for name, value in columns.items() if name.endswith(_TOKEN_COLUMNS)]
-        labels = _flat(columns.get("labels"))
+        ids = [flatten(value) for name, value in columns.items() if name.endswith(_TOKEN_COLUMNS)]
+        labels = flatten(columns.get("labels"))
         # A single number is a class or a score, and without tokens labels are classes as well.
         if ids and labels.size > 1:
             ids.append(labels[labels != _IGNORED_LABEL])
@@ -312,11 +136,12 @@ class _DataScan:
     def _outside(self, ids: np.ndarray) -> list[int]:
         return [int(id_) for id_ in ids[(ids < 0) | (ids >= self.vocabulary)]]
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[Finding | None]:
+        """One for each kind of check; `None` where it found nothing."""
         repeated = self._repeated()
         if len(repeated) < _DUPLICATES_WORTH_SAYING * self.looked_at:
             repeated = []
-        found = [
+        return [
             self._finding(
                 "empty_rows",
                 self.empty,
@@ -340,25 +165,24 @@ class _DataScan:
                 severity="warning",
             ),
         ]
-        return [finding for finding in found if finding is not None]
 
     def _finding(
         self, kind: str, rows: list[int], what: str, remedy: str, severity: FindingSeverity = "error"
     ) -> Finding | None:
         if not rows:
             return None
-        examples: list[int | str] = [*sorted(rows)[:_EXAMPLES]]
+        examples: list[int | str] = [*sorted(rows)[:EXAMPLES]]
         share = f"{len(rows) / self.looked_at:.2%}"
         verb, plural = ("has", "") if len(rows) == 1 else ("have", "s")
         message = (
             f"{len(rows):,} of {self.looked_at:,} rows ({share}) {verb} {what}: "
-            f"row{plural} {_some(examples, len(rows))}. {remedy}"
+            f"row{plural} {listed(examples, len(rows))}. {remedy}"
         )
         return Finding(kind, len(rows), self.looked_at, examples, message, severity)
 
     def _nonfinite_names(self) -> str:
         names = [f'"{name}"' for name in sorted(self.nonfinite_columns)]
-        return _some(names[:_EXAMPLES], len(names))
+        return listed(names[:EXAMPLES], len(names))
 
     def _on_masked(self) -> tuple[str, str]:
         harm = "They add nothing to the loss, and a batch of nothing else makes it NaN"
@@ -373,7 +197,7 @@ class _DataScan:
     def _on_outside(self) -> tuple[str, str]:
         ids, vocabulary = sorted(self.outside_ids), self.vocabulary or 0
         return (
-            f"token ids outside the model's 0 to {vocabulary - 1} ({_some(ids[:_EXAMPLES], len(ids))})",
+            f"token ids outside the model's 0 to {vocabulary - 1} ({listed(ids[:EXAMPLES], len(ids))})",
             "On a GPU that is a device-side assert: use the model's own tokenizer, or call "
             "model.resize_token_embeddings(len(tokenizer)).",
         )
@@ -396,76 +220,13 @@ class _DataScan:
         return repeated
 
 
-def _columns(content: Any) -> dict[str, Any]:
-    if isinstance(content, Mapping):
-        return {str(name): _plain(value) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return {f"item {place}": _plain(value) for place, value in enumerate(content)}
-    return {"the row": _plain(content)}
-
-
-def _plain(value: Any) -> Any:
-    """Numbers as numpy arrays, structure as lists and dictionaries, whatever else as it is."""
-    if isinstance(value, torch.Tensor):
-        return _plain_tensor(value)
-    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
-        return [_plain(item) for item in value.tolist()]
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], (int, float, np.number)):
-            try:
-                array = np.asarray(value)
-            except (ValueError, OverflowError):
-                array = None
-            if array is not None and array.dtype.kind in "biuf":
-                return array
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return value
-
-
-def _plain_tensor(value: torch.Tensor) -> Any:
-    try:
-        value = value.detach().to("cpu")
-        # numpy has neither bfloat16 nor float8.
-        return (value.float() if value.dtype.is_floating_point and value.dtype.itemsize < 4 else value).numpy()
-    except (RuntimeError, TypeError):
-        return value
-
-
-def _arrays(value: Any) -> Iterator[np.ndarray]:
-    """Every array of numbers in a plain value."""
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind in "biufc":
-            yield value
-    elif isinstance(value, (int, float, np.number)):
-        yield np.asarray(value)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _arrays(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _arrays(item)
-
-
-def _flat(value: Any) -> np.ndarray:
-    arrays = [array.reshape(-1) for array in _arrays(value)]
-    if len(arrays) == 1:
-        return arrays[0]
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
-
-
-def _is_finite(value: Any) -> bool:
-    return all(array.dtype.kind not in "fc" or bool(np.isfinite(array).all()) for array in _arrays(value))
-
-
 def _is_empty(columns: Mapping[str, Any]) -> bool:
     tokens = [columns[name] for name in _TOKEN_COLUMNS if columns.get(name) is not None]
     if tokens:
         ids, labels = columns.get("input_ids"), columns.get("labels")
         # Each token is predicted from those before it, so the end-of-text token alone predicts nothing.
         alone = isinstance(ids, np.ndarray) and isinstance(labels, np.ndarray) and ids.shape == labels.shape == (1,)
-        return alone or any(_flat(value).size == 0 for value in tokens)
+        return alone or any(flatten(value).size == 0 for value in tokens)
     texts = [columns[name] for name in _TEXT_COLUMNS if name in columns]
     given = [text for text in texts if text is not None]
     # Columns that only some rows use are None in the others.
@@ -484,9 +245,9 @@ def _trained(columns: Mapping[str, Any]) -> np.ndarray | None:
     if labels is not None:
         # A single number is a class or a score.
         per_token = isinstance(labels, list) or (isinstance(labels, np.ndarray) and labels.ndim > 0)
-        flat = _flat(labels)
+        flat = flatten(labels)
         return np.asarray(flat != _IGNORED_LABEL) if per_token and flat.size else None
-    masks = [_flat(columns[name]) for name in _MASK_COLUMNS if columns.get(name) is not None]
+    masks = [flatten(columns[name]) for name in _MASK_COLUMNS if columns.get(name) is not None]
     masks = [mask for mask in masks if mask.size]
     if not masks:
         return None
@@ -500,208 +261,4 @@ def _is_cut_off(columns: Mapping[str, Any], trained: np.ndarray | None, max_leng
         return not trained[:max_length].any()
     prompt = columns.get("prompt_ids")
     has_answer = any(columns.get(name) is not None for name in ("completion_ids", "chosen_ids", "rejected_ids"))
-    return prompt is not None and has_answer and _flat(prompt).size >= max_length
-
-
-def _digest(columns: Mapping[str, Any]) -> bytes | None:
-    """A hash of the content of a row, or `None` if it holds what cannot be compared."""
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        _feed(digest, dict(columns))
-    except Exception:
-        return None
-    return digest.digest()
-
-
-def _feed(digest: hashlib.blake2b, value: Any) -> None:
-    if isinstance(value, np.ndarray):
-        digest.update(f"array {value.dtype} {value.shape} ".encode())
-        digest.update(value.tobytes())
-    elif isinstance(value, list):
-        digest.update(f"list {len(value)} ".encode())
-        for item in value:
-            _feed(digest, item)
-    elif isinstance(value, dict):
-        digest.update(f"dict {len(value)} ".encode())
-        for name in sorted(value):
-            _feed(digest, name)
-            _feed(digest, value[name])
-    elif isinstance(value, str):
-        encoded = value.encode("utf-8", "surrogatepass")
-        digest.update(f"text {len(encoded)} ".encode())
-        digest.update(encoded)
-    else:
-        # Images and the like: equal content may look different here, but never the other way round.
-        pickled = pickle.dumps(value)
-        digest.update(f"object {len(pickled)} ".encode())
-        digest.update(pickled)
-
-
-# ---- model ----
-
-
-@torch.no_grad()
-def check_model_init(model: torch.nn.Module) -> Inspection:
-    """
-    Reads the weights of a model and says which of them it cannot be trained from. Sharded weights are judged by the
-    part that lies on this process; quantised ones and those on the meta device are left out.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model, as it is before training.
-
-    Returns:
-        [`Inspection`]: Tensors with NaN or Inf (in buffers only NaN: masks hold -inf on purpose), matrices of zeros
-        other than the half of an adapter that begins at zero, and matrices whose root mean square is more than 100
-        times or less than a thousandth of the median of the model's (embeddings: more than 1000 times), or that hold
-        values beyond 10000.
-    """
-    parameters = _measured(model.named_parameters())
-    buffers = _measured(model.named_buffers())
-    adapters = _adapter_groups(model, parameters)
-    findings = [
-        _tensors_finding(
-            "nonfinite_tensors",
-            [name for name, size in parameters.items() if not math.isfinite(size.largest)]
-            + [name for name, size in buffers.items() if math.isnan(size.largest)],
-            len(parameters) + len(buffers),
-            "NaN or Inf",
-            "Every loss will be NaN: load the weights again from a whole checkpoint, or check how they begin.",
-        ),
-        _tensors_finding(
-            "all_zero_tensors",
-            _all_zero(parameters, adapters),
-            len(parameters),
-            "nothing but zeros",
-            "Unless that is on purpose, they were missing from the checkpoint or never initialised: look for missing "
-            "keys in what from_pretrained said.",
-            severity="warning",
-        ),
-        _tensors_finding(
-            "wildly_scaled_tensors",
-            _wildly_scaled(model, parameters, adapters),
-            len(parameters),
-            "values of quite another size than the rest of the model",
-            "Check how they were initialised, merged or converted, and whether the file is damaged.",
-            severity="warning",
-        ),
-    ]
-    found = [finding for finding in findings if finding is not None]
-    return Inspection(_errors_first(found), len(parameters) + len(buffers), "tensors")
-
-
-@dataclass(frozen=True, slots=True)
-class _Size:
-    largest: float
-    rms: float
-    dims: int
-    is_weight: bool
-
-
-def _measured(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, _Size]:
-    sizes = {}
-    for name, tensor in named:
-        size = _size(name, tensor)
-        if size is not None:
-            sizes[name] = size
-    return sizes
-
-
-def _size(name: str, tensor: torch.Tensor) -> _Size | None:
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    # One byte per value: the scale that belongs to it is elsewhere.
-    if local.is_meta or not local.is_floating_point() or local.dtype.itemsize < 2 or local.numel() == 0:
-        return None
-    try:
-        largest, norm = _largest_and_norm(local)
-    except (RuntimeError, TypeError):  # quantised, behind the face of a floating tensor
-        return None
-    kind = name.rpartition(".")[2].lower()
-    is_weight = sum(extent > 1 for extent in tensor.shape) >= 2 and not any(part in kind for part in _NOT_A_WEIGHT)
-    return _Size(largest, norm / math.sqrt(local.numel()), tensor.dim(), is_weight)
-
-
-def _largest_and_norm(tensor: torch.Tensor) -> tuple[float, float]:
-    # The square root of a sum of float16 squares need not be a float16. In parts, as the CPU converts them first.
-    dtype = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
-    rows = max(1, _ELEMENTS_AT_ONCE * max(1, tensor.size(0)) // tensor.numel()) if tensor.dim() else 1
-    parts = torch.split(tensor, rows) if tensor.dim() else (tensor,)
-    largest = torch.stack([torch.linalg.vector_norm(part, math.inf, dtype=dtype) for part in parts])
-    norms = torch.stack([torch.linalg.vector_norm(part, dtype=dtype) for part in parts])
-    both = torch.stack([torch.linalg.vector_norm(largest, math.inf), torch.linalg.vector_norm(norms)]).tolist()
-    return both[0], both[1]
-
-
-def _adapter_groups(model: torch.nn.Module, parameters: Mapping[str, _Size]) -> dict[str, tuple[str, str]]:
-    """The adapter that a parameter belongs to, as the place it is in and what comes after the name of the factor."""
-    layers = {layer for module in model.modules() for layer in getattr(module, "adapter_layer_names", ())}
-    groups = {}
-    for name in parameters:
-        parts = name.split(".")
-        for place, part in enumerate(parts):
-            if part in layers or part.startswith("lora_"):
-                groups[name] = (".".join(parts[:place]), ".".join(parts[place + 1 :]))
-                break
-    return groups
-
-
-def _all_zero(parameters: Mapping[str, _Size], adapters: Mapping[str, tuple[str, str]]) -> list[str]:
-    zero = {name for name, size in parameters.items() if size.is_weight and size.largest == 0}
-    factors: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, group in adapters.items():
-        if parameters[name].is_weight:
-            factors[group].append(name)
-    # An adapter begins as a zero product, of one factor that is zero. With all of them zero it never gets a gradient.
-    begins = {name for names in factors.values() if len(names) < 2 or not zero.issuperset(names) for name in names}
-    return [name for name in parameters if name in zero and name not in begins]
-
-
-def _wildly_scaled(
-    model: torch.nn.Module, parameters: Mapping[str, _Size], adapters: Mapping[str, tuple[str, str]]
-) -> list[str]:
-    embeddings = {
-        f"{name}.weight".removeprefix(".")
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Embedding)
-    }
-    usual = [
-        size.rms
-        for name, size in parameters.items()
-        if size.is_weight and name not in embeddings and name not in adapters and 0 < size.rms < math.inf
-    ]
-    median = statistics.median(usual) if len(usual) >= _FEWEST_MATRICES else None
-    wild = []
-    for name, size in parameters.items():
-        if size.dims < 2 or not math.isfinite(size.largest) or size.largest == 0:
-            continue
-        odd = size.largest > _LARGEST_VALUE
-        if median is not None and size.is_weight:
-            odd |= size.rms > median * (_TOO_LARGE_EMBEDDING if name in embeddings else _TOO_LARGE)
-            # Some architectures begin with tiny embeddings, and an adapter may have learned next to nothing yet.
-            odd |= name not in embeddings and name not in adapters and size.rms < median * _TOO_SMALL
-        if odd:
-            wild.append(name)
-    return wild
-
-
-def _tensors_finding(
-    kind: str, names: Sequence[str], total: int, what: str, remedy: str, severity: FindingSeverity = "error"
-) -> Finding | None:
-    if not names:
-        return None
-    examples: list[int | str] = [*names[:_EXAMPLES]]
-    verb = "holds" if len(names) == 1 else "hold"
-    message = f"{len(names):,} of {total:,} tensors {verb} {what}: {_some(examples, len(names))}. {remedy}"
-    return Finding(kind, len(names), total, examples, message, severity)
-
-
-# ---- words ----
-
-
-def _errors_first(findings: Sequence[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: finding.severity != "error")
-
-
-def _some(examples: Sequence[object], count: int) -> str:
-    listed = ", ".join(str(example) for example in examples)
-    return listed if count <= len(examples) else f"{listed} and {count - len(examples):,} more"
+    return prompt is not None and has_answer and flatten(prompt).size >= max_length

@@ -16,7 +16,8 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
 
 from self_healing.inspection import Finding, Inspection, check_data_quality, check_model_init
-from self_healing.inspection import data as data_checks
+from self_healing.inspection import model as model_checks
+from self_healing.inspection import rows as row_reading
 
 
 def kinds(inspection: Inspection) -> dict[str, list[int | str]]:
@@ -229,7 +230,7 @@ def test_a_sample_does_not_keep_step_with_the_data() -> None:
 
 
 def test_slow_storage_ends_the_check_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_checks, "_TIME_LIMIT", 0.0)
+    monkeypatch.setattr(row_reading, "_TIME_LIMIT", 0.0)
     dataset = Recording(10_000)
     assert 0 < check_data_quality(dataset).looked_at == len(dataset.read) < 100
 
@@ -466,10 +467,10 @@ def test_a_model_is_read_and_not_changed(tokenizer: Any) -> None:
 
 
 def test_parts_of_a_large_tensor_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_checks, "_ELEMENTS_AT_ONCE", 50)
+    monkeypatch.setattr(model_checks, "_ELEMENTS_AT_ONCE", 50)
     tensor = torch.randn(33, 7)
     tensor[30, 2] = -9.0
-    largest, norm = data_checks._largest_and_norm(tensor)
+    largest, norm = model_checks._largest_and_norm(tensor)
     assert largest == 9.0
     assert norm == pytest.approx(float(tensor.norm()))
 
