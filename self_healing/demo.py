@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from .chaos import Chaos, Fault, Ledger
 from .config import HealingConfig
 from .failures import FailureType
 from .journal.incident import Incident
@@ -214,101 +215,76 @@ def small_llama(tokenizer: Any, size: DemoSize, seed: int) -> LlamaForCausalLM:
 # ---- the faults ----
 
 
+@dataclass(frozen=True, slots=True)
 class DemoFault:
     """
-    Something that goes wrong.
+    One fault of the demo.
 
     Args:
-        step (`int`):
-            Optimizer steps finished when it strikes.
-        announce (`Callable[[str], None]`):
-            Told in a sentence, the first time.
+        name (`str`):
+            As the table has it.
+        what (`str`):
+            What it does, in a sentence.
+        injected ([`~self_healing.chaos.Fault`]):
+            What [`~self_healing.chaos.Chaos`] injects for it, at a step of its own.
+        failure ([`FailureType`]):
+            What it should be diagnosed as.
     """
 
     name: str
     what: str
+    injected: Fault
     failure: FailureType
 
-    def __init__(self, step: int, announce: Callable[[str], None]) -> None:
-        self.step = step
-        self.fired = 0
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished when it strikes."""
+        return int(self.injected.at)
+
+
+def demo_faults(steps: int, broken_token: int) -> tuple[DemoFault, ...]:
+    """
+    Gives the three faults of a run, a quarter of it apart.
+
+    Args:
+        steps (`int`):
+            Of the run.
+        broken_token (`int`):
+            The token of the broken character, which only the poison sample has.
+    """
+    return (
+        DemoFault(
+            "transient NaN",
+            "one forward pass answers NaN",
+            Fault("nan_loss", at=steps // 4),
+            FailureType.NONFINITE_TRANSIENT,
+        ),
+        DemoFault(
+            "poison sample",
+            "the model's answer to one row is NaN, every time",
+            Fault("poison_samples", at=steps // 2, token=broken_token),
+            FailureType.NONFINITE_POISON_ROWS,
+        ),
+        DemoFault(
+            "dropped connection",
+            "the connection to a server that the forward pass asks drops",
+            Fault("network_error", at=3 * steps // 4),
+            FailureType.NETWORK,
+        ),
+    )
+
+
+class _AnnouncedStrikes(Ledger):
+    """Announces each strike before it is written down."""
+
+    def __init__(self, path: Path, faults: Sequence[DemoFault], announce: Callable[[str], None]) -> None:
+        super().__init__(path)
+        self._faults = {fault.injected.kind: fault for fault in faults}
         self._announce = announce
 
-    def strike(self) -> None:
-        """Counts a strike and announces the first."""
-        self.fired += 1
-        if self.fired == 1:
-            self._announce(self.what)
-
-    def inject(self, trainer: Any) -> None:
-        """Puts the fault into a trainer that has not begun."""
-        raise NotImplementedError
-
-
-class TransientNaN(DemoFault):
-    """One forward pass answers NaN, once: a flipped bit, an overheated chip, a race in a kernel."""
-
-    name = "transient NaN"
-    what = "one forward pass answers NaN"
-    failure = FailureType.NONFINITE_TRANSIENT
-
-    def inject(self, trainer: Any) -> None:
-        # Inside the network: TRL computes the loss in a fused head, which never reads the output's `logits`.
-        def spoil(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-            due = not self.fired and trainer.state.global_step == self.step
-            if not due or not module.training or not torch.is_grad_enabled():
-                return None
-            self.strike()
-            return output * math.nan
-
-        trainer.model.model.norm.register_forward_hook(spoil)
-
-
-class PoisonSample(DemoFault):
-    """A row with a broken character, for which the model's answer is NaN, every time."""
-
-    name = "poison sample"
-    what = "the model's answer to one row is NaN, every time"
-    failure = FailureType.NONFINITE_POISON_ROWS
-
-    def inject(self, trainer: Any) -> None:
-        token = trainer.processing_class.convert_tokens_to_ids(BROKEN_CHARACTER)
-        poisoned: list[torch.Tensor] = []
-
-        def look(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            poisoned[:] = [(inputs[0] == token).any(dim=1)]  # (B,)
-
-        def spoil(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-            if not bool(poisoned[0].any()):
-                return None
-            self.strike()
-            return output.masked_fill(poisoned[0][:, None, None], math.nan)  # (B, T, D)
-
-        trainer.model.model.embed_tokens.register_forward_pre_hook(look)
-        trainer.model.model.norm.register_forward_hook(spoil)
-
-
-class DroppedConnection(DemoFault):
-    """A callback tells a server how far the run is, and the connection drops."""
-
-    name = "dropped connection"
-    what = "the connection to a server that a callback talks to drops"
-    failure = FailureType.NETWORK
-
-    def inject(self, trainer: Any) -> None:
-        trainer.add_callback(_Telling(self))
-
-
-class _Telling(TrainerCallback):
-    def __init__(self, fault: DroppedConnection) -> None:
-        self.fault = fault
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state.global_step == self.fault.step and not self.fault.fired:
-            self.fault.strike()
-            raise ConnectionError("the server closed the connection")
+    def strike(self, fault: str, kind: str, step: int, count: int, detail: Mapping[str, Any]) -> None:
+        self._announce(self._faults[kind].what)
+        super().strike(fault, kind, step, count, detail)
 
 
 # ---- what the terminal shows ----
@@ -447,8 +423,8 @@ class _Stage:
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
         chosen = [texts[index] for index in order[:needed]]
         self.held_out, self.training = chosen[: size.held_out], chosen[size.held_out :]
-        self.strikes = (size.steps // 4, size.steps // 2, 3 * size.steps // 4)
-        self.poison_row = self.strikes[1] * size.rows * size.accumulation + size.rows // 2
+        self.faults = demo_faults(size.steps, self.tokenizer.vocab[BROKEN_CHARACTER])
+        self.poison_row = self.faults[1].step * size.rows * size.accumulation + size.rows // 2
         self.training[self.poison_row] = f"{BROKEN_CHARACTER} {self.training[self.poison_row]}"
         self.parameters = sum(parameter.numel() for parameter in small_llama(self.tokenizer, size, seed).parameters())
 
@@ -488,9 +464,13 @@ class _Stage:
         trainer.remove_callback(PrinterCallback)
         return trainer
 
-    def faults(self, announce: Callable[[str], None]) -> list[DemoFault]:
-        kinds = (TransientNaN, PoisonSample, DroppedConnection)
-        return [kind(step, announce) for kind, step in zip(kinds, self.strikes, strict=True)]
+    @contextlib.contextmanager
+    def struck(self, trainer: Any, storyteller: _Storyteller) -> Iterator[Ledger]:
+        """Lets the faults strike a trainer, and gives the ledger of what has struck."""
+        with tempfile.TemporaryDirectory() as scratch:
+            ledger = _AnnouncedStrikes(Path(scratch) / "chaos.jsonl", self.faults, storyteller.strikes)
+            Chaos([fault.injected for fault in self.faults], ledger=ledger).attach(trainer)
+            yield ledger
 
 
 def run_demo(
@@ -527,10 +507,11 @@ def run_demo(
     config = config or HealingConfig(retry_initial_seconds=1.0)
     with _quiet():
         stage = _Stage(size, seed)
+        first, second, third = (fault.step for fault in stage.faults)
         console.print(
             f"\n[bold]SFTTrainer teaches a {stage.parameters / 1e6:.1f}M-parameter Llama {size.training_rows:,} "
-            f"docstrings of Python's library.[/]\nThree faults: transient NaN (step {stage.strikes[0]}), "
-            f"poison sample ({stage.strikes[1]}), lost connection ({stage.strikes[2]})."
+            f"docstrings of Python's library.[/]\nThree faults: transient NaN (step {first}), "
+            f"poison sample ({second}), lost connection ({third})."
         )
         if healing:
             return _healed(stage, Path(output_dir), config, console)
@@ -541,16 +522,15 @@ def _healed(stage: _Stage, output_dir: Path, config: HealingConfig, console: Con
     console.print("They are healed; a fault-free twin under the plain trainer is the measure.\n")
     storyteller = _Storyteller(console, stage.size.steps)
     trainer = stage.trainer(output_dir, storyteller)
-    faults = stage.faults(storyteller.strikes)
-    for fault in faults:
-        fault.inject(trainer)
-    healer = SelfHealingTrainer(trainer, config)
     problems = []
-    try:
-        healer.train()
-    except Exception as error:
-        storyteller.say(f"[bold red]stopped[/]  {escape(f'{type(error).__name__}: {error}')}")
-        problems.append(f"the run ended with {type(error).__name__}")
+    with stage.struck(trainer, storyteller) as ledger:
+        healer = SelfHealingTrainer(trainer, config)
+        try:
+            healer.train()
+        except Exception as error:
+            storyteller.say(f"[bold red]stopped[/]  {escape(f'{type(error).__name__}: {error}')}")
+            problems.append(f"the run ended with {type(error).__name__}")
+        struck = {strike.kind for strike in ledger.strikes()}
     loss = float(trainer.evaluate()["eval_loss"])
 
     console.print("\nThe fault-free twin: the same seed and settings, the plain trainer.\n")
@@ -560,9 +540,9 @@ def _healed(stage: _Stage, output_dir: Path, config: HealingConfig, console: Con
         twin_loss = float(twin.evaluate()["eval_loss"])
 
     incidents = healer.get_report().incidents
-    problems += _unmet(stage, faults, incidents, int(trainer.state.global_step), loss, twin_loss)
+    problems += _unmet(stage, struck, incidents, int(trainer.state.global_step), loss, twin_loss)
     console.print()
-    console.print(_table(faults, incidents))
+    console.print(_table(stage.faults, struck, incidents))
     console.print(
         f"Held-out loss: [bold]{loss:.4f}[/] healed, [bold]{twin_loss:.4f}[/] fault-free twin "
         f"({100 * (loss / twin_loss - 1):+.2f} %).\nThe twin had no fault, so it also learned from the poison sample."
@@ -581,15 +561,13 @@ def _unhealed(stage: _Stage, output_dir: Path, console: Console) -> DemoResult:
     trainer = stage.trainer(output_dir, storyteller)
     watch = _WeightWatch(storyteller)
     trainer.add_callback(watch)
-    faults = stage.faults(storyteller.strikes)
-    for fault in faults:
-        fault.inject(trainer)
     died: Exception | None = None
-    try:
-        trainer.train()
-    except Exception as error:
-        died = error
-        storyteller.say(f"[bold red]dead[/]     {escape(f'{type(error).__name__}: {error}')}")
+    with stage.struck(trainer, storyteller):
+        try:
+            trainer.train()
+        except Exception as error:
+            died = error
+            storyteller.say(f"[bold red]dead[/]     {escape(f'{type(error).__name__}: {error}')}")
     step = int(trainer.state.global_step)
     loss = float(trainer.evaluate()["eval_loss"])
 
@@ -614,7 +592,7 @@ def _unhealed(stage: _Stage, output_dir: Path, console: Console) -> DemoResult:
 
 def _unmet(
     stage: _Stage,
-    faults: Sequence[DemoFault],
+    struck: Set[str],
     incidents: Sequence[Mapping[str, Any]],
     step: int,
     loss: float,
@@ -624,8 +602,8 @@ def _unmet(
     problems = []
     if step != stage.size.steps:
         problems.append(f"{step} of {stage.size.steps} steps were trained")
-    for fault in faults:
-        if not fault.fired:
+    for fault in stage.faults:
+        if fault.injected.kind not in struck:
             problems.append(f"the {fault.name} never struck")
             continue
         found = _incidents_of(fault, incidents)
@@ -637,7 +615,7 @@ def _unmet(
             for incident in found
             if incident["outcome"] != "resolved" or incident["steps_lost"]
         ]
-    known = {fault.failure.value for fault in faults}
+    known = {fault.failure.value for fault in stage.faults}
     problems += [
         f"an incident that no fault explains, at step {incident['step']}: {incident['symptom']}, {incident['cause']}"
         for incident in incidents
@@ -655,7 +633,7 @@ def _incidents_of(fault: DemoFault, incidents: Sequence[Mapping[str, Any]]) -> l
     return [incident for incident in incidents if incident["failure"] == fault.failure.value]
 
 
-def _table(faults: Sequence[DemoFault], incidents: Sequence[Mapping[str, Any]]) -> Table:
+def _table(faults: Sequence[DemoFault], struck: Set[str], incidents: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(header_style="bold")
     for column in ("fault", "cause found", "remedy", "steps\nlost", "seconds\nlost"):
         table.add_column(column, justify="right" if "lost" in column else "left")
@@ -671,7 +649,8 @@ def _table(faults: Sequence[DemoFault], incidents: Sequence[Mapping[str, Any]]) 
                 f"{incident['seconds_lost']:.2f}",
             )
         if not found:
-            table.add_row(name, "[bold red]not found[/]" if fault.fired else "[bold red]never struck[/]", "", "", "")
+            missing = "not found" if fault.injected.kind in struck else "never struck"
+            table.add_row(name, f"[bold red]{missing}[/]", "", "", "")
     return table
 
 

@@ -51,7 +51,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("recovery",),
     ("trainer",),
     ("__init__",),
-    ("chaos", "demo"),
+    ("chaos",),
+    ("demo",),
     ("cli",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
+    POISON_WORD,
     TEXTS,
     TRAINERS,
     assert_same_weights,
@@ -24,6 +25,7 @@ from conftest import (
     journal,
     logged,
     plain_trainer,
+    quarantined,
     sft_trainer,
     tiny_model,
     weights,
@@ -362,6 +364,23 @@ def test_a_poison_sample_stays_one(tmp_path: Path, tokenizer: Any) -> None:
     assert len(rows[0].detail["rows"]) == 2
     # Of 16 rows in steps of 8, they come in every epoch of two steps.
     assert {event["step"] // 2 for event in journal(tmp_path / "run", "detected")} == {0, 1, 2, 3}
+
+
+def test_a_poison_sample_can_be_chosen_by_a_token_it_holds(tmp_path: Path, tokenizer: Any) -> None:
+    token = tokenizer(POISON_WORD).input_ids[0]
+    texts = [*TEXTS[:11], f"{POISON_WORD} {TEXTS[11]}", *TEXTS[12:16]]
+    holding = {row for row, text in enumerate(texts) if token in tokenizer(text).input_ids}
+    assert len(holding) < 16
+    faults = f"poison_samples@0:rows=16:token={token}"
+    _, rows = rehearsed(tmp_path, tokenizer, faults, texts=texts, max_steps=4)
+    assert rows[0].effect
+    assert set() < {row["dataset_index"] for row in quarantined(tmp_path / "run")} <= holding
+
+
+def test_a_poison_sample_waits_for_the_token_it_was_asked_for(tmp_path: Path, tokenizer: Any) -> None:
+    faults = "poison_samples@0:token=999999"
+    _, rows = rehearsed(tmp_path, tokenizer, faults, texts=TEXTS[:16], max_steps=2)
+    assert [row.outcome for row in rows] == ["did not strike"]
 
 
 def test_a_bad_sample_raises_whenever_it_is_loaded(tmp_path: Path, tokenizer: Any) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from conftest import journal, quarantined
 from rich.console import Console
 
 from self_healing import HealingConfig, demo
-from self_healing.demo import BROKEN_CHARACTER, DemoResult, DemoSize, run_demo, stdlib_docstrings
+from self_healing.demo import (
+    BROKEN_CHARACTER,
+    DemoFault,
+    DemoResult,
+    DemoSize,
+    demo_faults,
+    run_demo,
+    stdlib_docstrings,
+)
 
 
 SMALL = DemoSize(steps=12, rows=2, tokens=32, vocabulary=400, width=32, layers=1, held_out=16)
@@ -97,7 +106,11 @@ def test_what_was_not_healed_is_not_shown_as_healed(show: Show, settings: dict[s
 
 
 def test_a_fault_that_never_struck_is_not_shown_as_healed(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo.TransientNaN, "inject", lambda self, trainer: None)
+    def late(steps: int, broken_token: int) -> tuple[DemoFault, ...]:
+        first, *others = demo_faults(steps, broken_token)
+        return replace(first, injected=replace(first.injected, at=steps)), *others
+
+    monkeypatch.setattr(demo, "demo_faults", late)
     result, text = show()
     assert result.problems == ["the transient NaN never struck"]
     assert "never struck" in text

@@ -65,7 +65,7 @@ class Chaos(TrainerCallback):
             What to inject: [`Fault`] objects, or how they are written down, `"nan_loss@12, sigkill@30"`.
         seed (`int`, *optional*, defaults to 0):
             Of everything that is drawn at random.
-        ledger (`str` or `PathLike`, *optional*, defaults to `"chaos.jsonl"`):
+        ledger (`str`, `PathLike` or [`Ledger`], *optional*, defaults to `"chaos.jsonl"`):
             The file that remembers what has struck. Outside of the run's directory; another one, or none yet, for
             another rehearsal.
         min_gap (`int`, *optional*):
@@ -83,7 +83,7 @@ class Chaos(TrainerCallback):
         self,
         faults: str | Sequence[Fault | str],
         seed: int = 0,
-        ledger: str | os.PathLike[str] = "chaos.jsonl",
+        ledger: str | os.PathLike[str] | Ledger = "chaos.jsonl",
         min_gap: int | None = None,
     ) -> None:
         given = [faults] if isinstance(faults, str) else list(faults)
@@ -94,7 +94,7 @@ class Chaos(TrainerCallback):
             raise FaultError(f"Chaos needs at least one fault; there are: {', '.join(KINDS)}.")
         self.keys = keys_of(self.faults)
         self.seed = seed
-        self.ledger = Ledger(ledger)
+        self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
         self.min_gap = min_gap
         self.steps: tuple[int, ...] = ()
         self._last_word = _LastWord(self)
@@ -336,8 +336,12 @@ class Chaos(TrainerCallback):
             return done
         pieces = list(pieces_of(self._seen.inputs, _pad_token(self._trainer)))
         for number in due:
+            token = self.faults[number].token
+            candidates = [piece for piece in pieces if token is None or token in piece.tokens]
+            if token is not None and not candidates:
+                continue
             rng = random.Random(f"{self.seed} {self.keys[number]} {int(self._struck[number, 0])}")
-            chosen = rng.sample(pieces, min(int(self.faults[number].get("rows")), len(pieces)))
+            chosen = rng.sample(candidates, min(int(self.faults[number].get("rows")), len(candidates)))
             with self._strike(number, rows=[piece.content for piece in chosen]) as result:
                 self._poison.update(piece.content for piece in chosen)
                 result["effect"] = bool(chosen)

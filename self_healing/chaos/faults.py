@@ -39,6 +39,7 @@ class Kind:
 
 
 _WHERE = {"where": ("data", "forward"), "wait": ("python", "native"), "then": ("nothing", "sigkill")}
+_PARAMETERS = ("seconds", "where", "wait", "index", "rows", "token", "then")
 _NETWORK_WHERE = ("auto", "reward", "data", "forward")
 
 KINDS: dict[str, Kind] = {
@@ -47,7 +48,7 @@ KINDS: dict[str, Kind] = {
     "inf_gradient": Kind("one entry of one gradient is infinite; the loss is finite"),
     "corrupted_weights": Kind("NaN is written into a weight between two steps"),
     "scrambled_layer": Kind("the weights of the last layer are replaced by noise: the loss jumps"),
-    "poison_samples": Kind("rows of the batch make the loss NaN from then on, always", {"rows": 1}),
+    "poison_samples": Kind("rows of the batch make the loss NaN from then on, always", {"rows": 1, "token": None}),
     "oom": Kind("the forward runs out of memory (on CUDA for real)", counts_calls=True),
     "network_error": Kind(
         "a call of a service raises ConnectionError: in a reward function where there is one, else in the forward",
@@ -92,6 +93,9 @@ class Fault:
             Of `bad_sample`: which. Defaults to the first that is loaded from that step on.
         rows (`int`, *optional*):
             Of `poison_samples`: how many of the batch.
+        token (`int`, *optional*):
+            Of `poison_samples`: chooses only rows that hold this token, in the first batch with such rows from that
+            step on. Defaults to any rows.
         then (`str`, *optional*):
             Of `torn_checkpoint`: `"sigkill"` ends the process, so that somebody has to read it.
 
@@ -111,6 +115,7 @@ class Fault:
     wait: str | None = None
     index: int | None = None
     rows: int | None = None
+    token: int | None = None
     then: str | None = None
 
     def __post_init__(self) -> None:
@@ -124,7 +129,7 @@ class Fault:
             raise FaultError(
                 f"{self.kind}: times={self.times!r} is no number of times; please give one from 1, or {ALWAYS!r}."
             )
-        for name in ("seconds", "where", "wait", "index", "rows", "then"):
+        for name in _PARAMETERS:
             if getattr(self, name) is not None:
                 self._check(name, getattr(self, name))
 
@@ -135,7 +140,7 @@ class Fault:
             raise FaultError(f"{self.kind} has no parameter {name!r}; {takes}.")
         if name == "seconds" and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise FaultError(f"{self.kind}: seconds={value!r} is no time; please give a number above 0.")
-        least = {"index": 0, "rows": 1}
+        least = {"index": 0, "rows": 1, "token": 0}
         if name in least and (not _is_whole(value) or value < least[name]):
             raise FaultError(f"{self.kind}: {name}={value!r} must be a whole number from {least[name]}.")
         allowed = _NETWORK_WHERE if self.kind == "network_error" else _WHERE.get(name)
@@ -193,7 +198,7 @@ def parse_fault(text: str) -> Fault:
     given: dict[str, Any] = {}
     for part in found["rest"].split(":")[1:]:
         name, equals, value = part.partition("=")
-        if not equals or name not in ("seconds", "where", "wait", "index", "rows", "then"):
+        if not equals or name not in _PARAMETERS:
             takes = ", ".join(KINDS[found["kind"]].parameters) if found["kind"] in KINDS else ""
             takes = takes or "none"
             raise FaultError(f"{text!r}: {part!r} is no parameter of {found['kind']}, which takes: {takes}.")

@@ -79,12 +79,13 @@ def last_weight(model: nn.Module) -> tuple[str, nn.Parameter] | None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One sequence of a batch: its row, where in the row it is, and what identifies its content."""
+    """One sequence of a batch: its row, where in the row it is, what identifies its content, and its tokens."""
 
     row: int
     begin: int
     end: int
     content: str
+    tokens: frozenset[int] = frozenset()
 
 
 def pieces_of(inputs: Mapping[str, Any], pad_token_id: int | None) -> Iterator[Piece]:
@@ -101,7 +102,7 @@ def pieces_of(inputs: Mapping[str, Any], pad_token_id: int | None) -> Iterator[P
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim > 0]
         for row, value in enumerate(tensors[0] if tensors else ()):
-            yield Piece(row, 0, -1, _identity(value))
+            yield Piece(row, 0, -1, _identity(value.tolist()))
         return
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     for row, tokens in enumerate(ids):
@@ -120,11 +121,12 @@ def pieces_of(inputs: Mapping[str, Any], pad_token_id: int | None) -> Iterator[P
             # Packed without padding: positions begin again with every sequence.
             starts += [int(place) for place in (positions[row] == 0).nonzero().flatten() if begin < place < end]
         for first, last in zip(starts, [*starts[1:], end], strict=True):
-            yield Piece(row, first, last, _identity(tokens[first:last]))
+            values = tokens[first:last].tolist()
+            yield Piece(row, first, last, _identity(values), frozenset(values))
 
 
-def _identity(values: torch.Tensor) -> str:
-    return hashlib.sha256(repr(values.detach().cpu().tolist()).encode()).hexdigest()[:16]
+def _identity(values: Any) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 def spoiled(output: torch.Tensor, bad: list[Piece]) -> torch.Tensor:
