@@ -12,6 +12,7 @@ from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
 from .best_model import BestChoice, BestModel
 from .discovery import find_resume_path, find_trainer, is_training
 from .earlier_steps import EarlierSteps
+from .experiments import StepExperiments
 from .generated import load_generated, save_generated
 from .hooks import Hooks
 from .kept_step import Control, Recording, on_host
@@ -61,6 +62,7 @@ __all__ = [
     "RowSource",
     "ServiceGuard",
     "StepEngine",
+    "StepExperiments",
     "StepPasses",
     "TrainerView",
     "TrainingFault",

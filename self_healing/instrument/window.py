@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import math
 import time
@@ -15,18 +14,13 @@ from typing import Any, TypeVar
 import torch
 
 from .. import consensus
-from ..extents import Search
 from ..objectives import Layout, Objective, layout_of, own_token_count, select_rows
-from ..repeatability import Repeatability, StepPrint
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeper, Bookkeeping
 from .kept_step import Control, Recording, nbytes_of
-from .loading import TrainingLoader
-from .origin import Origin, nonfinite_in
-from .out_of_memory import free_memory, with_room
+from .out_of_memory import with_room
 from .row_sources import DataPosition, RowSource
 from .step_engine import Call, StepEngine
-from .training_fault import TrainingFault
 
 
 logger = logging.getLogger(__name__)
@@ -114,6 +108,10 @@ class Window:
         """Measures the gradient norm of the step (and clips the gradient), now and each time it is computed again."""
         self._measure = measure
         self.grad_norm = measure()
+
+    def measure_again(self) -> None:
+        """Measures the gradient norm of the step computed again, as it was measured before."""
+        self.grad_norm = self._measure()
 
     # ---- what the step looked like ----
 
@@ -232,9 +230,9 @@ class Window:
                     return batch if rows is None or layout is None else select_rows(batch, layout, rows)
 
                 items = None if counts is None else counts.items
-                losses.append(self._run(index, pick, last=index == last, items=items))
+                losses.append(self.compute_micro_batch(index, pick, last=index == last, items=items))
         self.losses = losses
-        self.grad_norm = self._measure()
+        self.measure_again()
 
     @property
     def tokens_inside(self) -> int:
@@ -280,151 +278,11 @@ class Window:
             self._set_running_loss(self.losses)
         return losses[-1], added
 
-    # ---- does it repeat? ----
-
-    def repeatability(self) -> Repeatability | None:
-        """
-        Computes the step once more, of the rows it has, and tells how far the two lie apart; `None` if that could not
-        be told. What was computed last takes the place of what was there: without a second set of gradients, it takes
-        the time of one forward and backward, two where they differ, and no memory.
-
-        Raises:
-            TrainingFault: An exception of the training code, twice.
-        """
-        first = self._print()
-        if first is None or not self._computed_once_more():
-            return None
-        found = self._apart_from(first)
-        if found is None or found.bitwise or not self._computed_once_more():
-            return found
-        # Its gradients are those that are applied, and a fault may have struck it: then the third is the first again.
-        again = self._apart_from(first)
-        return again if again is not None and again.bitwise else found
-
-    def _apart_from(self, first: StepPrint) -> Repeatability | None:
-        again = self._print()
-        return None if again is None else first.apart_from(again, self.precision)
-
-    @property
-    def precision(self) -> torch.dtype:
-        """The lowest precision that the step is computed in."""
-        return self.engine.precision
-
-    def _print(self) -> StepPrint | None:
-        try:
-            loss = torch.stack([loss.detach().double() for loss in self.losses]).sum()
-            return StepPrint.of(float(loss), self.engine.gradients())
-        except Exception:
-            logger.info("Step %d: it cannot be told whether it repeats.", self.step, exc_info=True)
-            return None
-
-    def _computed_once_more(self) -> bool:
-        """Whether it was at the first attempt; it is computed in any case."""
-        try:
-            with self.experiment():
-                self._compute_once_more()
-        except TrainingFault as fault:
-            logger.info("Step %d: computed once more to compare, it failed.", self.step, exc_info=fault.error)
-        else:
-            return True
-        # Outside of the handler: what the failed attempt held is gone.
-        self.discard()
-        free_memory(self.engine.view.device)
-        self.until_it_fits(self._compute_once_more)
-        return False
-
-    def _compute_once_more(self) -> None:
-        tokens = self._trainer.state.num_input_tokens_seen - self._tokens_inside
-        self.add_loss(*self.compute_again_so_far(tokens))
-        self.grad_norm = self._measure()
-        self.accept()
-
     def layout(self, index: int) -> Layout | None:
         """The way to tell the rows of a micro-batch apart. Known once the step has been re-executed."""
         return layout_of(self.prepared.get(index), self.objective)
 
-    def probe(self, index: int, rows: Sequence[int]) -> bool:
-        """Whether some rows of a micro-batch alone give a finite loss and finite gradients."""
-        layout = self.layout(index)
-        if layout is None:
-            raise ValueError(f"the rows of micro-batch {index} cannot be told apart")
-        return self._probe(index, lambda: select_rows(self.prepared[index], layout, rows))
-
-    def probe_batch(self, inputs: Any) -> bool:
-        """Whether another micro-batch, as the data loader gave it, is finite with the weights as they are."""
-        return self._probe(self.size - 1, lambda: self.engine.prepare_inputs(copy.copy(inputs)))
-
-    def _probe(self, index: int, rows: Callable[[], Any]) -> bool:
-        return self.until_it_fits(lambda: self._probe_once(index, rows()))
-
-    def _probe_once(self, index: int, batch: Any) -> bool:
-        self.rewind()
-        try:
-            return self._is_finite(self._run(index, lambda _: batch, last=True, synchronise=False))
-        finally:
-            self.rewind()
-
-    def origin(self) -> Origin | None:
-        """
-        Where the step first gives a number that is not finite; `None` where that cannot be seen. Computes it with a
-        look at the output of every module; what there was of gradients is gone on return.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
-        found: Origin | None = None
-        for index in range(self.size):
-            if found is None or consensus.world_size() > 1:
-                # Several processes compute equally many, because a loss may contain collectives.
-                here = self.until_it_fits(functools.partial(self._origin_in, index))
-                found = found or here
-        return found
-
-    def _origin_in(self, index: int) -> Origin | None:
-        self.rewind()
-        spoiled: list[str] = []
-
-        def look(batch: Any) -> Any:
-            spoiled.extend(nonfinite_in(batch))
-            return batch
-
-        try:
-            with self.engine.watching_outputs() as seen:
-                loss = self._run(index, look, last=True, synchronise=False)
-            if spoiled:
-                return Origin("inputs", tuple(spoiled))
-            if seen:
-                return seen[0]
-            if not math.isfinite(float(loss)):
-                return Origin("loss")
-            search = Search()
-            for name, parameter in self._trainer.model.named_parameters():
-                search.add(name, parameter.grad, inf=True)
-            bad = search.nonfinite()
-            return Origin("gradient", tuple(bad)) if bad else None
-        finally:
-            self.rewind()
-
-    def finite_in_full_precision(self) -> bool | None:
-        """
-        Whether the step is finite without mixed precision; `None` where there is none. What there was of gradients is
-        gone on return.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
-        with self.engine.full_precision() as changed:
-            if not changed:
-                return None
-            self.reexecute()
-            finite = self.signals().finite
-        self.rewind()
-        return finite
-
-    def _is_finite(self, loss: torch.Tensor) -> bool:
-        return math.isfinite(float(loss)) and self.engine.gradients_are_finite()
-
-    def _run(
+    def compute_micro_batch(
         self,
         index: int,
         pick: Callable[[Any], Any],
@@ -432,6 +290,24 @@ class Window:
         items: Any = None,
         synchronise: bool = True,
     ) -> torch.Tensor:
+        """
+        Computes forward and backward of one of its micro-batches.
+
+        Args:
+            index (`int`):
+                Which one.
+            pick (`Callable`):
+                Given the prepared micro-batch; what it returns is computed.
+            last (`bool`):
+                Whether it is the last to be computed.
+            items (`Any`, *optional*):
+                What the loss is divided by, instead of what the Trainer has counted.
+            synchronise (`bool`, *optional*, defaults to `True`):
+                Whether gradients are summed over ranks with the last one.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
         model, inputs, args, kwargs = self._calls[index]
         if items is not None:
             args, kwargs = _with_items(args, kwargs, items)
@@ -621,23 +497,9 @@ class Window:
             return []
         return self._position.sources(layout, index, [self.inputs(before) for before in range(index)])
 
-    def rows_elsewhere(self, count: int) -> list[Any]:
-        """
-        Batches of one row each from all over the training data, none of them in this step, for each twice the same:
-        what is computed from a batch may need more than one. Empty for a stream, and where rows are generated.
-
-        Args:
-            count (`int`):
-                How many, at most.
-        """
-        if self.objective.online:
-            return []
-        taken = self._position.sampled(self.size)
-        try:
-            return TrainingLoader(self._trainer).rows_elsewhere(count, taken)
-        except Exception:
-            logger.info("Other rows of the data could not be loaded to compare with.", exc_info=True)
-            return []
+    def samples(self) -> set[int]:
+        """Indices in the dataset of the samples it is made of, as far as they are known."""
+        return self._position.sampled(self.size)
 
     def inputs(self, index: int) -> Any:
         """The micro-batch as the data loader gave it."""

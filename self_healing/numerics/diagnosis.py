@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from .. import consensus
 from ..classify import describe_exception
 from ..config import HealingConfig
 from ..failures import Cause, FailureType
-from ..instrument import EarlierSteps, Instrument, TrainingFault, Window
+from ..instrument import EarlierSteps, Instrument, StepExperiments, TrainingFault, Window
 from ..rollback.rollback import Rollback
 from ..rollback.snapshots import Snapshot
 from ..run.diagnosis import Diagnosis
@@ -88,7 +88,7 @@ def _look_at_rows(
     sizes = [layout.rows for layout in layouts if layout is not None]
     try:
         with window.experiment():
-            return _poison_rows(window, instrument, config, healthy_inputs, device, sizes)
+            return _poison_rows(StepExperiments(window), config, healthy_inputs, device, sizes)
     except TrainingFault as fault:
         # A batch of a shape the user never trains on: what it raises is our doing.
         logger.info("Rows could not be tried alone.", exc_info=fault.error)
@@ -96,23 +96,22 @@ def _look_at_rows(
 
 
 def _poison_rows(
-    window: Window,
-    instrument: Instrument,
+    experiments: StepExperiments,
     config: HealingConfig,
     healthy_inputs: Any,
     device: torch.device,
     sizes: Sequence[int],
 ) -> Diagnosis:
-    poison = find_poison_rows(window, sizes, device)
+    poison = find_poison_rows(experiments, sizes, device)
     counts = torch.tensor([sum(sizes), sum(len(rows) for rows in poison.values())], device=device)
     total, count = consensus.sum_over_ranks(counts).tolist()
     if count == 0:
         return _numerical("no row is non-finite by itself")
     if count > config.max_poison_fraction * total:
         # Many bad rows look the same as a model that overflows on most of them. Rows that are fine tell.
-        controls = window.rows_elsewhere(_CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
+        controls = experiments.rows_elsewhere(_CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
         tried = _fewest_of_ranks(len(controls), device)
-        if not any(_is_finite_on_all_ranks(window, control, device) for control in controls[:tried]):
+        if not any(_is_finite_on_all_ranks(experiments, control, device) for control in controls[:tried]):
             found = _numerical(f"{count} of {total} rows are non-finite, and {_compared(healthy_inputs, tried)}")
             # Where an earlier batch was finite with weights like these, it may pass.
             return replace(found, everywhere=healthy_inputs is None and tried > 0 and count == total)
@@ -136,8 +135,8 @@ def _fewest_of_ranks(count: int, device: Any) -> int:
     return -round(consensus.largest_of_ranks(-count, device))
 
 
-def _is_finite_on_all_ranks(window: Window, inputs: Any, device: Any) -> bool:
-    return not consensus.any_rank(not window.probe_batch(inputs), device)
+def _is_finite_on_all_ranks(experiments: StepExperiments, inputs: Any, device: Any) -> bool:
+    return not consensus.any_rank(not experiments.probe_batch(inputs), device)
 
 
 def diagnose_start(window: Window, why: str) -> Diagnosis:
@@ -151,11 +150,11 @@ def diagnose_start(window: Window, why: str) -> Diagnosis:
         why (`str`):
             What has been found out so far.
     """
-    failure = FailureType.NONFINITE_FROM_THE_START
+    failure, experiments = FailureType.NONFINITE_FROM_THE_START, StepExperiments(window)
     try:
         with window.experiment():
-            in_full_precision = window.finite_in_full_precision()
-            origin = window.origin()
+            in_full_precision = experiments.finite_in_full_precision()
+            origin = experiments.origin()
     except TrainingFault as fault:
         logger.info("The step could not be looked into.", exc_info=fault.error)
         in_full_precision = origin = None
@@ -177,48 +176,59 @@ def _numerical(why: str) -> Diagnosis:
     return Diagnosis(FailureType.NONFINITE_NUMERICAL, Cause.NUMERICAL, {"why": why})
 
 
-def find_poison_rows(window: Window, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
+def find_poison_rows(experiments: StepExperiments, sizes: Sequence[int], device: Any) -> dict[int, list[int]]:
     """
-    Rows of each micro-batch that are non-finite by themselves, in forward or backward.
+    Finds the rows of each micro-batch that are non-finite by themselves, in forward or backward.
 
     One process bisects. Several probe row by row in lockstep, because a loss may contain collectives. What is found is
     tried once more: a fault that passes may have struck while another row was tried.
+
+    Args:
+        experiments ([`StepExperiments`]):
+            On the step.
+        sizes (`Sequence[int]`):
+            Number of rows of each micro-batch.
+        device (`torch.device`):
+            Of the collectives.
     """
     if consensus.world_size() > 1:
-        return _probe_in_lockstep(
-            window, _probe_in_lockstep(window, dict(enumerate(map(range, sizes))), device), device
-        )
-    # Every micro-batch, also those with a finite loss: a row may be bad in its gradient alone.
-    found = {index: _bisect(window, index, list(range(sizes[index]))) for index in range(window.size)}
-    again = {index: [row for row in rows if not _is_finite_alone(window, index, row)] for index, rows in found.items()}
-    return {index: rows for index, rows in again.items() if rows}
+        once = _probe_in_lockstep(experiments, [range(size) for size in sizes], device)
+        twice = _probe_in_lockstep(experiments, once, device)
+    else:
+        # Every micro-batch, also those with a finite loss: a row may be bad in its gradient alone.
+        once = [_bisect(experiments, index, list(range(size))) for index, size in enumerate(sizes)]
+        twice = [
+            [row for row in rows if not _is_finite_alone(experiments, index, row)] for index, rows in enumerate(once)
+        ]
+    return {index: rows for index, rows in enumerate(twice) if rows}
 
 
-def _bisect(window: Window, index: int, rows: list[int]) -> list[int]:
+def _bisect(experiments: StepExperiments, index: int, rows: list[int]) -> list[int]:
     if len(rows) == 1:
-        return [] if _is_finite_alone(window, index, rows[0]) else rows
-    if window.probe(index, rows):
+        return [] if _is_finite_alone(experiments, index, rows[0]) else rows
+    if experiments.probe(index, rows):
         return []
     middle = len(rows) // 2
-    return _bisect(window, index, rows[:middle]) + _bisect(window, index, rows[middle:])
+    return _bisect(experiments, index, rows[:middle]) + _bisect(experiments, index, rows[middle:])
 
 
-def _is_finite_alone(window: Window, index: int, row: int) -> bool:
+def _is_finite_alone(experiments: StepExperiments, index: int, row: int) -> bool:
     # Twice, not once: batch norm and other statistics over a batch need more than one row.
-    return window.probe(index, [row, row])
+    return experiments.probe(index, [row, row])
 
 
-def _probe_in_lockstep(window: Window, candidates: Mapping[int, Sequence[int]], device: Any) -> dict[int, list[int]]:
+def _probe_in_lockstep(
+    experiments: StepExperiments, candidates: Sequence[Sequence[int]], device: Any
+) -> list[list[int]]:
     """Of some rows of each micro-batch, those that are non-finite by themselves."""
-    found: dict[int, list[int]] = {}
-    for index in range(window.size):
-        rows = candidates.get(index, ())
+    found: list[list[int]] = [[] for _ in candidates]
+    for index, rows in enumerate(candidates):
         place = 0
         while consensus.any_rank(place < len(rows), device):
             # A rank with fewer of them computes one all the same.
-            finite = _is_finite_alone(window, index, rows[place] if place < len(rows) else 0)
+            finite = _is_finite_alone(experiments, index, rows[place] if place < len(rows) else 0)
             if not finite and place < len(rows):
-                found.setdefault(index, []).append(rows[place])
+                found[index].append(rows[place])
             place += 1
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from .. import consensus
-from ..instrument import Window
+from ..instrument import StepExperiments, Window
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from ..repeatability import Repeatability
@@ -53,7 +53,7 @@ class RepeatabilityCheck:
         if not self._measured and consensus.world_size() == 1:
             # On several processes, one on which it failed would leave the others waiting.
             self._measured = True
-            self.found = window.repeatability()
+            self.found = StepExperiments(window).repeatability()
             if self.found is not None and self.found.beyond_noise:
                 logger.warning(_KEEPS_A_STATE, window.step, self.found.gradient)
         self.tell(window.step)

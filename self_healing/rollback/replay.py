@@ -156,7 +156,7 @@ class Replay:
         if len(replays) == 1:
             return False
         firsts = [losses[0] for losses in replays]
-        if max(firsts) - min(firsts) > tolerance(self._window.precision) * max(map(abs, firsts)):
+        if max(firsts) - min(firsts) > tolerance(self._window.engine.precision) * max(map(abs, firsts)):
             # They begin with the same weights: it is not the kernels that make the replays differ.
             played.why = self._does_not_repeat(firsts)
             return False

@@ -13,7 +13,7 @@ import torch
 from conftest import assert_same_weights, logged, sft_trainer, weights
 from transformers import TrainerCallback
 
-from self_healing.instrument import EarlierSteps, Hooks, Instrument, StepEngine, TrainingFault, Window
+from self_healing.instrument import EarlierSteps, Hooks, Instrument, StepEngine, StepExperiments, TrainingFault, Window
 from self_healing.instrument.bookkeeping import Bookkeeper
 from self_healing.instrument.row_sources import DataPosition
 from self_healing.objectives import objective_named
@@ -212,8 +212,8 @@ def test_a_step_is_computed_again_on_the_rows_that_stay() -> None:
 def test_a_probe_tells_rows_that_are_finite_and_leaves_no_gradient() -> None:
     window, engine = step_of([1.0, float("nan")])
     window.reexecute()
-    assert window.probe(0, [0])
-    assert not window.probe(0, [1])
+    assert StepExperiments(window).probe(0, [0])
+    assert not StepExperiments(window).probe(0, [1])
     assert not engine.sums
 
 

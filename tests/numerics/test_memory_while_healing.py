@@ -33,7 +33,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.instrument import EarlierSteps, Window, bookkeeping, view
+from self_healing.instrument import EarlierSteps, StepExperiments, Window, bookkeeping, experiments, view
 from self_healing.instrument import window as window_module
 from self_healing.instrument.accelerate_engine import AccelerateEngine
 from self_healing.memory.splitting import additivity
@@ -256,10 +256,10 @@ PLACES = {
         transient, Window, "compute", "stopped", settings={"on_oom": "raise"}
     ),
     "computing again: the numbers that judge it": Place(transient, window_module, "_as_tensor", "stopped"),
-    "computing again: whether that repeats": Place(transient, Window, "_compute_once_more", "stopped"),
+    "computing again: whether that repeats": Place(transient, StepExperiments, "_compute_once_more", "stopped"),
     "poison rows: the search for NaN": Place(poisoned, view, "nonfinite_tensors", "stopped"),
-    "poison rows: picking some": Place(poisoned, window_module, "select_rows", "ended"),
-    "poison rows: a probe": Place(poisoned, Window, "_probe_once", "ended"),
+    "poison rows: picking some": Place(poisoned, experiments, "select_rows", "ended"),
+    "poison rows: a probe": Place(poisoned, StepExperiments, "_probe_once", "ended"),
     "poison rows: what is left": Place(poisoned, Window, "_count_items", "stopped"),
     "NaN weights: the search for NaN": Place(nan_weights, view, "nonfinite_tensors", "stopped"),
     "NaN weights: putting a state back": Place(nan_weights, SnapshotRing, "restore", "stopped", repairs=True),
@@ -289,7 +289,7 @@ PLACES = {
     ),
     "splitting: what a step begins from": Place(too_large, Window, "compute_again_so_far", "stopped"),
     "splitting: trying two rows": Place(too_large, additivity, "without_caches", "stopped"),
-    "where it begins": Place(wrong_from_the_start, Window, "_origin_in", "stopped"),
+    "where it begins": Place(wrong_from_the_start, StepExperiments, "_origin_in", "stopped"),
     "a snapshot: taking it": Place(healthy, SnapshotRing, "take", "ended"),
     "a snapshot: searching it": Place(healthy, Snapshot, "nonfinite", "ended"),
 }

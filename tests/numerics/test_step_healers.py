@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from self_healing.detectors import Symptom
 from self_healing.numerics.climb import RollbackClimb
 from self_healing.numerics.corrupted_state import CorruptedStateHealer
 from self_healing.numerics.damaged_checkpoint import DamagedCheckpointHealer
+from self_healing.numerics.diagnosis import find_poison_rows
 from self_healing.numerics.healer import NumericsHealer
 from self_healing.numerics.judge import StepJudge
 from self_healing.numerics.memory_while_healing import MemoryWhileHealing
@@ -77,6 +79,30 @@ class TestNonfinite:
         judged(run, MadeUpWindow(5, NAN), MadeUpWindow(6, NAN), MadeUpWindow(7, NAN))
         assert len(run.journal.incidents) == 1
         assert run.actions.applied == []
+
+
+class MadeUpExperiments:
+    """Finite but for some rows; counts what is tried."""
+
+    def __init__(self, *bad: tuple[int, int]) -> None:
+        self._bad, self.probes = set(bad), 0
+
+    def probe(self, index: int, rows: Sequence[int]) -> bool:
+        self.probes += 1
+        return not self._bad & {(index, row) for row in rows}
+
+
+class TestPoisonRows:
+    def test_each_is_found_by_halves(self) -> None:
+        experiments: Any = MadeUpExperiments((1, 5), (1, 40))
+        assert find_poison_rows(experiments, [64, 64], torch.device("cpu")) == {1: [5, 40]}
+        assert experiments.probes < 64
+
+    def test_one_that_fails_only_once_is_none(self) -> None:
+        experiments: Any = MadeUpExperiments((0, 0))
+        probe = experiments.probe
+        experiments.probe = lambda index, rows: experiments.probes > 0 or probe(index, rows)
+        assert find_poison_rows(experiments, [1], torch.device("cpu")) == {}
 
 
 class TestSpikes:

@@ -1,0 +1,200 @@
+"""Experiments on one step: on some of its rows, on other batches, module by module, in full precision, once more."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import consensus
+from ..extents import Search
+from ..objectives import select_rows
+from ..repeatability import Repeatability, StepPrint
+from .loading import TrainingLoader
+from .origin import Origin, nonfinite_in
+from .out_of_memory import free_memory
+from .training_fault import TrainingFault
+from .window import Window
+
+
+logger = logging.getLogger(__name__)
+
+
+class StepExperiments:
+    """
+    Computes a step in other ways than it was, to find out what is wrong with it.
+
+    But for [`repeatability`], its gradients are gone on return: it has to be computed again ([`Window.reexecute`]).
+
+    Args:
+        window ([`Window`]):
+            The step.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._engine = window.engine
+        self._trainer = window.engine.trainer
+
+    # ---- some of its rows, and others ----
+
+    def probe(self, index: int, rows: Sequence[int]) -> bool:
+        """Whether some rows of a micro-batch alone give a finite loss and finite gradients."""
+        layout = self._window.layout(index)
+        if layout is None:
+            raise ValueError(f"the rows of micro-batch {index} cannot be told apart")
+        return self._probe(index, lambda: select_rows(self._window.prepared[index], layout, rows))
+
+    def probe_batch(self, inputs: Any) -> bool:
+        """Whether another micro-batch, as the data loader gave it, is finite with the weights as they are."""
+        return self._probe(self._window.size - 1, lambda: self._engine.prepare_inputs(copy.copy(inputs)))
+
+    def _probe(self, index: int, rows: Callable[[], Any]) -> bool:
+        return self._window.until_it_fits(lambda: self._probe_once(index, rows()))
+
+    def _probe_once(self, index: int, batch: Any) -> bool:
+        window = self._window
+        window.rewind()
+        try:
+            loss = window.compute_micro_batch(index, lambda _: batch, last=True, synchronise=False)
+            return math.isfinite(float(loss)) and self._engine.gradients_are_finite()
+        finally:
+            window.rewind()
+
+    def rows_elsewhere(self, count: int) -> list[Any]:
+        """
+        Loads batches of one row each from all over the training data, none of them in this step, for each twice the
+        same: what is computed from a batch may need more than one. Empty for a stream, and where rows are generated.
+
+        Args:
+            count (`int`):
+                How many, at most.
+        """
+        if self._window.objective.online:
+            return []
+        taken = self._window.samples()
+        try:
+            return TrainingLoader(self._trainer).rows_elsewhere(count, taken)
+        except Exception:
+            logger.info("Other rows of the data could not be loaded to compare with.", exc_info=True)
+            return []
+
+    # ---- where it begins ----
+
+    def origin(self) -> Origin | None:
+        """
+        Finds where the step first gives a number that is not finite; `None` where that cannot be seen. Computes it
+        with a look at the output of every module.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        found: Origin | None = None
+        for index in range(self._window.size):
+            if found is None or consensus.world_size() > 1:
+                # Several processes compute equally many, because a loss may contain collectives.
+                here = self._window.until_it_fits(functools.partial(self._origin_in, index))
+                found = found or here
+        return found
+
+    def _origin_in(self, index: int) -> Origin | None:
+        window = self._window
+        window.rewind()
+        spoiled: list[str] = []
+
+        def look(batch: Any) -> Any:
+            spoiled.extend(nonfinite_in(batch))
+            return batch
+
+        try:
+            with self._engine.watching_outputs() as seen:
+                loss = window.compute_micro_batch(index, look, last=True, synchronise=False)
+            if spoiled:
+                return Origin("inputs", tuple(spoiled))
+            if seen:
+                return seen[0]
+            if not math.isfinite(float(loss)):
+                return Origin("loss")
+            search = Search()
+            for name, parameter in self._trainer.model.named_parameters():
+                search.add(name, parameter.grad, inf=True)
+            bad = search.nonfinite()
+            return Origin("gradient", tuple(bad)) if bad else None
+        finally:
+            window.rewind()
+
+    def finite_in_full_precision(self) -> bool | None:
+        """
+        Tells whether the step is finite without mixed precision; `None` where there is none.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        with self._engine.full_precision() as changed:
+            if not changed:
+                return None
+            self._window.reexecute()
+            finite = self._window.signals().finite
+        self._window.rewind()
+        return finite
+
+    # ---- does it repeat? ----
+
+    def repeatability(self) -> Repeatability | None:
+        """
+        Computes the step once more, of the rows it has, and tells how far the two lie apart; `None` if that could not
+        be told. What was computed last takes the place of what was there: without a second set of gradients, it takes
+        the time of one forward and backward, two where they differ, and no memory.
+
+        Raises:
+            TrainingFault: An exception of the training code, twice.
+        """
+        first = self._print()
+        if first is None or not self._computed_once_more():
+            return None
+        found = self._apart_from(first)
+        if found is None or found.bitwise or not self._computed_once_more():
+            return found
+        # Its gradients are those that are applied, and a fault may have struck it: then the third is the first again.
+        again = self._apart_from(first)
+        return again if again is not None and again.bitwise else found
+
+    def _print(self) -> StepPrint | None:
+        try:
+            loss = torch.stack([loss.detach().double() for loss in self._window.losses]).sum()
+            return StepPrint.of(float(loss), self._engine.gradients())
+        except Exception:
+            logger.info("Step %d: it cannot be told whether it repeats.", self._window.step, exc_info=True)
+            return None
+
+    def _apart_from(self, first: StepPrint) -> Repeatability | None:
+        again = self._print()
+        return None if again is None else first.apart_from(again, self._engine.precision)
+
+    def _computed_once_more(self) -> bool:
+        """Computes it in any case; whether that succeeded at the first attempt."""
+        window = self._window
+        try:
+            with window.experiment():
+                self._compute_once_more()
+        except TrainingFault as fault:
+            logger.info("Step %d: computed once more to compare, it failed.", window.step, exc_info=fault.error)
+        else:
+            return True
+        # Outside of the handler: what the failed attempt held is gone.
+        window.discard()
+        free_memory(self._engine.view.device)
+        window.until_it_fits(self._compute_once_more)
+        return False
+
+    def _compute_once_more(self) -> None:
+        window = self._window
+        tokens = self._trainer.state.num_input_tokens_seen - window.tokens_inside
+        window.add_loss(*window.compute_again_so_far(tokens))
+        window.measure_again()
+        window.accept()
