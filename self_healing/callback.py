@@ -34,7 +34,6 @@ from .instrument import (
     leave_out_of_uploads,
 )
 from .journal.incident import Incident
-from .numerics.judge import StepJudge
 from .own_files import hide_from_uploads, own_patterns
 from .restarts.status import RunState
 
@@ -75,7 +74,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         self.actions = HealingActions(self)
         # Read now, so that a mistake in the file is known before the run begins.
         self._rules = _rules_of(config)
-        self._judge: StepJudge | None = None
         self._trainer = trainer
         self._saved_state: dict[str, Any] | None = None
 
@@ -95,7 +93,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy goes on from what is remembered; threads and the trainer of the run are not part of it.
-        return vars(self) | {"run": None, "_judge": None, "_saved_state": self.healing_state}
+        return vars(self) | {"run": None, "_saved_state": self.healing_state}
 
     # ---- a run begins and ends ----
 
@@ -153,7 +151,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         before = run.instrument
         moved = before.optimizer_step.weights_moved if before is not None else int(state.global_step) > 0
         entry = Entry(run, trainer, moved)
-        self._judge = entry.judge
         # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
         # does not know (Trainer._save_checkpoint, 5.23).
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
@@ -185,14 +182,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         run = self.run
         if run is None or run.instrument is None:
             return
-        if not run.broken and run.instrument.attached and self._judge is not None:
+        healers = run.context.attachment.healers
+        if not run.broken and run.instrument.attached:
             with run.instrument.failsafe.contained(), run.context.heartbeat.section("judge"):
-                self._judge.run_ends()
-                if not run.departure.begun:
-                    self._judge.stop_unless_trained()
+                healers.last_step_taken()
         run.numerics.close_outcomes(unfollowed="resolved")
-        if run.context.config.on_save_failure == "continue":
-            run.saves.run_ends(int(state.global_step))
+        healers.run_ends(int(state.global_step))
         if run.context.stop.incident is not None:
             # Seen in the last log: there is no step left to stop before.
             run.journal.dealt_with(run.context.stop.incident)
@@ -276,10 +271,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        instrument, judge = self._instrument, self._judge
-        if instrument is not None and instrument.attached and judge is not None and logs:
+        run, instrument = self.run, self._instrument
+        if run is not None and instrument is not None and instrument.attached and logs:
             with instrument.failsafe.contained():
-                judge.read_logs(int(state.global_step), logs)
+                run.context.attachment.healers.read_logs(int(state.global_step), logs)
 
     # ---- checkpoints and callbacks ----
 

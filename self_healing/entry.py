@@ -18,12 +18,13 @@ from .data.healer import SampleHealer
 from .detectors.rules import MetricRule
 from .end_of_run import tell_of_best_model
 from .entry_checks import refuse_damaged_checkpoint, refuse_nonfinite_weights, tell_of_offloaded, warn_about_the_rate
-from .instrument import BestModel, CheckpointSaving, Instrument, ReportingGuard, ServiceGuard
+from .instrument import BestModel, Instrument, ReportingGuard
 from .memory.healer import MemoryHealer
 from .numerics.judge import StepJudge
 from .own_files import remove_leftovers
 from .restarts.resumed_bookkeeping import continue_bookkeeping
-from .run_hooks import RunHooks
+from .run.healer import Healers
+from .run_events import RunEvents
 from .services.calls import ServiceCalls
 from .services.reporting import Reporting
 
@@ -48,20 +49,10 @@ class Entry:
         context = run.context
         self._run = run
         self._trainer = trainer
-        self.judge = StepJudge(context, run.numerics, run.rollback, self._is_claimed)
-        self._memory = MemoryHealer(
-            context,
-            run.memory,
-            run.rollback.free_batches,
-            run.numerics.repeatability.owe,
-            self.judge.heal_interrupted_step,
-        )
-        self._services = ServiceCalls(context)
-        self._sample_calls = ServiceCalls(context)
-        self._samples = SampleHealer(context, run.quarantine, self._sample_calls)
+        context.attachment.healers = healers = _healers_of(run, trainer)
         self.instrument = Instrument(
             trainer,
-            RunHooks(trainer, run, self.judge, self._memory),
+            healers,
             heals_exceptions=context.config.on_nonfinite in ("heal", "skip"),
             started_at=context.started_at,
             heartbeat=context.heartbeat,
@@ -150,9 +141,6 @@ class Entry:
                 self._trainer.accelerator.distributed_type,
             )
 
-    def _is_claimed(self) -> bool:
-        return any(each.has_claim for each in self._run.context.attachment.claimants)
-
     def attach(self, wrapped: bool) -> None:
         """
         Attaches the instrument, and then what goes around it: what is attached later is called first.
@@ -162,12 +150,8 @@ class Entry:
                 Whether `SelfHealingTrainer` has entered `train()`: signals, trackers and the Hub are its matter then.
         """
         run, context, instrument = self._run, self._run.context, self.instrument
-        first = run.attempts.entries == 1
         instrument.attach()
-        self._memory.attach(first)
-        self._samples.attach()
-        if context.config.on_save_failure == "continue":
-            instrument.saves.writer = CheckpointSaving(self._trainer, run.saves, instrument.failsafe.contained)
+        context.attachment.healers.attach(first=run.attempts.entries == 1)
         output_dir = Path(self._trainer.args.output_dir)
         instrument.best_model = BestModel(
             self._trainer,
@@ -176,12 +160,8 @@ class Entry:
             may_be_loaded,
             partial(tell_of_best_model, context),
         )
-        ServiceGuard(instrument, self._services).attach()
         if not wrapped:
             self._guard_reporting()
-        watchdog = run.hangs.begin(instrument, again=not first)
-        # Calls last: the user's code may have let one fail some time before memory ran out, or training hung.
-        context.attachment.claimants = (self._memory, watchdog, self._services, self._sample_calls)
         if not wrapped and context.config.on_preemption == "save":
             run.departure.preemption.listen()
             instrument.on_detach.append(run.departure.preemption.release)
@@ -193,3 +173,29 @@ class Entry:
         instrument.on_detach.append(lambda: reporting.sum_up(instrument.view.step))
         instrument.on_detach.append(guard.detach)
         guard.attach()
+
+
+def _healers_of(run: Run, trainer: Any) -> Healers:
+    """What heals one `train()` call, in the order in which it is attached, told of events, and asked for claims."""
+    context = run.context
+    judge = StepJudge(context, run.numerics, run.rollback)
+    memory = MemoryHealer(
+        context,
+        run.memory,
+        run.rollback.free_batches,
+        run.numerics.repeatability.owe,
+        judge.heal_interrupted_step,
+    )
+    return Healers(
+        (
+            RunEvents(trainer, run),
+            judge,
+            memory,
+            run.hangs,
+            # Calls after those: the user's code may have let one fail some time before memory ran out or training
+            # hung, and its claim waits still.
+            ServiceCalls(context),
+            SampleHealer(context, run.quarantine, ServiceCalls(context)),
+            run.saves,
+        )
+    )

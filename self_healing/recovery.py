@@ -25,7 +25,7 @@ from .journal.incident import Incident
 from .memory.outside_of_model import MemoryOutsideOfModel
 from .restarts.ending import RunEnding
 from .restarts.lost_device import leave_lost_device, write_down_lost_device
-from .run.claims import Claim, claim_by_recipe, claims_on
+from .run.claims import Claim, claim_by_recipe
 from .run.remedies import HealingContext
 
 
@@ -182,7 +182,7 @@ class Recovery:
 
     def _first_claim(self, error: BaseException) -> Claim | None:
         """Asks those inside `train()` in a fixed order; what else one of them was waiting for has not come."""
-        claim, *others = [*claims_on(error, self.run.context.attachment.claimants), None]
+        claim, *others = [*self.run.context.attachment.healers.claims(error), None]
         for other in others:
             if other is not None:
                 self.run.journal.closed(other.incident, "unresolved")

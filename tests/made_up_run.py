@@ -17,7 +17,7 @@ from self_healing.detectors import DetectorPanel
 from self_healing.journal.journal import Journal
 from self_healing.numerics.state import NumericsState
 from self_healing.run.budget import RecoveryBudget
-from self_healing.run.context import StopRequest
+from self_healing.run.context import Attachment, StopRequest
 from self_healing.run.outcomes import Outcomes
 from self_healing.run.went_back import WentBack
 from self_healing.signals import StepSignals
@@ -192,6 +192,7 @@ class MadeUpRun:
             trainer=SimpleNamespace(args=SimpleNamespace(output_dir=str(directory), should_save=True), optimizer=None),
         )
         self.stop = StopRequest()
+        self.attachment = Attachment()
         self.may_enter_again = False
 
     @property

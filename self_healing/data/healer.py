@@ -17,7 +17,9 @@ from ..instrument import Instrument
 from ..instrument.loading import TrainingLoader
 from ..journal.incident import Incident
 from ..retry import RetryPolicy
+from ..run.claims import Claim
 from ..run.context import RunContext
+from ..run.healer import Healer
 from ..run.remedies import HealingContext
 from .guard import DataSourceError, Guard, GuardedCollator, GuardedDataset
 from .quarantine import (
@@ -47,11 +49,18 @@ class LoadCalls(Protocol):
     ) -> Any:
         """Calls a function, again if need be."""
 
+    @property
+    def has_claim(self) -> bool:
+        """Whether a call was given up, and its exception has not left `train()` yet."""
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """Claims the exception that training was left by after a call was given up."""
+
     def take_back(self) -> Incident | None:
         """Gives the incident of a call that was given up, which is not to be healed outside of `train()` any more."""
 
 
-class SampleHealer:
+class SampleHealer(Healer):
     """
     Guards the data of a run, and answers for what the guards find.
 
@@ -75,8 +84,8 @@ class SampleHealer:
         self._findings: Findings | None = None
         self._drawn = 0
 
-    def attach(self) -> None:
-        """Called with the instrument attached. A loader that cannot be guarded is left as it is."""
+    def attach(self, first: bool) -> None:
+        """Guards the training data. A loader that cannot be guarded is left as it is."""
         loading: TrainingLoader | None = None
         try:
             loading = TrainingLoader(self._instrument.trainer)
@@ -141,6 +150,13 @@ class SampleHealer:
             # It goes to another process, where there is no journal.
             return RetryPolicy.of(self.config).call
         return partial(self.calls.call, "the training data", _nothing)
+
+    @property
+    def has_claim(self) -> bool:
+        return self.calls.has_claim
+
+    def claim(self, error: BaseException) -> Claim | None:
+        return self.calls.claim(error)
 
     @property
     def _instrument(self) -> Instrument:

@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from ..instrument import Instrument
+from ..run.claims import Claim
 from ..run.context import RunContext
+from ..run.healer import Healer
 from .watchdog import Watchdog
 
 
 logger = logging.getLogger("self_healing")
 
 
-class HangWatch:
+class HangWatch(Healer):
     """
     Watches for hangs, from one entry into `train()` to its end.
 
@@ -47,17 +48,9 @@ class HangWatch:
         self._counts_attempts = counts_attempts
         self._watchdog: Watchdog | None = None
 
-    def begin(self, instrument: Instrument, again: bool) -> Watchdog:
-        """
-        Watches one `train()` call, until the trainer is itself again.
-
-        Args:
-            instrument ([`Instrument`]):
-                Attached to the trainer.
-            again (`bool`):
-                Whether `train()` is not entered for the first time.
-        """
-        run = self._run
+    def attach(self, first: bool) -> None:
+        """Watches this `train()` call, until the instrument is detached."""
+        run, instrument = self._run, self._run.instrument
         watchdog = self._watchdog = self._watchdog or Watchdog(
             run.config,
             run.heartbeat,
@@ -75,13 +68,19 @@ class HangWatch:
         except Exception:
             logger.warning("Hangs are not watched for in this run.", exc_info=True)
         instrument.on_detach.append(watchdog.stop)
-        if again and instrument.view.streams:
+        if not first and instrument.view.streams:
             # Skipping what a stream has given takes no longer than consuming it did.
             run.heartbeat.be_patient("data", at_least=time.time() - run.started_at)
         if instrument.view.loader_workers > 0:
             # They wait before another attempt as well, and cannot say so from where they are.
             run.heartbeat.allow("data", run.config.retry_total_seconds + run.config.hang_floor_seconds)
-        return watchdog
+
+    @property
+    def has_claim(self) -> bool:
+        return self._watchdog is not None and self._watchdog.has_claim
+
+    def claim(self, error: BaseException) -> Claim | None:
+        return None if self._watchdog is None else self._watchdog.claim(error)
 
     def _at_the_end(self) -> bool:
         instrument = self._run.attachment.instrument

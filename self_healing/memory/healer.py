@@ -34,6 +34,7 @@ from ..journal.incident import Incident
 from ..rollback.snapshots import SnapshotRing
 from ..run.claims import Claim, claim_by_recipe
 from ..run.context import RunContext
+from ..run.healer import Healer
 from ..run.remedies import HealingContext
 from .remedies import MemoryState
 from .splitting import CallShape, ComputedOtherwise, Passes, SplitCalls, SplitGeneration
@@ -47,7 +48,7 @@ _SIZES_VERSION = 1
 _OFTEN, _LATELY = 3, 50
 
 
-class MemoryHealer:
+class MemoryHealer(Healer):
     """
     What is done about out-of-memory errors in one `train()` call.
 
@@ -141,9 +142,11 @@ class MemoryHealer:
         self._instrument.release_calls(self._models)
         self._splits, self._models, self._passes = [], [], None
 
-    def metrics(self) -> dict[str, float]:
-        """For the trainer's logs: whether calls were split since the last, and whether the device is nearly full."""
+    def metrics(self, training: bool, summary: bool) -> dict[str, float]:
+        """Gives whether calls were split since the last log, and whether the device is nearly full."""
         found: dict[str, float] = {}
+        if not self.config.healing_metrics:
+            return found
         pieces = max((calls.pieces for calls in self._splits), default=1)
         if pieces > 1:
             found["healing/split_into"] = pieces
@@ -167,7 +170,7 @@ class MemoryHealer:
     # ---- in a training step, or an evaluation ----
 
     @property
-    def heals(self) -> bool:
+    def heals_memory(self) -> bool:
         """Whether anything is done at all."""
         return self.config.on_oom == "heal"
 

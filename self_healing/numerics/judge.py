@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..instrument import Window
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
+from ..run.healer import Healer
 from ..run.remedies import HealingContext
 from ..signals import StepSignals
 from .climb import RollbackClimb
@@ -23,7 +24,7 @@ from .state import NumericsState
 from .untrained_run import UntrainedRunHealer
 
 
-class StepJudge:
+class StepJudge(Healer):
     """
     Judges the steps of a run, with gradients computed and nothing applied yet, and hands each to who heals it.
 
@@ -34,18 +35,14 @@ class StepJudge:
             What it has learned about its numbers.
         rollback ([`Rollback`]):
             States it can go back to.
-        is_claimed (`Callable[[], bool]`):
-            Whether an exception on its way out of `train()` is healed there.
     """
 
-    def __init__(
-        self, run: RunContext, numerics: NumericsState, rollback: Rollback, is_claimed: Callable[[], bool]
-    ) -> None:
+    def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
         self.run = run
         self.numerics = numerics
         self.rollback = rollback
         common = run, numerics, rollback
-        self.memory = MemoryWhileHealing(*common, is_claimed)
+        self.memory = MemoryWhileHealing(*common)
         self.damaged_checkpoint = DamagedCheckpointHealer(*common)
         climb = RollbackClimb(*common, self.damaged_checkpoint)
         self.red_flags = RedFlagHealer(*common, climb)
@@ -100,7 +97,26 @@ class StepJudge:
             self.spikes.report(symptom)
         self.observer.take_in(window, signals)
 
+    def rate_scale(self, step: int) -> float:
+        return self.numerics.learning_rate.scale(step)
+
     # ---- between two steps ----
+
+    def metrics(self, training: bool, summary: bool) -> dict[str, float]:
+        instrument = self.run.attachment.instrument
+        return self.numerics.metrics(None if instrument is None else instrument.view.step, training)
+
+    def checkpoints_wait(self) -> bool:
+        return self.numerics.watch.open
+
+    def owes_checkpoint(self) -> bool:
+        return self.numerics.watch.owed
+
+    def checkpoint_waits(self) -> None:
+        self.numerics.watch.owed = True
+
+    def before_save(self, step: int) -> None:
+        self.numerics.watch.owed = False
 
     def vouch_for_state(self) -> None:
         """
@@ -120,14 +136,12 @@ class StepJudge:
         """Holds a log against the metric rules. A rule that ends the run does so before the next step is applied."""
         self.red_flags.read_logs(step, logs)
 
-    def run_ends(self) -> None:
-        """After the last step: weights that turned NaN with it would be handed over as trained."""
+    def last_step_taken(self) -> None:
+        """
+        Heals weights that turned NaN with the last step, which would be handed over as trained, and ends as failed a
+        run most of whose steps are not in the weights, or none of those since it was resumed.
+        """
         # What cannot be looked at is not handed over as trained.
         self.memory.contain(self.corrupted_state.heal_the_end, None, unsound=True)
-
-    def stop_unless_trained(self) -> None:
-        """
-        At the end of the run: one most of whose steps are not in the weights, or none of those since it was resumed,
-        has failed, however well it seems to have come to its end.
-        """
-        self.untrained_run.stop_unless_trained()
+        if not self.run.instrument.leaving.begun:
+            self.untrained_run.stop_unless_trained()

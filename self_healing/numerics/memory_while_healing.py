@@ -18,32 +18,15 @@ from ..instrument import (
     memory_figures,
 )
 from ..journal.incident import Incident
-from ..rollback.rollback import Rollback
-from ..run.context import RunContext
 from ..run.remedies import HealingContext
 from .healer import NumericsHealer
-from .state import NumericsState
 
 
 logger = logging.getLogger("self_healing")
 
 
 class MemoryWhileHealing(NumericsHealer):
-    """
-    Does something of ours, with or without the memory for it.
-
-    Args:
-        run ([`RunContext`]), numerics ([`NumericsState`]), rollback ([`Rollback`]):
-            As for any healer of steps.
-        is_claimed (`Callable[[], bool]`):
-            Whether an exception on its way out of `train()` is healed there.
-    """
-
-    def __init__(
-        self, run: RunContext, numerics: NumericsState, rollback: Rollback, is_claimed: Callable[[], bool]
-    ) -> None:
-        super().__init__(run, numerics, rollback)
-        self._is_claimed = is_claimed
+    """Does something of ours, with or without the memory for it."""
 
     def contain(self, heal: Callable[[], None], window: Window | None, unsound: bool = False) -> None:
         """
@@ -89,7 +72,7 @@ class MemoryWhileHealing(NumericsHealer):
         """The out-of-memory error in which healing has ended; `None` for any other, and where somebody heals it."""
         if isinstance(error, TrainingFault):
             # Of several processes, or handed to the wrapper, which enters `train()` again.
-            if consensus.world_size() > 1 or self._is_claimed():
+            if consensus.world_size() > 1 or self.run.attachment.healers.has_claim:
                 return None
             error = error.error
         return error if is_out_of_memory(error) else None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..classify import classify_exception
 from ..failures import FAILURE_RECIPES, Action, FailureType
@@ -32,41 +30,6 @@ class Claim:
     remedy: Action
     wait: bool = False
     batch: BatchPlan | None = None
-
-
-class Claimant(Protocol):
-    """Part of a run in which an incident may begin that is healed outside of `train()`."""
-
-    @property
-    def has_claim(self) -> bool:
-        """Whether an incident waits for the exception to leave `train()`."""
-
-    def claim(self, error: BaseException) -> Claim | None:
-        """
-        Gives, once, the claim on the exception that left `train()`.
-
-        Args:
-            error (`BaseException`):
-                The exception; the user's code may have raised it in place of the one the incident began with.
-
-        Returns:
-            [`Claim`]: `None` if no incident waits for it.
-        """
-
-
-def claims_on(error: BaseException, claimants: Iterable[Claimant]) -> list[Claim]:
-    """
-    Asks whose an exception is; the first claim heals it.
-
-    All are asked, so that no claim is left for a later exception.
-
-    Args:
-        error (`BaseException`):
-            The exception that left `train()`.
-        claimants (`Iterable[Claimant]`):
-            Those it may belong to, in order.
-    """
-    return [claim for each in claimants if (claim := each.claim(error)) is not None]
 
 
 def claim_by_recipe(incident: Incident, failure: FailureType) -> Claim:

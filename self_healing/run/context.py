@@ -13,7 +13,7 @@ from ..instrument.sections import Heartbeat
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from .budget import RecoveryBudget
-from .claims import Claimant
+from .healer import Healers
 from .outcomes import Outcomes
 from .remedies import Remedies
 
@@ -26,8 +26,8 @@ class Attachment:
     Args:
         instrument ([`Instrument`], *optional*):
             Attached to it; `None` before the first call, and between two.
-        claimants (`tuple[Claimant, ...]`, *optional*):
-            Asked in this order whose an exception is that leaves `train()`.
+        healers ([`Healers`], *optional*):
+            What heals it.
         broken (`bool`, *optional*, defaults to `False`):
             Whether code of ours has failed: training goes on without it.
         device_lost (`bool`, *optional*, defaults to `False`):
@@ -35,7 +35,7 @@ class Attachment:
     """
 
     instrument: Instrument | None = None
-    claimants: tuple[Claimant, ...] = ()
+    healers: Healers = field(default_factory=lambda: Healers(()))
     broken: bool = False
     device_lost: bool = False
 

@@ -11,16 +11,18 @@ from typing import Any
 
 from ..classify import http_status, text_of
 from ..failures import Action, FailureType, NonFiniteReward
+from ..instrument import ServiceGuard
 from ..journal.incident import Incident
 from ..retry import Retry, RetryPolicy, may_pass
 from ..run.claims import Claim, claim_for
 from ..run.context import RunContext
+from ..run.healer import Healer
 
 
 logger = logging.getLogger("self_healing")
 
 
-class ServiceCalls:
+class ServiceCalls(Healer):
     """
     Calls of services that training needs: made again where that may help, with one incident for each call that failed.
 
@@ -36,6 +38,10 @@ class ServiceCalls:
         self._claimed: Incident | None = None
         # Of the services whose rewards were not finite however often they were asked for.
         self._never_finite: dict[str, Incident] = {}
+
+    def attach(self, first: bool) -> None:
+        """Has the calls of services that training needs made through this object."""
+        ServiceGuard(self._run.instrument, self).attach()
 
     def call(
         self,

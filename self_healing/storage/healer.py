@@ -12,8 +12,10 @@ from ..checkpoint_files import size_of
 from ..checkpoints.removal import expendable_checkpoint, remove_torn
 from ..classify import describe_exception, text_of
 from ..failures import Action, FailureType
+from ..instrument import CheckpointSaving
 from ..journal.incident import Incident
 from ..run.context import RunContext
+from ..run.healer import Healer
 
 
 logger = logging.getLogger("self_healing")
@@ -23,7 +25,7 @@ _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FULL_TEXTS = (f"os error {errno.ENOSPC})", f"os error {errno.EDQUOT})", "No space left", "Disk quota exceeded")
 
 
-class SaveHealer:
+class SaveHealer(Healer):
     """
     The checkpoints of one run that could not be written, in one incident until the next one can.
 
@@ -41,6 +43,11 @@ class SaveHealer:
         self._told = False
         self._missing: list[int] = []
         self._made_room_at: int | None = None
+
+    def attach(self, first: bool) -> None:
+        if self._run.config.on_save_failure == "continue":
+            instrument = self._run.instrument
+            instrument.saves.writer = CheckpointSaving(instrument.trainer, self, instrument.failsafe.contained)
 
     def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool = False) -> bool:
         """

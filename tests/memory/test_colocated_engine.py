@@ -121,7 +121,7 @@ def test_a_lasting_failure_ends_the_run_and_says_nothing_about_the_batch(
     assert [rows for rows, _ in sizes["train"]["fails"]] == [4]
     assert not sizes["generate"]["fails"]
     assert not sizes["forward"]["fails"]
-    assert not any(each.has_claim for each in callback.run.context.attachment.claimants)
+    assert not callback.run.context.attachment.healers.has_claim
 
 
 def test_an_engine_that_keeps_its_requests_is_not_called_again(

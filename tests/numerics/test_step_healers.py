@@ -32,7 +32,7 @@ NAN = math.nan
 
 
 def judged(run: MadeUpRun, *windows: MadeUpWindow) -> StepJudge:
-    judge = StepJudge(*run.parts, is_claimed=lambda: False)
+    judge = StepJudge(*run.parts)
     for window in windows:
         judge.judge(run.at(window))
     return judge
@@ -258,7 +258,7 @@ class TestMemoryWhileHealing:
     def test_a_sound_step_goes_on(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         run = MadeUpRun(tmp_path)
         window = run.at(MadeUpWindow(5))
-        MemoryWhileHealing(*run.parts, is_claimed=lambda: False).contain(out_of_memory, window)  # type: ignore[arg-type]
+        MemoryWhileHealing(*run.parts).contain(out_of_memory, window)  # type: ignore[arg-type]
         assert not window.skipped
         assert "the next one is looked after again" in caplog.text
 
@@ -266,14 +266,14 @@ class TestMemoryWhileHealing:
         run = MadeUpRun(tmp_path)
         window = run.at(MadeUpWindow(5, NAN))
         with pytest.raises(UnrecoverableTrainingError, match="memory ran out, twice"):
-            MemoryWhileHealing(*run.parts, is_claimed=lambda: False).contain(out_of_memory, window)  # type: ignore[arg-type]
+            MemoryWhileHealing(*run.parts).contain(out_of_memory, window)  # type: ignore[arg-type]
         assert window.skipped
         assert run.actions.applied == [Action.EMERGENCY_CHECKPOINT, Action.STOP]
 
     def test_a_mistake_of_ours_is_none_of_it(self, tmp_path: Path) -> None:
         run = MadeUpRun(tmp_path)
         with pytest.raises(KeyError):
-            MemoryWhileHealing(*run.parts, is_claimed=lambda: False).contain(lambda: {}["x"], run.at(MadeUpWindow(5)))  # type: ignore[arg-type]
+            MemoryWhileHealing(*run.parts).contain(lambda: {}["x"], run.at(MadeUpWindow(5)))  # type: ignore[arg-type]
 
 
 def test_an_incident_is_opened_with_what_was_seen(tmp_path: Path) -> None:

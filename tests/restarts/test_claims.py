@@ -1,4 +1,4 @@
-"""Whose an exception is that left `train()`, asked of made-up claimants."""
+"""Whose an exception is that left `train()`, asked of made-up healers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from self_healing import HealingConfig, Incident
 from self_healing.assembly import assemble
 from self_healing.failures import Action, FailureType
 from self_healing.memory.outside_of_model import MemoryOutsideOfModel
-from self_healing.run.claims import Claim, claim_by_recipe, claim_for, claims_on
+from self_healing.run.claims import Claim, claim_by_recipe, claim_for
+from self_healing.run.healer import Healer, Healers
 from self_healing.services.calls import ServiceCalls
 
 
@@ -22,7 +23,7 @@ def incident(name: str = "1") -> Incident:
 
 
 @dataclass
-class Claims:
+class Claims(Healer):
     """Claims exceptions as it is told to."""
 
     claims: list[Claim] = field(default_factory=list)
@@ -37,11 +38,12 @@ class Claims:
 
 def test_the_first_that_claims_an_exception_heals_it_and_no_claim_is_left() -> None:
     idle, first, second = Claims(), Claims(), Claims()
+    healers = Healers((idle, first, second))
     first.claims.append(Claim(incident("first"), Action.RESUME))
     second.claims.append(Claim(incident("second"), Action.RESUME))
-    claims = claims_on(ValueError(), (idle, first, second))
+    claims = healers.claims(ValueError())
     assert [claim.incident.id for claim in claims] == ["first", "second"]
-    assert claims_on(ValueError(), (idle, first, second)) == []
+    assert healers.claims(ValueError()) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,180 @@
+"""`Healer`: one part of what heals a `train()` call; and `Healers`, all of them in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..instrument import Hooks, OutOfMemory, StepPasses, Window
+from .claims import Claim
+
+
+class Healer(Hooks):
+    """
+    Heals one kind of failure, or does one thing that all need, in one `train()` call or several.
+
+    Its events are those of the instrument ([`Hooks`]), in the order in which a step meets them, and the ones below,
+    around them. Here all of them do nothing: a healer has the methods of what it takes part in.
+    """
+
+    def attach(self, first: bool) -> None:
+        """
+        Called with the instrument attached, before the first step: wraps what it has to, until it is detached.
+
+        Args:
+            first (`bool`):
+                Whether `train()` is entered for the first time in this process.
+        """
+
+    def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Called with what the trainer has logged, by optimizer steps finished."""
+
+    def last_step_taken(self) -> None:
+        """Called after the last step of the run, while it can still be healed."""
+
+    def run_ends(self, step: int) -> None:
+        """Called after that, with the outcomes known: nothing may be left open. Also where healing is off by then."""
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether an incident waits for an exception to leave `train()`, to be healed outside."""
+        return False
+
+    def claim(self, error: BaseException) -> Claim | None:
+        """
+        Gives, once, the claim on the exception that left `train()`.
+
+        Args:
+            error (`BaseException`):
+                The exception; the user's code may have raised it in place of the one the incident began with.
+
+        Returns:
+            [`Claim`]: `None` if no incident waits for it.
+        """
+        return None
+
+
+class Healers(Hooks):
+    """
+    Passes each event of an instrument to the healers of a `train()` call, in their order.
+
+    Where they are asked, they are asked in this order, too, and the first one that has an answer gives it.
+
+    Args:
+        healers (`Sequence[Healer]`):
+            The healers.
+    """
+
+    def __init__(self, healers: Sequence[Healer]) -> None:
+        self._healers = tuple(healers)
+
+    def attach(self, first: bool) -> None:
+        """Attaches each: what is attached later is called first."""
+        for each in self._healers:
+            each.attach(first)
+
+    def read_logs(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Hands on what the trainer has logged, by optimizer steps finished."""
+        for each in self._healers:
+            each.read_logs(step, logs)
+
+    def last_step_taken(self) -> None:
+        """Called after the last step of the run, while it can still be healed."""
+        for each in self._healers:
+            each.last_step_taken()
+
+    def run_ends(self, step: int) -> None:
+        """Called after that, with the outcomes known."""
+        for each in self._healers:
+            each.run_ends(step)
+
+    @property
+    def has_claim(self) -> bool:
+        """Whether an incident waits for an exception to leave `train()`."""
+        return any(each.has_claim for each in self._healers)
+
+    def claims(self, error: BaseException) -> list[Claim]:
+        """
+        Asks whose the exception is that left `train()`; the first claim heals it.
+
+        All are asked, so that no claim is left for a later exception.
+        """
+        return [claim for each in self._healers if (claim := each.claim(error)) is not None]
+
+    # ---- the events of the instrument ----
+
+    @property
+    def passes(self) -> StepPasses | None:
+        return next((passes for each in self._healers if (passes := each.passes) is not None), None)
+
+    @property
+    def heals_memory(self) -> bool:
+        return any(each.heals_memory for each in self._healers)
+
+    def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        return any(each.handle_oom(ran_out, window) for each in self._healers)
+
+    def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
+        return any(each.handle_oom_in_optimizer_step(ran_out, window) for each in self._healers)
+
+    def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
+        for each in self._healers:
+            each.oom_on_one_rank(ran_out)
+
+    def on_success(self) -> None:
+        for each in self._healers:
+            each.on_success()
+
+    def judge(self, window: Window) -> None:
+        for each in self._healers:
+            each.judge(window)
+
+    def before_optimizer_step(self) -> None:
+        for each in self._healers:
+            each.before_optimizer_step()
+
+    def about_to_step(self) -> None:
+        for each in self._healers:
+            each.about_to_step()
+
+    def rate_scale(self, step: int) -> float:
+        scale = 1.0
+        for each in self._healers:
+            scale *= each.rate_scale(step)
+        return scale
+
+    def stepped(self) -> None:
+        for each in self._healers:
+            each.stepped()
+
+    def metrics(self, training: bool, summary: bool) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for each in self._healers:
+            found.update(each.metrics(training, summary))
+        return found
+
+    def checkpoints_wait(self) -> bool:
+        return any(each.checkpoints_wait() for each in self._healers)
+
+    def owes_checkpoint(self) -> bool:
+        return any(each.owes_checkpoint() for each in self._healers)
+
+    def checkpoint_waits(self) -> None:
+        for each in self._healers:
+            each.checkpoint_waits()
+
+    def vouch_for_state(self) -> None:
+        for each in self._healers:
+            each.vouch_for_state()
+
+    def before_save(self, step: int) -> None:
+        for each in self._healers:
+            each.before_save(step)
+
+    def device_lost(self, error: BaseException) -> None:
+        for each in self._healers:
+            each.device_lost(error)
+
+    def broken(self) -> None:
+        for each in self._healers:
+            each.broken()

@@ -1,0 +1,43 @@
+"""`RunEvents`: what a `train()` call means to the run as a whole, whatever goes wrong in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .assembly import Run
+from .restarts.ending import RunEnding
+from .restarts.lost_device import write_down_lost_device
+from .run.healer import Healer
+
+
+class RunEvents(Healer):
+    """
+    Logs what the incidents of a run come to, and writes down where it goes on before its state is saved or lost.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        run ([`Run`]):
+            The run.
+    """
+
+    def __init__(self, trainer: Any, run: Run) -> None:
+        self._run = run
+        self._ending = RunEnding(run.context, run.attempts, run.departure, trainer)
+
+    def before_optimizer_step(self) -> None:
+        self._run.rollback.join()
+
+    def metrics(self, training: bool, summary: bool) -> dict[str, float]:
+        run = self._run
+        # The log that sums up the run is written before what is open is closed.
+        return run.journal.metrics(run.context.outcomes.resolved_at_the_end if summary else 0)
+
+    def before_save(self, step: int) -> None:
+        self._run.about_to_save(step)
+
+    def device_lost(self, error: BaseException) -> None:
+        write_down_lost_device(self._ending, error)
+
+    def broken(self) -> None:
+        self._run.context.attachment.broken = True
