@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("call_shape", "checkpoint_files", "classify", "config", "consensus", "extents", "failures", "files"),
         *("known_errors", "launcher", "objectives", "output_dir", "own_files", "random_state"),
-        *("repeatability", "retry", "saved_state", "signals"),
+        *("repeatability", "retry", "saved_state", "signals", "toml"),
     ),
     ("detectors",),
     # ZClip builds on the norm statistics of the detectors.

@@ -1,87 +1,29 @@
-"""Every setting of the library in one flat dataclass, with its presets and its way from and to TOML."""
+"""
+Every setting of the library in one flat dataclass.
 
-import argparse
-import difflib
-import functools
-import numbers
+Long, because parsers, `help()` and TOML all read one class, and each setting is declared and described there once.
+"""
+
 import os
-import reprlib
-import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from .setting import ConfigurationError, Setting, raise_if_any, toml_value, unmet
-
-
-SECTIONS = (
-    "preset",
-    "nonfinite",
-    "detection",
-    "clipping",
-    "rollback",
-    "memory",
-    "data",
-    "recovery",
-    "hangs",
-    "restarts",
-    "journal",
-)
+from ..toml import read_toml
+from .checks import raise_if_any, value_problems
+from .command_line import Switch
+from .presets import preset_of, starts_from_preset
+from .schema import schema_of
+from .sections import as_toml, values_in
+from .setting import ConfigurationError, Setting
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "aggressive": {
-        "reexecute_attempts": 2,
-        "nan_patience": 8,
-        "max_skipped_fraction": 0.25,
-        "max_quarantined_fraction": 0.5,
-        "max_spike_skips": 10,
-        "zclip_mode": "clip",
-        "max_lr_reductions": 6,
-        "max_bad_data_fraction": 0.25,
-        "max_recovery_attempts": 20,
-        "retry_max_seconds": 900.0,
-        "retry_attempts": 20,
-        "retry_total_seconds": 7200.0,
-    },
-    "conservative": {
-        "nan_patience": 2,
-        "drop_poison_rows": False,
-        "max_skipped_fraction": 0.02,
-        "max_quarantined_fraction": 0.05,
-        "max_spike_skips": 1,
-        "on_divergence": "stop",
-        "max_lr_reductions": 1,
-        "on_bad_sample": "raise",
-        "max_recovery_attempts": 2,
-    },
-}
-
-
-class _Switch(argparse.Action):
-    """
-    `--name` and `--no_name`, for a setting that is on by default and that presets change.
-
-    `HfArgumentParser` makes the second one only where the default is `True` itself, and not [`_LeftOut`].
-    """
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, not values if (option_string or "").startswith("--no") else values)
-
-
+@starts_from_preset
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealingConfig:
     """
-    What [`SelfHealingCallback`] and [`SelfHealingTrainer`] may do, and when they give up.
+    Settings of [`SelfHealingCallback`] and [`SelfHealingTrainer`]: what they may do, and when they give up.
 
     The values are checked when the object is made and cannot be changed afterwards: make another one with
     `dataclasses.replace`. Next to a TRL config, [`~transformers.HfArgumentParser`] and [`~trl.TrlParser`] read the
@@ -361,7 +303,7 @@ class HealingConfig:
         metadata={
             "help": "Drop the rows that make a step non-finite by themselves and renormalise the rest. If False, the "
             "whole step is skipped instead.",
-            "action": _Switch,
+            "action": Switch,
             "aliases": ["--no_drop_poison_rows", "--no-drop-poison-rows"],
         },
     )
@@ -769,11 +711,12 @@ class HealingConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in _settings():
-            object.__setattr__(self, name, _plain(name, getattr(self, name)))
-        raise_if_any(_value_problems({name: getattr(self, name) for name in _settings()}))
-        for name, (kind, _) in _settings().items():
-            if kind is float:
+        schema = schema_of(HealingConfig)
+        for name, declared in schema.items():
+            object.__setattr__(self, name, declared.converted(getattr(self, name)))
+        raise_if_any(value_problems(schema, {name: getattr(self, name) for name in schema}))
+        for name, declared in schema.items():
+            if declared.kind is float:
                 object.__setattr__(self, name, float(getattr(self, name)))
 
     @classmethod
@@ -817,38 +760,10 @@ class HealingConfig:
             `ConfigurationError`: if a name is unknown, stands in the wrong section or twice, or a value is not
             allowed. All problems are named at once.
         """
-        if not isinstance(config, Mapping):
-            raise ConfigurationError(
-                f"The settings are {reprlib.repr(config)} ({type(config).__name__}), but must be a mapping of names "
-                "to values. Please pass a dict; an empty one gives the defaults."
-            )
-        given: list[tuple[str | None, Any, Any]] = []  # (section, name, value)
-        problems: list[str] = []
-        for key, value in config.items():
-            if key not in SECTIONS:
-                given.append((None, key, value))
-            elif isinstance(value, Mapping):
-                given.extend((key, name, nested) for name, nested in value.items())
-            else:
-                problems.append(
-                    f"`{key}` is a section, but is set to {reprlib.repr(value)}. Please put settings below it, such "
-                    f"as {_with_section(_names_in(key)[0])}."
-                )
-
-        values: dict[str, Any] = {}
-        for section, name, value in given:
-            if name not in _settings():
-                problems.append(_unknown(section, name, value))
-            elif section not in (None, _settings()[name][1].section):
-                problems.append(f"`{name}` stands in [{section}]. Please move it to [{_settings()[name][1].section}].")
-            elif name in values:
-                problems.append(
-                    f"`{name}` is given twice, at the top and in [{_settings()[name][1].section}]. Please keep one."
-                )
-            else:
-                values[name] = _plain(name, value)
-
-        raise_if_any(problems + _value_problems(_defaults() | _preset_of(values) | values))
+        schema = schema_of(HealingConfig)
+        values, problems = values_in(config, schema)
+        defaults = {name: declared.default for name, declared in schema.items()}
+        raise_if_any(problems + value_problems(schema, defaults | preset_of(values) | values))
         return cls(**values)
 
     def to_toml(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -859,15 +774,7 @@ class HealingConfig:
             path (`str` or `os.PathLike`, *optional*):
                 File to write the text to as well.
         """
-        sections = []
-        for section in SECTIONS:
-            lines = [f"[{section}]"]
-            for name in _names_in(section):
-                value = getattr(self, name)
-                # TOML has no null; the comment shows that the setting exists.
-                lines.append(f"# {name} is not set" if value is None else f"{name} = {toml_value(value)}")
-            sections.append("\n".join(lines) + "\n")
-        text = "\n".join(sections)
+        text = as_toml(self.to_dict(), schema_of(HealingConfig))
         if path is not None:
             Path(path).write_text(text, encoding="utf-8", newline="\n")
         return text
@@ -885,165 +792,17 @@ class HealingConfig:
             `ConfigurationError`: if the file is not TOML, or as [`HealingConfig.from_dict`] does.
         """
         try:
-            content = Path(path).read_bytes()
+            config = read_toml(
+                path,
+                ConfigurationError,
+                ": strings need quotes, true and false are lower case, and a section or a setting may stand only once",
+            )
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"There is no file {path} to read the settings from (looked for from {Path.cwd()}). Please check the "
                 "path; `self-healing config > healing.toml` writes such a file."
             ) from error
         try:
-            # utf-8-sig, because some editors put an invisible mark at the start that TOML refuses. With the line
-            # break, a last line that was cut short is an error at that line and not "at end of document".
-            config = tomllib.loads(content.decode("utf-8-sig") + "\n")
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
-            raise ConfigurationError(f"{path} is not UTF-8 text at line {line}. Please save it as UTF-8.") from error
-        except ValueError as error:  # TOMLDecodeError, or an integer with more digits than Python reads
-            raise ConfigurationError(
-                f"{path} is not valid TOML: {error}. Please correct it there: strings need quotes, true and false are "
-                "lower case, and a section or a setting may stand only once."
-            ) from error
-        try:
             return cls.from_dict(config)
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class _LeftOut:
-    """
-    The default of a setting that presets change, as parsers of command lines hand it over where nothing was given:
-    only so can a preset give way to a value that is given and equal to the default.
-    """
-
-    value: Any
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-def _take_presets(cls: type[HealingConfig]) -> None:
-    """Makes the constructor name settings it does not know, and start from the preset it is given."""
-    original = cls.__init__
-
-    @functools.wraps(original)
-    def __init__(self: HealingConfig, *args: Any, **kwargs: Any) -> None:
-        raise_if_any([_unknown(None, name, value) for name, value in kwargs.items() if name not in _settings()])
-        given = {name: value for name, value in kwargs.items() if not isinstance(value, _LeftOut)}
-        original(self, *args, **_preset_of(given) | given)
-
-    type.__setattr__(cls, "__init__", __init__)
-    for each in fields(cls):
-        if any(each.name in preset for preset in PRESETS.values()):
-            each.default = _LeftOut(each.default)
-
-
-_take_presets(HealingConfig)
-
-
-def as_config(given: HealingConfig | Mapping[str, Any] | None) -> HealingConfig:
-    """
-    The config that was asked for: itself, of a mapping, or the defaults.
-
-    Raises:
-        `ConfigurationError`: if it is none of these, or a setting cannot be used.
-    """
-    if given is None:
-        return HealingConfig()
-    if isinstance(given, HealingConfig):
-        return given
-    if isinstance(given, Mapping):
-        return HealingConfig.from_dict(dict(given))
-    raise ConfigurationError(
-        f"The config is {reprlib.repr(given)} ({type(given).__name__}), but must be a HealingConfig or a dict of "
-        f"settings. {_meant(given)}"
-    )
-
-
-def _meant(given: Any) -> str:
-    if given is HealingConfig:
-        return "Did you mean HealingConfig()?"
-    if getattr(given, "__self__", None) is HealingConfig:
-        return f"Did you mean HealingConfig.{given.__name__}()?"
-    if isinstance(given, str) and given in ("aggressive", "conservative"):
-        return f"Did you mean HealingConfig.{given}()?"
-    if isinstance(given, str | os.PathLike):
-        return f"If it is a file, did you mean HealingConfig.from_toml({str(given)!r})?"
-    return "Please leave it out for the defaults."
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A setting as it is kept: what means the same to Python, or to whoever wrote it, becomes that."""
-    kind = _settings()[name][0]
-    if name == "zclip_mode" and value is False:
-        # YAML reads `off` as false.
-        return "off"
-    if isinstance(value, bool | int | float | str) or get_origin(kind) is Literal:
-        return value
-    try:
-        if kind is int and isinstance(value, numbers.Integral):
-            return int(value)
-        if kind is float and isinstance(value, numbers.Real):
-            return float(value)
-    except OverflowError:
-        return value
-    return os.fspath(value) if kind not in (bool, int, float) and isinstance(value, os.PathLike) else value
-
-
-@cache
-def _settings() -> dict[str, tuple[Any, Setting]]:
-    """The type and the `Setting` of each field, by name, from the annotations: parsers overwrite `Field.type`."""
-    hints = get_type_hints(HealingConfig, include_extras=True)
-    return {f.name: get_args(hints[f.name]) for f in fields(HealingConfig)}
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return {f.name: f.default.value if isinstance(f.default, _LeftOut) else f.default for f in fields(HealingConfig)}
-
-
-def _preset_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    name = values.get("healing_preset")
-    return PRESETS.get(name, {}) if isinstance(name, str) else {}
-
-
-def _names_in(section: str) -> list[str]:
-    return [name for name, (_, setting) in _settings().items() if setting.section == section]
-
-
-def _with_section(name: str) -> str:
-    return f"`{name}` in [{_settings()[name][1].section}]"
-
-
-def _unknown(section: str | None, name: Any, value: Any) -> str:
-    if section is None and isinstance(value, Mapping):
-        close = difflib.get_close_matches(str(name), SECTIONS, n=1)
-        advice = f"Did you mean [{close[0]}]?" if close else f"There are: {', '.join(SECTIONS)}."
-        return f"[{name}] is not a section. {advice}"
-    close = difflib.get_close_matches(str(name), _settings(), n=1)
-    names = _names_in(section) if section is not None else list(_settings())
-    advice = f"Did you mean {_with_section(close[0])}?" if close else f"There are: {', '.join(names)}."
-    return f"`{name}`{f' in [{section}]' if section is not None else ''} is not a setting. {advice}"
-
-
-def _value_problems(values: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for name, value in values.items():
-        kind, setting = _settings()[name]
-        allowed = unmet(kind, setting, value)
-        if allowed is not None:
-            problems.append(
-                f"`{name}` is {reprlib.repr(value)} ({type(value).__name__}), but must be {allowed}. Please change "
-                f"it, or leave it out for the default, {_defaults()[name]!r}."
-            )
-    if not problems and values["clip_algorithm"] == "adagc" and values["zclip_mode"] == "observe":
-        problems.append(
-            "`clip_algorithm` is 'adagc' and `zclip_mode` is 'observe', but AdaGC cannot observe without clipping. "
-            "Please set `zclip_mode` to 'clip', or `clip_algorithm` to 'zclip'."
-        )
-    if not problems and values["retry_max_seconds"] < values["retry_initial_seconds"]:
-        problems.append(
-            f"`retry_max_seconds` is {values['retry_max_seconds']}, but must be at least `retry_initial_seconds`, "
-            f"which is {values['retry_initial_seconds']}. Please raise the first or lower the second."
-        )
-    return problems
