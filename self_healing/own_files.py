@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from .checkpoint_files import BESIDE_DIR, EMERGENCY_DIR, GENERATED_FILE, MARKER_FILE, PINNED_DIR
 
@@ -56,23 +55,6 @@ def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathL
     if _is_own_gitignore(Path(output_dir, GITIGNORE)):
         patterns.append(GITIGNORE)
     return patterns
-
-
-def is_own(path: str | os.PathLike[str], patterns: Iterable[str] = (*RUN_FILES, GITIGNORE)) -> bool:
-    """
-    Whether a file of an `output_dir` is one of self_healing.
-
-    Args:
-        path (`str` or `PathLike`):
-            The file, relative to `output_dir`.
-        patterns (`Iterable[str]`, *optional*):
-            Of [`own_patterns`]; needed for a `healing_dir` within.
-    """
-    relative = PurePosixPath(path)
-    in_checkpoint = len(relative.parts) == 2 and fnmatchcase(relative.parts[0], _CHECKPOINTS[0])
-    if in_checkpoint and relative.name in CHECKPOINT_FILES:
-        return True
-    return any(fnmatchcase(str(relative), pattern) for pattern in patterns)
 
 
 def remove_leftovers(

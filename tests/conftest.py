@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 
@@ -32,6 +33,7 @@ from transformers import (
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
 from self_healing.journal.journal import Journal
+from self_healing.own_files import CHECKPOINT_FILES, GITIGNORE, RUN_FILES
 
 
 try:
@@ -546,6 +548,15 @@ def journal(output_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
 def quarantined(output_dir: Path) -> list[dict[str, Any]]:
     path = Path(output_dir) / "quarantine.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def is_own(path: str | os.PathLike[str]) -> bool:
+    """Whether a file, relative to an `output_dir`, is one of self_healing."""
+    relative = PurePosixPath(path)
+    in_checkpoint = len(relative.parts) == 2 and relative.match("checkpoint-*/*")
+    if in_checkpoint and relative.name in CHECKPOINT_FILES:
+        return True
+    return any(fnmatchcase(str(relative), pattern) for pattern in (*RUN_FILES, GITIGNORE))
 
 
 # ---- jobs in processes of their own ----

@@ -13,6 +13,7 @@ from conftest import (
     TRAINERS,
     EvalLoss,
     assert_same_weights,
+    is_own,
     journal,
     logged,
     plain_trainer,
@@ -27,7 +28,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.own_files import is_own
 
 
 NAMES = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "Trainer")

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import POISON_WORD, TEXTS, PoisonToken, plain_trainer, quarantined, sft_trainer
+from conftest import POISON_WORD, TEXTS, PoisonToken, is_own, plain_trainer, quarantined, sft_trainer
 from test_data import BAD, Counted, Rows, mapped_stream, rows_of
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.data.quarantine import BadSample, Quarantine
-from self_healing.own_files import is_own
 
 
 # What the samples of test_data raise.

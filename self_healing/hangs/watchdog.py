@@ -276,7 +276,7 @@ class Watchdog:
             return
         if alarm is not None:
             if elapsed >= alarm.deadline:
-                self._next_stage(alarm, elapsed, stopping)
+                self._next_stage(alarm, elapsed)
             return
         learned = heartbeat.limit(section, self._config.hang_factor, self._config.hang_floor_seconds)
         limit = heartbeat.limit_at_first(section, self._config.hang_floor_seconds) if learned is None else learned
@@ -364,7 +364,7 @@ class Watchdog:
             if self._signal is not None and not stopping.is_set() and self._heartbeat.last[2] == alarm.beats:
                 signal.pthread_kill(self._training_thread, self._signal)
 
-    def _next_stage(self, alarm: _Alarm, elapsed: float, stopping: threading.Event) -> None:
+    def _next_stage(self, alarm: _Alarm, elapsed: float) -> None:
         if alarm.answered:
             # On its way out: its workers are ended, its blocks left.
             return

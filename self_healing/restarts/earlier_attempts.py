@@ -113,12 +113,12 @@ def _judge(run: RunContext, attempts: Attempts, start: Start) -> Refusal | None:
         attempts.steps.climb_anew()
     spends = start.spends
     if start.died:
-        _infer_death(run, attempts, start, earlier)
+        _infer_death(run, start, earlier)
     if record.ending is Ending.GAVE_UP and not start.by_hand:
         refusal = gave_up(record)
     elif spends and not run.budget.spend(earlier.last_step):
         refusal = crash_loop(record, run.config.max_recovery_attempts)
-    _count_repeated_steps(run, attempts, start, refusal is not None)
+    _count_repeated_steps(run, start, refusal is not None)
     if refusal is None:
         logger.warning(
             "Attempt %d of run %s goes on from %s (step %d); the one before ended at step %d: %s.",
@@ -132,7 +132,7 @@ def _judge(run: RunContext, attempts: Attempts, start: Start) -> Refusal | None:
     return refusal
 
 
-def _infer_death(run: RunContext, attempts: Attempts, start: Start, earlier: Attempt) -> None:
+def _infer_death(run: RunContext, start: Start, earlier: Attempt) -> None:
     """Opens the incident of a process that was killed, which only the next one can write down."""
     evidence = {
         "pid": earlier.pid,
@@ -149,7 +149,7 @@ def _infer_death(run: RunContext, attempts: Attempts, start: Start, earlier: Att
     earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
 
 
-def _count_repeated_steps(run: RunContext, attempts: Attempts, start: Start, refused: bool) -> None:
+def _count_repeated_steps(run: RunContext, start: Start, refused: bool) -> None:
     """Adds to the last incident of the process before this one what it costs: that shows where the run goes on."""
     incident = next(iter(run.journal.incidents[-1:]), None)
     if incident is None or incident.outcome not in ("open", "fatal"):

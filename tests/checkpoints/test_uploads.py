@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
-from conftest import POISON_WORD, TEXTS, PoisonToken, RaisingAt, sft_trainer
+from conftest import POISON_WORD, TEXTS, PoisonToken, RaisingAt, is_own, sft_trainer
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import RepoUrl
 from transformers.utils.hub import hf_api
@@ -22,7 +22,7 @@ from self_healing.instrument.generated import GENERATED_FILE
 from self_healing.journal.journal import EVENTS_FILE
 from self_healing.journal.postmortem import POSTMORTEM_FILE
 from self_healing.memory.healer import SIZES_FILE
-from self_healing.own_files import GITIGNORE, hide_from_uploads, is_own, own_patterns
+from self_healing.own_files import GITIGNORE, hide_from_uploads, own_patterns
 from self_healing.restarts.record import PROGRESS_FILE, RECORD_FILE
 
 

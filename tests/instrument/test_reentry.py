@@ -16,6 +16,7 @@ from conftest import (
     adapter_trainer,
     assert_same_weights,
     common_arguments,
+    is_own,
     journal,
     logged,
     lost_connection,
@@ -30,7 +31,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.own_files import is_own
 
 
 HELD_OUT = {"eval_dataset": Dataset.from_dict({"text": ["the model reads", "a row of text"] * 4})}

@@ -261,7 +261,7 @@ def test_one_larger_size_is_tried_at_a_time() -> None:
     sizes.on_success()
     sizes.begin_step(2)
     assert sizes.rows_for(train(64)) == 16
-    assert sizes.trying
+    assert sizes.is_tried(train(16))
     assert sizes.rows_for(train(64)) == 8
     assert sizes.rows_for(CallShape("generate", 64, 512)) == 8
 
@@ -278,7 +278,7 @@ def test_a_try_that_does_not_take_place_is_forgotten() -> None:
     assert not sizes.is_tried(train(8))
     sizes.ran(train(2))
     sizes.on_success()
-    assert not sizes.trying
+    assert not sizes.is_tried(train(4))
     sizes.begin_step(3)
     assert sizes.rows_for(train(8)) == 2
     sizes.begin_step(4)
@@ -379,7 +379,7 @@ def test_what_is_known_goes_on_in_the_next_process() -> None:
     assert later.rows_for(train(8)) == 4
     later.begin_step(5010)
     assert later.rows_for(train(8)) == 8
-    assert later.trying
+    assert later.is_tried(train(8))
 
 
 def test_the_next_process_tries_at_once_what_was_not_tried_yet() -> None:

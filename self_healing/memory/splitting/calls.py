@@ -177,7 +177,7 @@ class SplitCalls:
             if used is not None:
                 keep = min(max(-(-max(used[row] for row in numbers) // LENGTH_STEP), 1) * LENGTH_STEP, length)
             if keep < length:
-                part = {name: trimmed(value, name, length, keep) for name, value in part.items()}
+                part = {name: trimmed(value, name, keep) for name, value in part.items()}
             size = CallShape(shape.kind, len(numbers), keep)
             chunks.append(Chunk(positional, part, len(numbers), size, cut=length - keep))
         return chunks

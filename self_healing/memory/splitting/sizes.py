@@ -300,11 +300,6 @@ class SizeMemory:
             frontier.try_wait *= 2
             frontier.next_try = self._step + frontier.try_wait
 
-    @property
-    def trying(self) -> bool:
-        """Whether a size is being tried that is not known to fit."""
-        return self._trying is not None
-
     def is_tried(self, shape: CallShape) -> bool:
         """Whether a call of this size runs because it was to be tried, and not because it could not be split."""
         return self._trying is not None and shape.kind == self._trying.kind and shape.rows <= self._trying.rows

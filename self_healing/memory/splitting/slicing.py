@@ -187,7 +187,7 @@ def used_lengths(kwargs: Mapping[str, Any], rows: int) -> list[int] | None:
     return [int(last) for last in (used * places).amax(1).tolist()]
 
 
-def trimmed(value: Any, name: str, length: int, keep: int) -> Any:
+def trimmed(value: Any, name: str, keep: int) -> Any:
     """An argument without the padding on its right; contiguous, as it was: some views ask for that."""
     if name not in _BY_TOKEN or not isinstance(value, torch.Tensor):
         return value
