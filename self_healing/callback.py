@@ -15,15 +15,12 @@ from . import consensus
 from .actions import HealingActions
 from .assembly import Run, assemble
 from .checkpoints.choice import CheckpointError
-from .checkpoints.owed import owe_evaluation
 from .checkpoints.trainer_state import healing_state_of
 from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
-from .end_of_run import tell_what_to_know
+from .end_of_run import end_run
 from .entry import Entry
-from .entry_checks import (
-    refuse_unwritable_output,
-)
+from .entry_checks import refuse_unwritable_output
 from .failures import UnrecoverableTrainingError
 from .instrument import (
     Instrument,
@@ -35,7 +32,6 @@ from .instrument import (
 )
 from .journal.incident import Incident
 from .own_files import hide_from_uploads, own_patterns
-from .restarts.status import RunState
 
 
 logger = logging.getLogger("self_healing")
@@ -179,37 +175,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        run = self.run
-        if run is None or run.instrument is None:
-            return
-        healers = run.context.attachment.healers
-        if not run.broken and run.instrument.attached:
-            with run.instrument.failsafe.contained(), run.context.heartbeat.section("judge"):
-                healers.last_step_taken()
-        run.numerics.close_outcomes(unfollowed="resolved")
-        healers.run_ends(int(state.global_step))
-        if run.context.stop.incident is not None:
-            # Seen in the last log: there is no step left to stop before.
-            run.journal.dealt_with(run.context.stop.incident)
-            run.journal.closed(run.context.stop.incident, "reported")
-            run.context.stop.incident = None
-        run.journal.event(
-            "run_ended",
-            int(state.global_step),
-            incidents=len(run.journal.incidents),
-            **run.numerics.rate_in_force(),
-        )
-        if run.attempts.status is not None and not run.departure.begun:
-            run.attempts.status.end(RunState.ENDED, int(state.global_step))
-        tell_what_to_know(run.numerics, int(state.global_step))
-        if run.departure.begun and run.instrument.leaving.owes_evaluation and args.should_save:
-            owe_evaluation(Path(args.output_dir or ".") / f"checkpoint-{state.global_step}")
-        run.instrument.detach()
-        run.rollback.release()
-        if not run.departure.begun:
-            run.context.checksums.wait()
-        if run.departure.begun and run.attempts.record is None and state.global_step < state.max_steps:
-            run.departure.leave(int(state.global_step), str(args.output_dir))
+        if self.run is not None and self.run.instrument is not None:
+            end_run(self.run, self.run.instrument, int(state.global_step))
 
     def _give_up_quietly(self) -> None:
         if self.run is not None:

@@ -1,11 +1,15 @@
-"""Tells what one should know of a run that has come to its end."""
+"""Ends a run that has taken its last step, and tells what to know before its weights are used."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
-from .instrument import BestChoice
+from .assembly import Run
+from .checkpoints.owed import owe_evaluation
+from .instrument import BestChoice, Instrument
 from .numerics.state import NumericsState
+from .restarts.status import RunState
 from .run.context import RunContext
 
 
@@ -13,6 +17,44 @@ logger = logging.getLogger("self_healing")
 
 # Share of the steps of a run.
 _MANY = 0.2
+
+
+def end_run(run: Run, instrument: Instrument, step: int) -> None:
+    """
+    Heals what the last step has left, closes what is open, and gives the trainer back as it was.
+
+    Args:
+        run ([`Run`]):
+            The run.
+        instrument ([`Instrument`]):
+            Attached to its trainer.
+        step (`int`):
+            Optimizer steps finished.
+    """
+    context, args, leaves = run.context, instrument.trainer.args, run.departure.begun
+    healers = context.attachment.healers
+    if not run.broken and instrument.attached:
+        with instrument.failsafe.contained(), context.heartbeat.section("judge"):
+            healers.last_step_taken()
+    run.numerics.close_outcomes(unfollowed="resolved")
+    healers.run_ends(step)
+    if context.stop.incident is not None:
+        # Seen in the last log: there is no step left to stop before.
+        run.journal.dealt_with(context.stop.incident)
+        run.journal.closed(context.stop.incident, "reported")
+        context.stop.incident = None
+    run.journal.event("run_ended", step, incidents=len(run.journal.incidents), **run.numerics.rate_in_force())
+    if run.attempts.status is not None and not leaves:
+        run.attempts.status.end(RunState.ENDED, step)
+    _tell_what_to_know(run.numerics, step)
+    if leaves and instrument.leaving.owes_evaluation and args.should_save:
+        owe_evaluation(Path(args.output_dir or ".") / f"checkpoint-{step}")
+    instrument.detach()
+    run.rollback.release()
+    if not leaves:
+        context.checksums.wait()
+    elif run.attempts.record is None and step < instrument.trainer.state.max_steps:
+        run.departure.leave(step, str(args.output_dir))
 
 
 def tell_of_best_model(run: RunContext, best: str, choice: BestChoice) -> None:
@@ -41,16 +83,8 @@ def tell_of_best_model(run: RunContext, best: str, choice: BestChoice) -> None:
     )
 
 
-def tell_what_to_know(numerics: NumericsState, steps: int) -> None:
-    """
-    Tells what one should know before one trusts, or resumes, a run that has come to its end.
-
-    Args:
-        numerics ([`NumericsState`]):
-            Of the run.
-        steps (`int`):
-            Optimizer steps finished.
-    """
+def _tell_what_to_know(numerics: NumericsState, steps: int) -> None:
+    """Before the run is trusted, or resumed."""
     scale = numerics.learning_rate.scale(steps)
     if scale != 1.0:
         logger.warning(
