@@ -26,7 +26,7 @@ def save_offending_batch(window: Window, directory: Path, incident: Incident) ->
         return None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(window.record(), path)
+        torch.save(window.export(), path)
     except Exception as error:
         if classify_exception(error) is FailureType.DEVICE:
             raise

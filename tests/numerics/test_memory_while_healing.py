@@ -33,8 +33,16 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.instrument import EarlierSteps, StepExperiments, Window, bookkeeping, experiments, view
-from self_healing.instrument import window as window_module
+from self_healing.instrument import (
+    EarlierSteps,
+    StepExperiments,
+    Window,
+    bookkeeping,
+    experiments,
+    fewer_rows,
+    step_record,
+    view,
+)
 from self_healing.instrument.accelerate_engine import AccelerateEngine
 from self_healing.memory.splitting import additivity
 from self_healing.numerics.judge import StepJudge
@@ -255,12 +263,12 @@ PLACES = {
     "computing again: the same, not healed in training": Place(
         transient, Window, "compute", "stopped", settings={"on_oom": "raise"}
     ),
-    "computing again: the numbers that judge it": Place(transient, window_module, "_as_tensor", "stopped"),
+    "computing again: the numbers that judge it": Place(transient, step_record, "as_tensor", "stopped"),
     "computing again: whether that repeats": Place(transient, StepExperiments, "_compute_once_more", "stopped"),
     "poison rows: the search for NaN": Place(poisoned, view, "nonfinite_tensors", "stopped"),
     "poison rows: picking some": Place(poisoned, experiments, "select_rows", "ended"),
     "poison rows: a probe": Place(poisoned, StepExperiments, "_probe_once", "ended"),
-    "poison rows: what is left": Place(poisoned, Window, "_count_items", "stopped"),
+    "poison rows: what is left": Place(poisoned, fewer_rows, "_count_items", "stopped"),
     "NaN weights: the search for NaN": Place(nan_weights, view, "nonfinite_tensors", "stopped"),
     "NaN weights: putting a state back": Place(nan_weights, SnapshotRing, "restore", "stopped", repairs=True),
     "NaN weights: applying steps again": Place(nan_weights, EarlierSteps, "_loss", "ended"),

@@ -1,0 +1,208 @@
+"""`StepRecord`: what one optimizer step was computed from, and what came out of it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from .. import consensus
+from ..objectives import Layout, Objective, layout_of
+from ..signals import StepSignals
+from .bookkeeping import Bookkeeping
+from .out_of_memory import with_room
+from .row_sources import DataPosition, RowSource
+from .step_engine import Call, StepEngine
+
+
+_T = TypeVar("_T")
+
+
+class StepRecord:
+    """
+    Records one optimizer step, micro-batch by micro-batch: the state it began with, its calls of `training_step`,
+    their losses, its gradient norm, and where its rows came from.
+
+    A base class of [`Window`], and no part of it, so that a healthy step costs one object.
+
+    Args:
+        engine ([`StepEngine`]):
+            Computes and applies the steps of the trainer.
+        position ([`DataPosition`]):
+            Where the trainer is in its data.
+        size (`int`):
+            Number of micro-batches in the step.
+    """
+
+    def __init__(self, engine: StepEngine, position: DataPosition, size: int) -> None:
+        state = engine.trainer.state
+        self.engine = engine
+        self.size = size
+        self.step = int(state.global_step)
+        self.epoch = state.epoch
+        self.objective: Objective = engine.view.objective
+        self.start: Bookkeeping | None = None
+        self.losses: list[torch.Tensor] = []
+        self.grad_norm: Any = None
+        self.stop_wanted = self.rollback_wanted = self.leave_wanted = False
+        self.prepared: dict[int, Any] = {}
+        self._position = position
+        self._began = time.perf_counter()
+        self._calls: list[Call] = []
+        self._generated: tuple[Any, Bookkeeping] | None = None
+        self._raised = False
+        self._tokens_inside = 0
+        self._measure: Callable[[], Any] = lambda: None
+
+    # ---- fed by the instrument, micro-batch by micro-batch ----
+
+    @property
+    def started(self) -> bool:
+        """Whether its first forward has begun."""
+        return self.start is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its micro-batches have been through forward and backward."""
+        return len(self.losses) >= self.size
+
+    def begin(self, start: Bookkeeping) -> None:
+        """Notes the state its first forward starts from."""
+        self.start = start
+        self._began = time.perf_counter()
+
+    def add_call(self, model: Any, inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps a call of `training_step`, to be made again."""
+        # A copy: the training step may pop keys from the dictionary it is given.
+        self._calls.append((model, copy.copy(inputs), args, kwargs))
+
+    def add_loss(self, loss: torch.Tensor, tokens: int) -> None:
+        """Keeps the loss of a call, and counts the tokens it added to the Trainer's count by itself."""
+        self.losses.append(loss)
+        self._tokens_inside += tokens
+
+    def note_generated(self, batch: Any, bookkeeping: Bookkeeping) -> None:
+        """Keeps the rows a trainer has generated for the first call, and the bookkeeping as of then."""
+        self._generated = copy.copy(batch), bookkeeping
+
+    def note_exception(self) -> None:
+        """Notes that one of the calls ended in an exception that stands for a NaN."""
+        self._raised = True
+
+    def measured_by(self, measure: Callable[[], Any]) -> None:
+        """Measures the gradient norm of the step (and clips the gradient), now and each time it is computed again."""
+        self._measure = measure
+        self.grad_norm = measure()
+
+    def measure_again(self) -> None:
+        """Measures the gradient norm of the step computed again, as it was measured before."""
+        self.grad_norm = self._measure()
+
+    # ---- what came out of it ----
+
+    def signals(self, stop: bool = False, roll_back: bool = False, leave: bool = False) -> StepSignals:
+        """
+        Reads loss and gradient norm as floats: the one device sync of a healthy step, and its one collective.
+
+        Args:
+            stop (`bool`, *optional*, defaults to `False`):
+                Whether this rank wants the run to end with this step; [`stop_wanted`] says whether any does.
+            roll_back (`bool`, *optional*, defaults to `False`):
+                Whether this rank wants the run to go back to an earlier state; [`rollback_wanted`] likewise.
+            leave (`bool`, *optional*, defaults to `False`):
+                Whether this rank was asked to leave after the step; [`leave_wanted`] likewise.
+        """
+        ranks = consensus.world_size()
+
+        def numbers() -> torch.Tensor:
+            losses = [loss.detach().float() for loss in self.losses]
+            loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
+            # Without a norm the loss stands in for it, so that there is one value per place on every rank.
+            norm = loss if self.grad_norm is None else as_tensor(self.grad_norm, loss.device).float()
+            # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
+            wishes = [torch.full_like(loss, wish) for wish in (stop, roll_back, leave)] if ranks > 1 else []
+            return torch.stack([loss, norm, *wishes])
+
+        loss_sum, norm_sum, *votes = consensus.sum_over_ranks(self._with_room(numbers)).tolist()
+        wanted = [vote > 0 for vote in votes or (stop, roll_back, leave)]
+        self.stop_wanted, self.rollback_wanted = wanted[0], wanted[1]
+        # Numbers that are taken a second time carry no wish, and do not take one back.
+        self.leave_wanted = self.leave_wanted or wanted[2]
+        return StepSignals(
+            step=self.step,
+            loss=loss_sum / ranks,
+            grad_norm=None if self.grad_norm is None else norm_sum / ranks,
+            seconds=time.perf_counter() - self._began,
+        )
+
+    def _with_room(self, compute: Callable[[], _T]) -> _T:
+        # With several processes the norm may be a collective, which one of them cannot begin again.
+        return compute() if consensus.world_size() > 1 else with_room(compute, self.engine.view.device)
+
+    @property
+    def tokens_inside(self) -> int:
+        """Tokens its calls have added to the Trainer's count by themselves."""
+        return self._tokens_inside
+
+    # ---- its rows ----
+
+    def inputs(self, index: int) -> Any:
+        """The micro-batch as the data loader gave it."""
+        return self._calls[index][1]
+
+    def all_inputs(self) -> list[Any]:
+        """All its micro-batches as the data loader gave them."""
+        return [inputs for _, inputs, _, _ in self._calls]
+
+    def shapes(self) -> list[dict[str, list[int]]]:
+        """Shapes of the tensors in its micro-batches, as far as they have been computed."""
+        return [
+            {name: list(value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            if isinstance(inputs, Mapping)
+            else {"rows": [len(inputs)] if hasattr(inputs, "__len__") else []}
+            for inputs in self.all_inputs()
+        ]
+
+    def layout(self, index: int) -> Layout | None:
+        """The way to tell the rows of a micro-batch apart. Known once the step has been re-executed."""
+        return layout_of(self.prepared.get(index), self.objective)
+
+    def sources(self, index: int) -> list[RowSource]:
+        """The place in the data that each row (pair, segment) of a micro-batch came from."""
+        layout = self.layout(index)
+        if layout is None:
+            return []
+        return self._position.sources(layout, index, [self.inputs(before) for before in range(index)])
+
+    def samples(self) -> set[int]:
+        """Indices in the dataset of the samples it is made of, as far as they are known."""
+        return self._position.sampled(self.size)
+
+    def export(self) -> dict[str, Any]:
+        """What is needed to compute the step elsewhere, on the CPU: prepared batches and random states."""
+        assert self.start is not None
+        rng = self.start.rng
+        return {
+            "step": self.step,
+            "micro_batches": {index: _to_cpu(batch) for index, batch in self.prepared.items()},
+            "rng": {"cpu": rng.cpu, "devices": rng.devices, "python": rng.python},
+        }
+
+
+def as_tensor(norm: Any, device: torch.device) -> torch.Tensor:
+    """A gradient norm as a tensor, on all ranks the same: of sharded gradients it is a collective."""
+    full = getattr(norm, "full_tensor", None)
+    return torch.as_tensor(full() if full is not None else norm, device=device)
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {key: _to_cpu(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_cpu(inner) for inner in value]
+    return value if isinstance(value, (int, float, bool, str, type(None))) else repr(value)
