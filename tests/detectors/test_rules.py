@@ -32,11 +32,13 @@ from self_healing.detectors.rules import (
     Condition,
     MetricRule,
     MetricRules,
+    RuleAction,
     RuleError,
     load_rules,
     rules_for,
     rules_to_toml,
 )
+from self_healing.detectors.symptom import Severity
 
 
 CURVES = Path(__file__).parents[1] / "data" / "curves"
@@ -554,14 +556,14 @@ def test_the_table_is_whole() -> None:
     for rule in TABLE.values():
         assert all([rule.objectives, rule.healthy, rule.diagnosis, rule.remedy, rule.source]), rule.name
         assert set(rule.objectives) <= set(OBJECTIVES), rule.name
-        assert rule.severity in get_args(rules.Severity), rule.name
-        assert rule.action in get_args(rules.RuleAction), rule.name
+        assert rule.severity in get_args(Severity), rule.name
+        assert rule.action in get_args(RuleAction), rule.name
     assert all(rules_for(TABLE.values(), objective) for objective in OBJECTIVES)
 
 
 def test_the_table_itself_would_be_accepted_from_a_user() -> None:
     table = tomllib.loads(Path(rules.__file__).with_name("metric_rules.toml").read_text(encoding="utf-8"))
-    assert rules._problems(table, {}) == []
+    assert rules.metric_rules._problems(table, {}) == []
 
 
 def test_an_unknown_objective_gets_the_generic_rules() -> None:

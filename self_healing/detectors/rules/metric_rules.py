@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
-from .symptom import Severity, Symptom
+from ..symptom import Severity, Symptom
 
 
 Relation = Literal["below", "above", "at_least", "at_most", "near", "rising", "falling", "flat"]
