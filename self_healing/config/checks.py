@@ -1,4 +1,4 @@
-"""What is wrong with settings that were given: their names, their values, and values that do not go together."""
+"""Checks settings that were given: their names, their values, and values that do not go together."""
 
 import difflib
 import reprlib
@@ -19,7 +19,7 @@ def raise_if_any(problems: list[str]) -> None:
 
 def value_problems(schema: Schema, values: Mapping[str, Any]) -> list[str]:
     """
-    What is wrong with values, one by one and, if that is nothing, with each other.
+    Lists what is wrong with values, one by one and, if nothing is, with each other.
 
     Args:
         schema (`Schema`):
@@ -51,7 +51,7 @@ def value_problems(schema: Schema, values: Mapping[str, Any]) -> list[str]:
 
 
 def unknown(schema: Schema, section: str | None, name: Any, value: Any) -> str:
-    """What is wrong with a name that is no setting, and which one may have been meant."""
+    """Says that a name is no setting, and which one may have been meant."""
     if section is None and isinstance(value, Mapping):
         close = difflib.get_close_matches(str(name), SECTIONS, n=1)
         advice = f"Did you mean [{close[0]}]?" if close else f"There are: {', '.join(SECTIONS)}."

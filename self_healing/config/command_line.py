@@ -1,4 +1,4 @@
-"""What parsers of command lines need to be told about settings that presets change."""
+"""Settings that presets change, as parsers of command lines have to see them."""
 
 import argparse
 from dataclasses import dataclass

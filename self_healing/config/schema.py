@@ -41,7 +41,7 @@ class Declared:
         return os.fspath(value) if self.kind not in (bool, int, float) and isinstance(value, os.PathLike) else value
 
     def unmet(self, value: Any) -> str | None:
-        """What `value` would have to be, if it is not that."""
+        """Returns what `value` would have to be, or `None` if it is that."""
         if get_origin(self.kind) is Literal:
             choices = get_args(self.kind)
             met, allowed = isinstance(value, str) and value in choices, "one of " + ", ".join(map(repr, choices))

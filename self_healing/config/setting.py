@@ -1,4 +1,4 @@
-"""What the annotation of a setting says: the section it stands in, and the numbers it takes."""
+"""The annotation of a setting: the section it stands in, and the numbers it takes."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class ConfigurationError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Setting:
     """
-    Where a field of [`HealingConfig`] stands in TOML, and which numbers it takes.
+    Annotates a field of [`HealingConfig`] with its section in TOML and the numbers it takes.
 
     It rides on the field's annotation and not in its metadata, because `HfArgumentParser` hands everything it finds in
     the metadata to `argparse.add_argument`, which refuses what it does not know.

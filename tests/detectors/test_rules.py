@@ -563,7 +563,7 @@ def test_the_table_is_whole() -> None:
 
 def test_the_table_itself_would_be_accepted_from_a_user() -> None:
     table = tomllib.loads(Path(rules.__file__).with_name("metric_rules.toml").read_text(encoding="utf-8"))
-    assert rules.metric_rules._problems(table, {}) == []
+    assert rules.checks.problems_of(table, {}) == []
 
 
 def test_an_unknown_objective_gets_the_generic_rules() -> None:
@@ -765,8 +765,8 @@ def test_a_burst_of_one_step_is_reported_on_a_public_run() -> None:
 
 
 def test_the_example_in_the_documentation_is_true() -> None:
-    assert doctest.testmod(rules).failed == 0
-    assert doctest.testmod(rules).attempted > 0
+    assert doctest.testmod(rules.metric_rules).failed == 0
+    assert doctest.testmod(rules.metric_rules).attempted > 0
 
 
 # ---- the command line ----

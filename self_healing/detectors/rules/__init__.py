@@ -5,17 +5,9 @@ The table itself is data, in `metric_rules.toml` next to this file; a user's tab
 transformers: the rules can be asked by hand in any training loop.
 """
 
-from .metric_rules import (
-    OBJECTIVES,
-    Condition,
-    MetricRule,
-    MetricRules,
-    RuleAction,
-    RuleError,
-    load_rules,
-    rules_for,
-    rules_to_toml,
-)
+from .metric_rules import MetricRules
+from .rule import OBJECTIVES, Condition, MetricRule, RuleAction, rules_for
+from .table import RuleError, load_rules, rules_to_toml
 
 
 __all__ = [

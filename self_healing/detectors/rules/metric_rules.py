@@ -1,202 +1,18 @@
-"""
-Rules on the metrics that a trainer logs: which value, held for how long, is a red flag, and what helps.
-
-The table itself is data, in `metric_rules.toml` next to this file; a user's table is merged over it. No torch, no
-transformers: the rules can be asked by hand in any training loop.
-"""
+"""The rules at work: each log is judged, and a flag that stays up is reported once."""
 
 from __future__ import annotations
 
-import difflib
-import json
-import math
-import operator
-import os
-import re
-import reprlib
-import tomllib
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
-from importlib import resources
+from collections.abc import Iterable, Mapping
 from itertools import repeat
-from numbers import Real
-from pathlib import Path
-from statistics import median
-from typing import Any, Literal, get_args
+from typing import Any
 
-from ..symptom import Severity, Symptom
+from ..symptom import Symptom
+from .conditions import Series, bound_of, finite_number, holds
+from .rule import TRENDS, MetricRule
 
 
-Relation = Literal["below", "above", "at_least", "at_most", "near", "rising", "falling", "flat"]
-RuleAction = Literal["alert", "rollback", "stop"]
-
-# The names of `self_healing.objectives.Objective`, which this module cannot import (it needs torch), and EBFT.
-OBJECTIVES = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation", "ebft", "generic")
-
-_TRENDS = ("rising", "falling", "flat")
-# How the other relations compare a value with its bound; "near" compares the distance between them with its tolerance.
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "below": operator.lt,
-    "above": operator.gt,
-    "at_least": operator.ge,
-    "at_most": operator.le,
-    "near": operator.le,
-}
-# Observations of a metric whose median is the run's own early level.
-_EARLY = 10
-# A trend must exceed the standard error of the difference of two medians by this factor. Windows overlap from one
-# observation to the next and metrics are not independent: two or three would cry wolf in a long run.
-_STANDARD_ERRORS = 4.0
-# Before `rewards/NAME/mean` and `rewards/NAME/std` there was the mean alone, under the name of the reward function.
-_REWARD_IN_OLDER_TRL = re.compile(r"rewards/[^/]+")
 # Names in the plan that match nothing: a loop that logs ever new names must not fill the memory with them.
 _UNREAD_NAMES = 4096
-
-
-class RuleError(ValueError):
-    """A table of rules cannot be used; the message names file, rule, key, value and what is allowed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """
-    One part of a red flag. In TOML it is an inline table, with `relation` written `is`.
-
-    Args:
-        relation (`str`):
-            `"below"`, `"above"`, `"at_least"`, `"at_most"`, `"near"` compare the logged value with `value`;
-            `"rising"`, `"falling"` and `"flat"` compare how far it moved over `window` observations with `value`.
-            The movement is the difference between the medians of the last and the first third of the window; it
-            counts as one only if the middle third lies between them and the noise within the thirds cannot explain it.
-        value (`float`, *optional*, defaults to `0.0`):
-            The bound, in units of the metric, or as a multiple of what `of` names.
-        metric (`str`, *optional*):
-            Exact name of the metric that is looked at. If left out, the one the rule was matched with.
-        tolerance (`float`, *optional*, defaults to `0.0`):
-            For `"near"`: largest distance from the bound that still holds.
-        of (`str`, *optional*):
-            What `value` is a multiple of: `"start"` (median of the metric's first 10 observations), `"lowest"` or
-            `"highest"` (of the metric so far), or `"args.<name>"` (an argument of the trainer). A trend takes its
-            absolute value. As long as it is not known the condition does not hold.
-        share (`float`, *optional*):
-            Hold if at least this share of the last `window` observations do, not if the newest one does. Not for
-            trends.
-        window (`int`, *optional*, defaults to 30):
-            Observations that a trend or a share looks at. A trend waits until there are as many, a share does not.
-    """
-
-    relation: Relation
-    value: float = 0.0
-    metric: str = ""
-    tolerance: float = 0.0
-    of: str = ""
-    share: float | None = None
-    window: int = 30
-
-    def __str__(self) -> str:
-        bound = f"{self.value:g}"
-        if self.of:
-            reference = {"start": "its early level", "lowest": "its lowest", "highest": "its highest"}.get(self.of)
-            bound = f"{bound} × {reference or self.of.removeprefix('args.')}"
-        if self.relation == "flat":
-            words = f"changing by less than {bound} over {self.window} logs"
-        elif self.relation in _TRENDS:
-            words = f"{self.relation} by at least {bound} over {self.window} logs"
-        elif self.relation == "near":
-            words = f"at {bound}" + (f" ± {self.tolerance:g}" if self.tolerance else "")
-        else:
-            words = f"{self.relation.replace('_', ' ')} {bound}"
-        if self.share is not None:
-            words += f" in at least {100 * self.share:g} % of the last {self.window} logs"
-        return f"{self.metric} {words}" if self.metric else words
-
-
-@dataclass(frozen=True, slots=True)
-class MetricRule:
-    """
-    One row of the table.
-
-    Args:
-        name (`str`):
-            What it is called; in TOML, the name of its section.
-        metric (`str`):
-            The metric it watches, or a pattern such as `"rewards/*/mean"`, of which each match is watched on its own.
-            A pattern matches metrics of the evaluation only if it begins with `eval_` itself. `rewards/NAME/mean` is
-            also what older TRL logs as `rewards/NAME`.
-        red_flag (`tuple[Condition, ...]`):
-            What must hold at once.
-        objectives (`tuple[str, ...]`, *optional*, defaults to all):
-            What kinds of training it is for.
-        healthy (`str`, *optional*):
-            The healthy range, in words.
-        steps (`int`, *optional*, defaults to 20):
-            Optimizer steps for which the red flag must hold without a break.
-        observations (`int`, *optional*, defaults to 3):
-            Logs it must hold in, at least: with a large `logging_steps`, one value is not a trend.
-        severity (`str`, *optional*, defaults to `"warning"`):
-            `"info"`, `"warning"` or `"error"`, as in [`Symptom`].
-        action (`str`, *optional*, defaults to `"alert"`):
-            What is to be done: `"alert"`, `"rollback"` (to a good state, with a lower learning rate) or `"stop"`.
-        diagnosis (`str`, *optional*):
-            What it means.
-        remedy (`str`, *optional*):
-            What helps.
-        source (`str`, *optional*):
-            Where the rule comes from.
-        enabled (`bool`, *optional*, defaults to `True`):
-            Whether it is in force.
-    """
-
-    name: str
-    metric: str
-    red_flag: tuple[Condition, ...]
-    objectives: tuple[str, ...] = OBJECTIVES
-    healthy: str = ""
-    steps: int = 20
-    observations: int = 3
-    severity: Severity = "warning"
-    action: RuleAction = "alert"
-    diagnosis: str = ""
-    remedy: str = ""
-    source: str = ""
-    enabled: bool = True
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The metrics it reads: the one it watches first."""
-        return tuple(dict.fromkeys([self.metric, *(part.metric for part in self.red_flag if part.metric)]))
-
-    def describe(self) -> str:
-        """The red flag in words."""
-        return " and ".join(map(str, self.red_flag))
-
-    def matches(self, metric: str) -> bool:
-        """Whether it watches this metric."""
-        if metric.startswith("eval_") and not self.metric.startswith("eval_"):
-            return False
-        if metric == self.metric or fnmatchcase(metric, self.metric):
-            return True
-        older = _REWARD_IN_OLDER_TRL.fullmatch(metric) is not None
-        return older and self.metric.endswith("/mean") and fnmatchcase(f"{metric}/mean", self.metric)
-
-
-def rules_for(rules: Iterable[MetricRule], objective: str) -> tuple[MetricRule, ...]:
-    """
-    The rules in force for an objective.
-
-    Args:
-        rules (`Iterable[MetricRule]`):
-            The table.
-        objective (`str`):
-            One of `OBJECTIVES`; any other name counts as `"generic"`.
-    """
-    known = objective if objective in OBJECTIVES else "generic"
-    return tuple(rule for rule in rules if rule.enabled and known in rule.objectives)
-
-
-# ---- the rules at work ----
 
 
 class MetricRules:
@@ -230,11 +46,11 @@ class MetricRules:
     def __init__(self, rules: Iterable[MetricRule], limits: Mapping[str, float] | None = None) -> None:
         self.rules = tuple(rule for rule in rules if rule.enabled)
         given = {} if limits is None else limits
-        self.limits = {name: number for name, value in given.items() if (number := _number(value)) is not None}
-        self._series: dict[str, _Series] = {}
+        self.limits = {name: number for name, value in given.items() if (number := finite_number(value)) is not None}
+        self._series: dict[str, Series] = {}
         self._tracks: dict[str, dict[str, _Track]] = {rule.name: {} for rule in self.rules}
         # From a metric's name to what is done with it, so that patterns are matched once per name and not per log.
-        self._plan: dict[str, tuple[_Series, tuple[_Track, ...]] | None] = {}
+        self._plan: dict[str, tuple[Series, tuple[_Track, ...]] | None] = {}
         self._step = 0
         self._logs = 0
 
@@ -244,7 +60,7 @@ class MetricRules:
 
         Args:
             step (`int`):
-                The optimizer step the log belongs to. Going back (after a rollback) begins all stretches anew.
+                The optimizer step the log belongs to. Going back (after a rollback) starts all stretches again.
             metrics (`Mapping[str, Any]`):
                 What `Trainer.log` was given.
         """
@@ -258,7 +74,7 @@ class MetricRules:
             plan = self._plan[name] if name in self._plan else self._planned(name)
             if plan is None:
                 continue
-            number = _number(value)
+            number = finite_number(value)
             if number is None:
                 continue
             plan[0].add(number, self._logs)
@@ -266,18 +82,18 @@ class MetricRules:
         # Only now, so that the order of the metrics in the log does not matter.
         return [symptom for name, track in due if (symptom := self._judge(step, name, track)) is not None]
 
-    def _planned(self, name: str) -> tuple[_Series, tuple[_Track, ...]] | None:
-        """Looks up who reads a metric that was not seen before."""
+    def _planned(self, name: str) -> tuple[Series, tuple[_Track, ...]] | None:
+        """Finds the rules that read a metric not seen before."""
         watching = [rule for rule in self.rules if isinstance(name, str) and rule.matches(name)]
         windows = [
-            part.window if part.share is not None or part.relation in _TRENDS else 0
+            part.window if part.share is not None or part.relation in TRENDS else 0
             for rule in self.rules
             for part in rule.red_flag
             if part.metric == name or (not part.metric and rule in watching)
         ]
-        plan: tuple[_Series, tuple[_Track, ...]] | None = None
+        plan: tuple[Series, tuple[_Track, ...]] | None = None
         if watching or windows:
-            series = self._series.setdefault(name, _Series(max(windows, default=0)))
+            series = self._series.setdefault(name, Series(max(windows, default=0)))
             plan = series, tuple(self._tracks[rule.name].setdefault(name, _Track(rule)) for rule in watching)
         elif len(self._plan) >= _UNREAD_NAMES:
             self._plan = {known: kept for known, kept in self._plan.items() if kept is not None}
@@ -286,20 +102,20 @@ class MetricRules:
 
     def _judge(self, step: int, name: str, track: _Track) -> Symptom | None:
         rule = track.rule
-        read: list[_Series] = []
+        read: list[Series] = []
         for part in rule.red_flag:
             series = self._series.get(part.metric or name)
             # An old value says nothing about this log.
             if series is None or series.log <= track.log:
                 return None
             read.append(series)
-        red = all(map(_holds, rule.red_flag, read, repeat(self.limits)))
+        red = all(map(holds, rule.red_flag, read, repeat(self.limits)))
         if not track.extend(step, red, self._logs):
             return None
         evidence = {
             "metric": name,
             "value": self._series[name].value,
-            "bound": _bound(rule.red_flag[0], read[0], self.limits),
+            "bound": bound_of(rule.red_flag[0], read[0], self.limits),
             "red_flag": rule.describe(),
             "healthy": rule.healthy,
             "since_step": track.since + 1,
@@ -345,52 +161,8 @@ class MetricRules:
                         track.load_state_dict(by_metric[name])
 
 
-class _Series:
-    """What is remembered of one metric."""
-
-    __slots__ = ("early", "highest", "log", "lowest", "recent", "start", "value")
-
-    def __init__(self, window: int) -> None:
-        self.recent: deque[float] = deque(maxlen=window)
-        self.early: list[float] = []
-        self.start: float | None = None
-        self.lowest = math.inf
-        self.highest = -math.inf
-        self.value = math.nan
-        self.log = 0
-
-    def add(self, value: float, log: int) -> None:
-        self.value, self.log = value, log
-        self.recent.append(value)
-        if value < self.lowest:
-            self.lowest = value
-        if value > self.highest:
-            self.highest = value
-        if self.start is None:
-            self.early.append(value)
-            if len(self.early) == _EARLY:
-                self.start = median(self.early)
-
-    def state_dict(self) -> dict[str, Any]:
-        # A series that exists but was never observed (its value was NaN) has no finite bounds to save.
-        return {
-            "recent": list(self.recent),
-            "early": list(self.early),
-            "range": [self.lowest, self.highest, self.value] if self.log else None,
-            "log": self.log,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.recent.extend(state["recent"])
-        self.early = list(state["early"])
-        self.start = median(self.early) if len(self.early) == _EARLY else None
-        if state["range"] is not None:
-            self.lowest, self.highest, self.value = state["range"]
-        self.log = state["log"]
-
-
 class _Track:
-    """How long a rule's flag has been up, or down, for one metric."""
+    """Counts for how long a rule's flag has been up, or down, for one metric."""
 
     __slots__ = ("count", "fired", "log", "red", "rule", "since", "step")
 
@@ -404,7 +176,7 @@ class _Track:
         self.fired = False
 
     def extend(self, step: int, red: bool, log: int) -> bool:
-        """Takes in one judgement; whether the rule reports now."""
+        """Takes in one judgement, and returns whether the rule reports now."""
         if self.step is None or red != self.red:
             # A log holds the average since the one before. How far back the very first one reaches is not known.
             self.since = step - 1 if self.step is None else self.step
@@ -423,296 +195,3 @@ class _Track:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-
-
-def _number(value: Any) -> float | None:
-    """The value as a finite float, `None` where it is none: trainers log strings and `None` as well."""
-    if type(value) is not float:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            return None
-        try:
-            value = float(value)
-        except OverflowError:
-            return None
-    return value if math.isfinite(value) else None
-
-
-def _bound(part: Condition, series: _Series, limits: Mapping[str, float]) -> float | None:
-    if not part.of:
-        return part.value
-    if part.of == "start":
-        reference = series.start
-    elif part.of == "lowest":
-        reference = series.lowest
-    elif part.of == "highest":
-        reference = series.highest
-    else:
-        reference = limits.get(part.of.removeprefix("args."))
-    if reference is None:
-        return None
-    return part.value * (abs(reference) if part.relation in _TRENDS else reference)
-
-
-def _holds(part: Condition, series: _Series, limits: Mapping[str, float]) -> bool:
-    bound = _bound(part, series, limits) if part.of else part.value
-    if bound is None:
-        return False
-    if part.relation in _TRENDS:
-        return _moves(part, series.recent, bound)
-    values = [series.value] if part.share is None else list(series.recent)[-part.window :]
-    if part.relation == "near":
-        values, bound = [abs(value - bound) for value in values], part.tolerance
-    holding = sum(map(_COMPARISONS[part.relation], values, repeat(bound)))
-    return holding >= (1 if part.share is None else part.share * len(values))
-
-
-def _moves(part: Condition, recent: Sequence[float], size: float) -> bool:
-    if len(recent) < part.window:
-        return False
-    window = list(recent)[-part.window :]
-    third = part.window // 3
-    first, last = median(window[:third]), median(window[-third:])
-    if part.relation == "flat":
-        return abs(last - first) < size
-    change = last - first if part.relation == "rising" else first - last
-    if change < size:
-        return False
-    thirds = window[:third], window[third:-third], window[-third:]
-    middle = median(thirds[1])
-    if not min(first, last) <= middle <= max(first, last):
-        return False
-    centred = zip(thirds, (first, middle, last), strict=True)
-    deviations = [abs(value - centre) for values, centre in centred for value in values]
-    # 1.4826 MAD is the scale, and 1.2533 that over the root of n the standard error of a median of n (normal noise).
-    return change > _STANDARD_ERRORS * 1.2533 * math.sqrt(2 / third) * 1.4826 * median(deviations)
-
-
-# ---- from and to TOML ----
-
-
-def load_rules(path: str | os.PathLike[str] | None = None) -> tuple[MetricRule, ...]:
-    """
-    The table of the package, with a user's table merged over it.
-
-    A section of the user's file that bears the name of a rule changes the keys it sets and keeps the others;
-    `enabled = false` switches the rule off; a section with another name is a new rule, which needs at least `metric`
-    and `red_flag`.
-
-    Args:
-        path (`str` or `os.PathLike`, *optional*):
-            The user's TOML file.
-
-    Raises:
-        `RuleError`: if the file is not TOML or something in it is not allowed. All problems are named at once.
-    """
-    table = _default_table()
-    if path is not None:
-        own = _read(Path(path))
-        problems = _problems(own, table)
-        if problems:
-            several = [f"{path}: {len(problems)} things in the table of rules cannot be used:", *problems]
-            raise RuleError("\n- ".join(several) if len(problems) > 1 else f"{path}: {problems[0]}")
-        for name, keys in own.items():
-            table[name] = {**table.get(name, {}), **keys}
-    return tuple(_rule(name, keys) for name, keys in table.items())
-
-
-def rules_to_toml(rules: Iterable[MetricRule]) -> str:
-    """
-    The rules as TOML that [`load_rules`] reads back to equal ones.
-
-    Args:
-        rules (`Iterable[MetricRule]`):
-            The rules, those that are switched off included.
-    """
-    sections = []
-    for rule in rules:
-        lines = [f"[{rule.name if re.fullmatch(r'[A-Za-z0-9_-]+', rule.name) else _toml(rule.name)}]"]
-        for name in _RULE_KEYS:
-            value = getattr(rule, name)
-            if name == "red_flag":
-                parts = "".join(f"\n    {_condition_to_toml(part)}," for part in value)
-                lines.append(f"red_flag = [{parts}\n]")
-            else:
-                # Also what is the default of the class: the package's table may say something else.
-                lines.append(f"{name} = {_toml(value)}")
-        sections.append("\n".join(lines) + "\n")
-    return "\n".join(sections)
-
-
-def _condition_to_toml(part: Condition) -> str:
-    keys = {name: getattr(part, "relation" if name == "is" else name) for name in _CONDITION_KEYS}
-    shown = {name: value for name, value in keys.items() if name == "value" or value != _CONDITION_DEFAULTS.get(name)}
-    return "{ " + ", ".join(f"{name} = {_toml(value)}" for name, value in shown.items()) + " }"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # A TOML basic string is a JSON string, except that it may not hold the delete character.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return repr(value)
-
-
-def _default_table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(resources.files(__package__).joinpath("metric_rules.toml").read_text(encoding="utf-8"))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content = path.read_bytes()
-    try:
-        # utf-8-sig, because some editors put an invisible mark at the start that TOML refuses.
-        return tomllib.loads(content.decode("utf-8-sig") + "\n")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise RuleError(f"{path} is not UTF-8 text at line {line}. Please save it as UTF-8.") from error
-    except ValueError as error:  # TOMLDecodeError, or an integer with more digits than Python reads
-        raise RuleError(f"{path} is not valid TOML: {error}. Please correct it there.") from error
-
-
-def _rule(name: str, keys: Mapping[str, Any]) -> MetricRule:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in keys.items()}
-    values["red_flag"] = tuple(_condition(part) for part in keys["red_flag"])
-    return MetricRule(name=name, **values)
-
-
-def _condition(keys: Mapping[str, Any]) -> Condition:
-    values: dict[str, Any] = {("relation" if key == "is" else key): value for key, value in keys.items()}
-    for key in ("value", "tolerance", "share"):
-        if key in values:
-            values[key] = float(values[key])
-    return Condition(**values)
-
-
-# ---- what may stand in a table ----
-
-
-def _is_number(value: Any) -> bool:
-    return _number(value) is not None
-
-
-def _is_count(value: Any, least: int, most: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-# From a key to whether a value is allowed, and what is. A window is bounded because it is gone through at every log.
-_Check = tuple[Callable[[Any], bool], str]
-
-
-def _choice(choices: tuple[str, ...]) -> _Check:
-    return (lambda value: isinstance(value, str) and value in choices), "one of " + ", ".join(map(repr, choices))
-
-
-_TEXT: _Check = (lambda value: isinstance(value, str)), "text"
-_COUNT: _Check = (lambda value: _is_count(value, 1)), "an integer, at least 1"
-_RULE_KEYS: dict[str, _Check] = {
-    "metric": (_is_name, 'the name of a metric, or a pattern such as "rewards/*/mean"'),
-    "objectives": (
-        lambda value: isinstance(value, list) and bool(value) and all(name in OBJECTIVES for name in value),
-        "a list of one or more of " + ", ".join(map(repr, OBJECTIVES)),
-    ),
-    "healthy": _TEXT,
-    "red_flag": (
-        lambda value: isinstance(value, list) and bool(value) and all(isinstance(part, dict) for part in value),
-        'a list of one or more conditions such as { is = "below", value = 0.01 }',
-    ),
-    "steps": _COUNT,
-    "observations": _COUNT,
-    "severity": _choice(get_args(Severity)),
-    "action": _choice(get_args(RuleAction)),
-    "diagnosis": _TEXT,
-    "remedy": _TEXT,
-    "source": _TEXT,
-    "enabled": ((lambda value: isinstance(value, bool)), "true or false"),
-}
-_CONDITION_KEYS: dict[str, _Check] = {
-    "metric": (
-        lambda value: _is_name(value) and not set(value) & set("*?["),
-        "the exact name of a metric (only the rule's own `metric` may be a pattern)",
-    ),
-    "is": _choice(get_args(Relation)),
-    "value": (_is_number, "a finite number"),
-    "of": (
-        lambda value: isinstance(value, str) and re.fullmatch(r"start|lowest|highest|args\.\w+", value) is not None,
-        "'start', 'lowest', 'highest' or an argument of the trainer such as 'args.max_completion_length'",
-    ),
-    "tolerance": ((lambda value: _is_number(value) and value >= 0), "a finite number, at least 0"),
-    "share": ((lambda value: _is_number(value) and 0 < value <= 1), "a number above 0 and at most 1"),
-    "window": ((lambda value: _is_count(value, 1, 1000)), "an integer from 1 to 1000"),
-}
-_CONDITION_DEFAULTS = {field.name: field.default for field in fields(Condition)}
-# With fewer, a third has too few values for a median that noise does not move.
-_SHORTEST_TREND = 15
-
-
-def _problems(own: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a user's table."""
-    problems: list[str] = []
-    for name, keys in own.items():
-        if not isinstance(keys, dict):
-            problems.append(
-                f"`{name}` stands at the top, set to {reprlib.repr(keys)}. Please put it below the rule it is for, "
-                f"such as [{next(iter(table))}]."
-            )
-            continue
-        missing = [key for key in ("metric", "red_flag") if key not in keys]
-        if name not in table and missing:
-            close = difflib.get_close_matches(name, table, n=1)
-            advice = f"Did you mean [{close[0]}]?" if close else f"The rules there are: {', '.join(table)}."
-            problems.append(f"[{name}] is a new rule and needs {_listed(missing)}. {advice}")
-        problems += _unfit(keys, _RULE_KEYS, f"[{name}]")
-        if "red_flag" in keys and _RULE_KEYS["red_flag"][0](keys["red_flag"]):
-            for number, part in enumerate(keys["red_flag"], start=1):
-                where = f"condition {number} of `red_flag` in [{name}]"
-                found = _unfit(part, _CONDITION_KEYS, where)
-                problems += found or _inconsistent(part, where)
-    return problems
-
-
-def _unfit(keys: Mapping[str, Any], known: Mapping[str, _Check], where: str) -> list[str]:
-    problems = []
-    for key, value in keys.items():
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            advice = f"Did you mean `{close[0]}`?" if close else f"There are: {', '.join(known)}."
-            problems.append(f"`{key}` in {where} is not a key. {advice}")
-            continue
-        fits, allowed = known[key]
-        if not fits(value):
-            problems.append(
-                f"`{key}` in {where} is {reprlib.repr(value)} ({type(value).__name__}), but must be {allowed}."
-            )
-    return problems
-
-
-def _inconsistent(part: Mapping[str, Any], where: str) -> list[str]:
-    if "is" not in part:
-        return [f"{where} does not say what is compared. Please set `is` to {_CONDITION_KEYS['is'][1]}."]
-    relation, problems = part["is"], []
-    if "value" not in part:
-        problems.append(f"{where} has no `value`. Please say what the metric is compared with.")
-    if "tolerance" in part and relation != "near":
-        problems.append(f'{where} has a `tolerance`, which only `is = "near"` reads. Please take it out.')
-    if relation in _TRENDS:
-        if part.get("value", 1) <= 0:
-            problems.append(f"{where} is a trend of size {part['value']}, but must be above 0: it is an amount.")
-        if part.get("window", _SHORTEST_TREND) < _SHORTEST_TREND:
-            problems.append(
-                f"{where} is a trend over {part['window']} observations, but must be at least {_SHORTEST_TREND}."
-            )
-        if "share" in part:
-            problems.append(f"{where} is a trend and cannot have a `share`. Please take it out.")
-    elif "window" in part and "share" not in part:
-        problems.append(f"{where} has a `window`, which only trends and a `share` read. Please set `share`, too.")
-    return problems
-
-
-def _listed(keys: Sequence[str]) -> str:
-    return " and ".join(f"`{key}`" for key in keys)
