@@ -102,7 +102,7 @@ class Run:
         A regular checkpoint is about to be written. It is one as soon as the Trainer has written its state, last of
         all: a process that is killed before it is marked must have left by then what belongs to it.
         """
-        self.rollback.about_to_save(step)
+        self.rollback.checkpoints.about_to_save(step)
         instrument = self.instrument
         if instrument is None:
             return
@@ -124,7 +124,7 @@ class Run:
         """
         exported = bookkeeping_now(instrument)
         save_generated(instrument.trainer, checkpoint)
-        finite = self.rollback.finite_at(step)
+        finite = self.rollback.checkpoints.finite_at(step)
         standing: Standing = "suspect" if finite is False else "unverified"
         write_marker(
             checkpoint,
@@ -136,7 +136,7 @@ class Run:
             finite=finite,
             later=self.context.checksums.put,
         )
-        self.rollback.checkpoint_saved(checkpoint, step)
+        self.rollback.checkpoints.saved(checkpoint, step)
 
     def start_over(self, checkpoint: str, step: int) -> None:
         """
@@ -256,7 +256,7 @@ def assemble(
         LastResorts(context, attempts, departure, rollback),
     ):
         context.remedies.offer(remedies.table())
-    saves = SaveHealer(context, rollback.give_way)
+    saves = SaveHealer(context, lambda: rollback.checkpoints.give_way())
     return Run(context, numerics, rollback, memory, quarantine, attempts, departure, saves, hangs)
 
 

@@ -202,7 +202,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if run is not None and instrument is not None and instrument.attached:
             instrument.step_begins()
             with instrument.failsafe.contained():
-                run.rollback.step_begins(int(state.global_step), run.numerics.calm)
+                run.rollback.states.step_begins(int(state.global_step), run.numerics.calm)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -182,7 +182,7 @@ def _healers_of(run: Run, trainer: Any) -> Healers:
     memory = MemoryHealer(
         context,
         run.memory,
-        run.rollback.free_batches,
+        run.rollback.in_place.free_batches,
         run.numerics.repeatability.owe,
         judge.heal_interrupted_step,
     )

@@ -26,7 +26,7 @@ class RunEvents(Healer):
         self._ending = RunEnding(run.context, run.attempts, run.departure, trainer)
 
     def before_optimizer_step(self) -> None:
-        self._run.rollback.join()
+        self._run.rollback.ring.join()
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
         run = self._run

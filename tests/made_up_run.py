@@ -92,27 +92,30 @@ class MadeUpRollback:
 
     def __init__(self, trusted: Iterable[int] = ()) -> None:
         self.trusted = list(trusted)
-        self.streak = 0
-        self.displaced = False
         self.scanned: list[tuple[int, bool]] = []
         self.batches = SimpleNamespace(healthy_inputs=None, first_steps=[], note_healthy=lambda window: None)
         self.ring = SimpleNamespace(initial=None)
+        self.in_place = SimpleNamespace(displaced=False)
+        self.states = MadeUpStates()
+        self.checkpoints = SimpleNamespace(note_search=lambda step, finite: self.scanned.append((step, finite)))
+        # There is no weight to be set aside for an experiment.
+        self.trials = SimpleNamespace(begin=lambda step: False)
 
     def can_go_back(self) -> bool:
         return bool(self.trusted)
 
+    def fall_back(self) -> bool:
+        return not self.in_place.displaced
+
+
+class MadeUpStates:
+    """States of a run that is past its beginning; counts healthy steps."""
+
+    def __init__(self) -> None:
+        self.streak = 0
+
     def early(self, step: int) -> bool:
         return False
-
-    def set_aside(self, step: int) -> bool:
-        """There is no weight to be set aside for an experiment."""
-        return False
-
-    def fall_back(self) -> bool:
-        return not self.displaced
-
-    def note_scan(self, step: int, finite: bool) -> None:
-        self.scanned.append((step, finite))
 
     def step_taken(self, window: Any, loss: float, healthy: bool) -> list[str]:
         self.streak = self.streak + 1 if healthy else 0

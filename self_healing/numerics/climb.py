@@ -61,7 +61,7 @@ class RollbackClimb(NumericsHealer):
         decision = self.numerics.ladder.next(
             failure,
             step,
-            early=self.rollback.early(step),
+            early=self.rollback.states.early(step),
             may_reduce=instrument.view.can_scale_rate and not control.exhausted,
             rate=f"{instrument.view.learning_rate:.3g}, after {_times(control.reductions)}",
         )
@@ -104,7 +104,7 @@ class RollbackClimb(NumericsHealer):
         try:
             trial = try_rates(
                 context.window,
-                self.rollback,
+                self.rollback.trials,
                 start,
                 steps,
                 now=control.scale(step),
@@ -116,7 +116,7 @@ class RollbackClimb(NumericsHealer):
             logger.warning("Learning rates could not be tried out.", exc_info=fault.error)
             return None
         finally:
-            self.rollback.try_on(start)
+            self.rollback.trials.try_snapshot(start)
         found = {f"{scale:.4g}": loss for scale, loss in trial.losses.items()}
         context.incident.evidence["loss_by_rate_scale"] = found
         return trial.scale

@@ -73,7 +73,7 @@ class CorruptedStateHealer(NumericsHealer):
             )
         run.journal.dealt_with(incident)
         run.journal.closed(incident, "resolved")
-        if consensus.from_first_rank(bool(went.suspects) and not self.rollback.has_good_checkpoint(step)):
+        if consensus.from_first_rank(bool(went.suspects) and not self.rollback.checkpoints.has_good(step)):
             # Otherwise a resume would go back to before the fault.
             instrument.saves.write_checkpoint()
 
@@ -110,7 +110,7 @@ class CorruptedStateHealer(NumericsHealer):
             finite = self._heal_state_to_be_saved(found)
         if not finite:
             instrument.saves.disown_best()
-        self.rollback.note_scan(instrument.view.step, finite)
+        self.rollback.checkpoints.note_search(instrument.view.step, finite)
         self._told_of_state = not finite
 
     def _heal_state_to_be_saved(self, found: list[str]) -> bool:
@@ -145,7 +145,7 @@ class CorruptedStateHealer(NumericsHealer):
         if incident.steps_lost:
             # It is not what was evaluated.
             instrument.saves.disown_best()
-            self.rollback.settled(step - 1)
+            self.rollback.give_up_steps(step - 1)
             self.numerics.went_back(incident)
             run.outcomes.wait_for(incident)
         else:

@@ -31,7 +31,7 @@ class DamagedCheckpointHealer(NumericsHealer):
 
     def _stands_the_test(self) -> bool:
         """Whether enough healthy steps have followed a resume; without a gradient a step shows nothing."""
-        return self.rollback.streak >= self.config.snapshot_verify_steps and not self.panel.vanishing.below
+        return self.rollback.states.streak >= self.config.snapshot_verify_steps and not self.panel.vanishing.below
 
     def suspect(self, context: HealingContext) -> None:
         """
@@ -45,7 +45,7 @@ class DamagedCheckpointHealer(NumericsHealer):
         moved = instrument.optimizer_step.weights_moved
         trial = try_older_checkpoints(
             window,
-            self.rollback,
+            self.rollback.trials,
             resumed,
             self._older_than(resumed),
             scale=self.numerics.learning_rate.scale(window.step),

@@ -15,8 +15,8 @@ from ..classify import describe_exception
 from ..config import HealingConfig
 from ..failures import Cause, FailureType
 from ..instrument import EarlierSteps, Instrument, StepExperiments, TrainingFault, Window
-from ..rollback.rollback import Rollback
 from ..rollback.snapshots import Snapshot
+from ..rollback.trials import StateTrials
 from ..run.diagnosis import Diagnosis
 from ..signals import StepSignals
 
@@ -233,7 +233,7 @@ def _probe_in_lockstep(
     return found
 
 
-def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float, scale: float) -> Diagnosis:
+def diagnose_rise(window: Window, trials: StateTrials, loss: float, level: float, scale: float) -> Diagnosis:
     """
     Finds out why a loss has risen and stays up, by computing the same batch with the weights of trusted states.
 
@@ -247,7 +247,7 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
     Args:
         window ([`Window`]):
             The step.
-        rollback ([`Rollback`]):
+        trials ([`StateTrials`]):
             The trusted states.
         loss (`float`):
             Of the step, with the weights as they are.
@@ -261,7 +261,7 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
     rise = max(math.log(loss / level), 2 * scale)
 
     def experiment() -> Diagnosis:
-        before = rollback.last_healthy()
+        before = trials.last_healthy()
         evidence: dict[str, Any] = {"loss_now": loss}
         unharmed = None
         if before is not None:
@@ -276,17 +276,17 @@ def diagnose_rise(window: Window, rollback: Rollback, loss: float, level: float,
             # Half of the rise, because the other half may be this batch.
             return gained >= 0.5 * rise
 
-        found = _try_trusted_states(window, rollback, better)
+        found = _try_trusted_states(window, trials, better)
         found.evidence.update(evidence)
         if found.cause is Cause.WEIGHTS:
             return found
-        return _hold_against_control(window, rollback, rollback.generations()[0], rise, found.evidence)
+        return _hold_against_control(window, trials, trials.states.generations()[0], rise, found.evidence)
 
-    return _as_experiment(window, rollback, experiment)
+    return _as_experiment(window, trials, experiment)
 
 
 def diagnose_stillness(
-    window: Window, rollback: Rollback, still: StepSignals, first: float, scale: float
+    window: Window, trials: StateTrials, still: StepSignals, first: float, scale: float
 ) -> Diagnosis:
     """
     Finds out why there is practically no gradient: with weights that a too high learning rate has driven out of reach
@@ -296,7 +296,7 @@ def diagnose_stillness(
     Args:
         window ([`Window`]):
             The step.
-        rollback ([`Rollback`]):
+        trials ([`StateTrials`]):
             The trusted states.
         still ([`StepSignals`]):
             Loss and gradient norm of the step.
@@ -313,16 +313,16 @@ def diagnose_stillness(
         # By the least that counts as a rise, too.
         return (then.grad_norm or 0.0) >= least and (nothing_learned or _rise(then.loss, still.loss) >= scale)
 
-    return _as_experiment(window, rollback, lambda: _try_trusted_states(window, rollback, better))
+    return _as_experiment(window, trials, lambda: _try_trusted_states(window, trials, better))
 
 
 def _unexplained() -> Diagnosis:
     return Diagnosis(FailureType.DIVERGENCE, Cause.NOT_LOOKED_FOR, {})
 
 
-def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], Diagnosis]) -> Diagnosis:
+def _as_experiment(window: Window, trials: StateTrials, experiment: Callable[[], Diagnosis]) -> Diagnosis:
     """Runs what puts other weights in place; weights, gradients and random states are as before on return."""
-    if window.objective.online or not rollback.set_aside(window.step):
+    if window.objective.online or not trials.begin(window.step):
         return _unexplained()
     try:
         with window.experiment():
@@ -332,7 +332,7 @@ def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], 
         diagnosis = _unexplained()
     finally:
         # Whatever happened, an interruption included: the weights are the run's own again.
-        rollback.bring_back()
+        trials.end()
     if window.compute_again().finite:
         window.accept()
     else:
@@ -341,23 +341,23 @@ def _as_experiment(window: Window, rollback: Rollback, experiment: Callable[[], 
     return diagnosis
 
 
-def _try_trusted_states(window: Window, rollback: Rollback, better: Callable[[StepSignals], bool]) -> Diagnosis:
+def _try_trusted_states(window: Window, trials: StateTrials, better: Callable[[StepSignals], bool]) -> Diagnosis:
     """The newest trusted state whose weights do better on the same batch; newer ones are not trusted any more."""
     tried: dict[str, Any] = {}
-    for snapshot in rollback.generations():
-        rollback.try_on(snapshot)
+    for snapshot in trials.states.generations():
+        trials.try_snapshot(snapshot)
         then = window.compute_again()
         tried[f"weights of step {snapshot.step}"] = {"loss": then.loss, "grad_norm": then.grad_norm}
         if better(then):
-            rollback.prefer(snapshot)
+            trials.prefer(snapshot)
             return Diagnosis(FailureType.DIVERGENCE, Cause.WEIGHTS, {"same_batch": tried})
     return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, {"same_batch": tried})
 
 
 def _hold_against_control(
-    window: Window, rollback: Rollback, snapshot: Snapshot, rise: float, evidence: dict[str, Any]
+    window: Window, trials: StateTrials, snapshot: Snapshot, rise: float, evidence: dict[str, Any]
 ) -> Diagnosis:
-    control = rollback.try_on(snapshot)
+    control = trials.try_snapshot(snapshot)
     if control is None:
         return Diagnosis(FailureType.DIVERGENCE, Cause.UNCLEAR, evidence)
     again = EarlierSteps(window).loss_of(control)

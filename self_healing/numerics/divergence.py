@@ -103,7 +103,7 @@ class DivergenceHealer(NumericsHealer):
         self._damaged.suspect(HealingContext(incident, self.instrument, window))
         panel, still = self.panel, window.signals()
         first = median(panel.divergence.first or [math.nan])
-        found = diagnose_stillness(window, self.rollback, still, first, panel.loss_trend.scale)
+        found = diagnose_stillness(window, self.rollback.trials, still, first, panel.loss_trend.scale)
         if found.cause != Cause.WEIGHTS:
             return False
         self.run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
@@ -134,4 +134,4 @@ class DivergenceHealer(NumericsHealer):
         level = panel.loss_level if panel.loss_trend.ready else None
         if level is None:
             level = median(panel.divergence.first or [math.nan])
-        return diagnose_rise(window, self.rollback, loss, level, panel.loss_trend.scale)
+        return diagnose_rise(window, self.rollback.trials, loss, level, panel.loss_trend.scale)

@@ -75,7 +75,7 @@ class StepJudge(Healer):
         elif signals.finite:
             self._judge_finite(window, signals)
         undisturbed = signals.finite and not window.skipped and len(run.journal.incidents) == incidents
-        tensors = self.rollback.step_taken(window, signals.loss, healthy=undisturbed and numerics.calm)
+        tensors = self.rollback.states.step_taken(window, signals.loss, healthy=undisturbed and numerics.calm)
         self.damaged_checkpoint.end_trial()
         if tensors:
             self.corrupted_state.heal_silent(window, tensors)

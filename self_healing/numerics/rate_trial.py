@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from ..instrument import Control, EarlierSteps, TrainingFault, Window, let_go
-from ..rollback.rollback import Rollback
 from ..rollback.snapshots import Snapshot
+from ..rollback.trials import StateTrials
 
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class RateTrial:
 
 def try_rates(
     window: Window,
-    rollback: Rollback,
+    trials: StateTrials,
     start: Snapshot,
     steps: Sequence[Control],
     now: float,
@@ -58,7 +58,7 @@ def try_rates(
     Args:
         window ([`Window`]):
             The step that failed.
-        rollback ([`Rollback`]):
+        trials ([`StateTrials`]):
             Puts the state in place.
         start ([`Snapshot`]):
             The state.
@@ -78,7 +78,7 @@ def try_rates(
     losses: dict[float, float] = {}
     scale = now / 2
     while scale * _STRIDE >= lowest and scale > 0:
-        losses[scale] = _loss_after(window, rollback, start, steps, scale, limit)
+        losses[scale] = _loss_after(window, trials, start, steps, scale, limit)
         best = min(losses.values())
         if math.isfinite(best) and losses[scale] > best:
             break
@@ -91,23 +91,23 @@ def try_rates(
 
 
 def _loss_after(
-    window: Window, rollback: Rollback, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
+    window: Window, trials: StateTrials, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
 ) -> float:
     """Of the last steps; computed once more where a fault strikes meanwhile, from the state anew."""
     try:
-        return _train_from(window, rollback, start, steps, scale, limit)
+        return _train_from(window, trials, start, steps, scale, limit)
     except TrainingFault as fault:
         logger.info("Learning rates are tried out once more.", exc_info=fault.error)
         let_go(fault.error)
-    return _train_from(window, rollback, start, steps, scale, limit)
+    return _train_from(window, trials, start, steps, scale, limit)
 
 
 def _train_from(
-    window: Window, rollback: Rollback, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
+    window: Window, trials: StateTrials, start: Snapshot, steps: Sequence[Control], scale: float, limit: float
 ) -> float:
     losses = []
     with window.experiment():
-        rollback.try_on(start)
+        trials.try_snapshot(start)
         for control in steps:
             loss = EarlierSteps(window).train_on(control, scale)
             if not loss <= limit:

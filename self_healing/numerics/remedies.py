@@ -82,7 +82,7 @@ class NumericsRemedies:
         context.step_in_hand.skip(self._numerics.detector.last_loss, keep_buffers=gone_back)
         if gone_back:
             # It is one of the steps that going back has lost.
-            self._rollback.settled(context.step_in_hand.step)
+            self._rollback.give_up_steps(context.step_in_hand.step)
         elif not before:
             context.incident.steps_lost += 1
         return {"skipped": True}

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from ..instrument import EarlierSteps, TrainingFault, Window
-from ..rollback.rollback import Rollback
+from ..rollback.trials import StateTrials
 from ..signals import StepSignals
 
 
@@ -45,7 +45,7 @@ class ResumeTrial:
 
 def try_older_checkpoints(
     window: Window,
-    rollback: Rollback,
+    trials: StateTrials,
     resumed: str,
     older: Iterable[str],
     scale: float,
@@ -60,7 +60,7 @@ def try_older_checkpoints(
     Args:
         window ([`Window`]):
             The step that failed.
-        rollback ([`Rollback`]):
+        trials ([`StateTrials`]):
             Puts checkpoints in place.
         resumed (`str`), older (`Iterable[str]`):
             The checkpoints, the newest first.
@@ -74,21 +74,21 @@ def try_older_checkpoints(
     trial = ResumeTrial()
     candidates = iter(older)
     first = next(candidates, None)
-    if first is None or not rollback.set_aside_for_checkpoints(window.step, unmoved):
+    if first is None or not trials.begin_with_checkpoints(window.step, unmoved):
         return trial
     try:
         try:
             with window.experiment():
-                suspects = {resumed: _trained_with(window, rollback, resumed, scale, trial)}
+                suspects = {resumed: _trained_with(window, trials, resumed, scale, trial)}
                 # It was there and finite when it was resumed from; since then rotation may have removed it.
                 for checkpoint in chain([first], candidates) if suspects[resumed] is not None else ():
-                    found = _trained_with(window, rollback, checkpoint, scale, trial)
+                    found = _trained_with(window, trials, checkpoint, scale, trial)
                     if all(_is_clearly_worse(suspect, found, rise, window) for suspect in suspects.values()):
                         trial.sound, trial.damaged = checkpoint, list(suspects)
                         break
                     suspects[checkpoint] = found
         finally:
-            rollback.bring_back_from_checkpoints(resumed)
+            trials.end_with_checkpoints(resumed)
             window.begin_from_here()
     except TrainingFault as fault:
         logger.info("The step could not be computed with older checkpoints.", exc_info=fault.error)
@@ -96,10 +96,10 @@ def try_older_checkpoints(
 
 
 def _trained_with(
-    window: Window, rollback: Rollback, checkpoint: str, scale: float, trial: ResumeTrial
+    window: Window, trials: StateTrials, checkpoint: str, scale: float, trial: ResumeTrial
 ) -> list[StepSignals] | None:
     """The step before and after an update on it; `None` for a checkpoint that cannot be put in place."""
-    if not rollback.try_checkpoint(checkpoint):
+    if not trials.try_checkpoint(checkpoint):
         trial.tried[checkpoint] = "could not be loaded"
         return None
     window.begin_from_here()

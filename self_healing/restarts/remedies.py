@@ -62,12 +62,12 @@ class LastResorts:
         if why:
             return {"checkpoint": None, "why": why, "happened": False}
         try:
-            rollback = self.rollback
-            rollback.leave_room()
+            checkpoints = self.rollback.checkpoints
+            checkpoints.leave_room()
             point = save_emergency_checkpoint(
                 context.running,
                 self.run.run_id,
-                give_way=lambda: bool(rollback.give_way()),
+                give_way=lambda: bool(checkpoints.give_way()),
                 about_to_write=self.attempts.about_to_write,
                 heals=context.error is not None,
                 later=self.run.checksums.put,

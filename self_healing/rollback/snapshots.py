@@ -141,8 +141,9 @@ class Snapshot:
 
     def join(self) -> None:
         """Orders all later work of the devices after the copy; the host does not wait."""
-        self.torn |= any(tensor._version != version for tensor, version in self.sources)
-        self.sources = []
+        if self.sources:
+            self.torn |= any(tensor._version != version for tensor, version in self.sources)
+            self.sources = []
         for transfer in self.under_way:
             transfer.join()
 

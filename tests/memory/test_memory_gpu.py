@@ -455,7 +455,7 @@ class TestCopies:
                     return
                 run, window = healing.run, healing.run.instrument.window
                 before = torch.cuda.memory_allocated()
-                self.freed = run.rollback.free_batches(of_host=False)
+                self.freed = run.rollback.in_place.free_batches(of_host=False)
                 self.less = before - torch.cuda.memory_allocated()
                 run.rollback.go_back(Target.NEWEST, window.step, "incident")
                 self.replayed = run.rollback.replay(window, lambda signals: True)

@@ -75,7 +75,7 @@ def test_it_is_written_down_and_the_exception_goes_on_as_it_came(
     # Nothing was computed, copied, saved or freed after it.
     assert len(device.tried) == 1
     assert callback.run is not None
-    assert callback.run.rollback.generations()
+    assert callback.run.rollback.states.generations()
     assert not (tmp_path / "emergency").exists()
     assert postmortem(tmp_path)["failure"] == "device"
     (incident,) = postmortem(tmp_path)["chain"]

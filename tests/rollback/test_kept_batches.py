@@ -99,7 +99,7 @@ def test_where_the_device_has_no_memory_all_of_them_leave_it(
     # The CPU is the device here, and the host is another one.
     monkeypatch.setattr(kept_step, "HOST", torch.device("meta"))
     # Beyond the first steps, which are kept longer: of those before the newest snapshot only an older one keeps some.
-    noting = Noting(batches, 14, lambda: healing.run.rollback.free_batches(of_host=False))
+    noting = Noting(batches, 14, lambda: healing.run.rollback.in_place.free_batches(of_host=False))
     trainer.add_callback(noting)
     trainer.train()
 

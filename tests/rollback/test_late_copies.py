@@ -235,29 +235,29 @@ class InTheMiddle(TrainerCallback):
 
 
 def diagnosed_as_harder_data(window: Window, rollback: Rollback) -> None:
-    found = diagnose_rise(window, rollback, loss=6.0, level=1.0, scale=0.1)
+    found = diagnose_rise(window, rollback.trials, loss=6.0, level=1.0, scale=0.1)
     assert found.cause == "harder data"
 
 
 def diagnosed_for_stillness(window: Window, rollback: Rollback) -> None:
-    found = diagnose_stillness(window, rollback, window.signals(), first=100.0, scale=0.1)
+    found = diagnose_stillness(window, rollback.trials, window.signals(), first=100.0, scale=0.1)
     assert len(found.evidence["same_batch"]) == 1
 
 
 def learning_rates_tried(window: Window, rollback: Rollback) -> None:
-    assert rollback.set_aside(window.step)
-    start = rollback.generations()[-1]
+    assert rollback.trials.begin(window.step)
+    start = rollback.states.generations()[-1]
     steps = rollback.batches.first_steps
-    tried = try_rates(window, rollback, start, steps, 1.0, lowest=0.1, limit=99.0, adaptive=True)
+    tried = try_rates(window, rollback.trials, start, steps, 1.0, lowest=0.1, limit=99.0, adaptive=True)
     assert len(tried.losses) > 1
-    rollback.bring_back()
+    rollback.trials.end()
     window.compute_again()
 
 
 def older_checkpoints_tried(window: Window, rollback: Rollback) -> None:
     directory = Path(window._trainer.args.output_dir)
     newest, *older = (str(directory / f"checkpoint-{number}") for number in (3, 2, 1))
-    trial = try_older_checkpoints(window, rollback, newest, older, scale=1.0, rise=-9.0, unmoved=False)
+    trial = try_older_checkpoints(window, rollback.trials, newest, older, scale=1.0, rise=-9.0, unmoved=False)
     assert len(trial.tried) > 1
     window.reexecute()
 
@@ -269,19 +269,19 @@ def gone_back_and_replayed(window: Window, rollback: Rollback) -> None:
 
 def gone_back_to_disk_and_forward_again(window: Window, rollback: Rollback) -> None:
     directory = Path(window._trainer.args.output_dir)
-    assert rollback.set_aside(window.step)
-    assert rollback.try_checkpoint(str(directory / "checkpoint-2"))
-    rollback.bring_back()
+    assert rollback.trials.begin(window.step)
+    assert rollback.trials.try_checkpoint(str(directory / "checkpoint-2"))
+    rollback.trials.end()
     window.begin_from_here()
     window.compute_again()
 
 
 def set_aside_under_an_update(window: Window, rollback: Rollback) -> None:
-    assert rollback.set_aside(window.step)
+    assert rollback.trials.begin(window.step)
     control = window.control(1.0, 2**30)
     assert control is not None
     EarlierSteps(window).train_on(control, 1.0)
-    rollback.bring_back()
+    rollback.trials.end()
     window.compute_again()
 
 

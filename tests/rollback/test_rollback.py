@@ -39,7 +39,7 @@ from self_healing import (
     find_trusted_checkpoint,
 )
 from self_healing.checkpoints.choice import vet_all
-from self_healing.rollback import rollback as rollback_module
+from self_healing.rollback import trusted
 
 
 class WeightFault(TrainerCallback):
@@ -792,8 +792,8 @@ def test_a_failure_of_ours_in_taking_a_snapshot_leaves_the_training_alone(
             raise RuntimeError("a bug of ours")
         take(self, step)
 
-    take = rollback_module.Rollback._take
-    monkeypatch.setattr(rollback_module.Rollback, "_take", broken)
+    take = trusted.TrustedStates._take
+    monkeypatch.setattr(trusted.TrustedStates, "_take", broken)
     healed = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[SelfHealingCallback()], max_steps=12)
     healed.train()
 

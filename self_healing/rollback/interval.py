@@ -1,0 +1,102 @@
+"""Chooses how many steps lie between two snapshots, by what they cost."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from .. import consensus
+from ..config import HealingConfig
+from .snapshots import Snapshot
+
+
+# Closer snapshots would be no older than what verification takes anyway.
+_LEAST_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalChoice:
+    """
+    An interval, and why it was chosen.
+
+    Args:
+        steps (`int`):
+            Steps between two snapshots.
+        seconds (`float`):
+            Time that a copy takes.
+        share_of_step (`float`):
+            That time in steps, of the rank where it is longest.
+    """
+
+    steps: int
+    seconds: float
+    share_of_step: float
+
+
+class SnapshotInterval:
+    """
+    Times steps and copies, and says when a snapshot is due: as soon as copies stay within their share of the time.
+
+    Args:
+        config ([`HealingConfig`]):
+            That share, or the interval itself.
+    """
+
+    def __init__(self, config: HealingConfig) -> None:
+        self._config = config
+        self._steps = config.snapshot_interval or _LEAST_STEPS
+        # The step of the last snapshot, or of the last rollback.
+        self.last_taken = 0
+        self._chosen: int | None = None
+        self._step_began: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=20)
+        self._copy_seconds: deque[float] = deque(maxlen=5)
+
+    def entry_begins(self) -> None:
+        """Forgets when the last step began: `train()` is entered (again)."""
+        self._step_began = None
+
+    def step_begins(self, step: int) -> bool:
+        """Takes the time of the step before; returns whether a snapshot is due."""
+        now = time.perf_counter()
+        if self._step_began is not None:
+            self._step_seconds.append(now - self._step_began)
+        self._step_began = now
+        return step - self.last_taken >= self._steps
+
+    def copied(self) -> None:
+        """Leaves the copy that was just made out of the time of the step it is held against."""
+        self._step_began = time.perf_counter()
+
+    def choose(self, snapshot: Snapshot, device: torch.device) -> IntervalChoice | None:
+        """
+        Chooses the interval by what the last copy cost, the same on all ranks. Collective.
+
+        Args:
+            snapshot ([`Snapshot`]):
+                The one whose copy is measured.
+            device (`torch.device`):
+                Where the run trains.
+
+        Returns:
+            [`IntervalChoice`]; `None` where the one in force is near enough.
+        """
+        typical = median(self._step_seconds) if self._step_seconds else math.inf
+        if not snapshot.allocated or not self._copy_seconds:
+            # The first copies into new memory take several times as long, and are few.
+            self._copy_seconds.append(snapshot.seconds)
+        seconds = median(self._copy_seconds)
+        share = consensus.largest_of_ranks(seconds / typical, device)
+        steps = self._config.snapshot_interval
+        if not steps:
+            steps = max(math.ceil(share / self._config.snapshot_overhead_budget), _LEAST_STEPS)
+        # Near enough is left as it is: the measurement varies, and the journal is read by people.
+        if self._chosen is not None and 0.5 <= steps / self._steps <= 2:
+            return None
+        self._steps = self._chosen = steps
+        return IntervalChoice(steps, seconds, share)

@@ -1,0 +1,310 @@
+"""Decides which states of a run are kept in host memory, and which of them are trusted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .. import consensus
+from ..checkpoints.run_checkpoints import RunCheckpoints
+from ..config import HealingConfig
+from ..instrument import Control, Window, is_out_of_memory, optimizer_in_training_mode, with_room
+from ..journal.journal import Journal
+from ..random_state import RandomState
+from .in_place import StateInPlace
+from .interval import SnapshotInterval
+from .kept_batches import KeptBatches
+from .snapshots import Snapshot, SnapshotRing, free_host_memory, size_of
+
+
+logger = logging.getLogger("self_healing")
+
+# A run that fails this early has not got far: it goes back to where it began.
+EARLY_STEPS = 50
+
+
+class TrustedStates:
+    """
+    Takes snapshots of a run, and trusts those that have stood the test.
+
+    A state is trusted once `snapshot_verify_steps` healthy steps have come after it and it was found to be finite; of
+    the states in memory that is a candidate until then, on disk a checkpoint that is marked unverified.
+
+    Args:
+        config ([`HealingConfig`]):
+            Interval, budget, verification.
+        journal ([`Journal`]):
+            Where it is written down what is kept and what it costs.
+        ring ([`SnapshotRing`]), batches ([`KeptBatches`]):
+            The snapshots, and the batches of the steps between them.
+        in_place ([`StateInPlace`]):
+            The state that the run is in.
+        checkpoints ([`RunCheckpoints`]):
+            Become verified by the same healthy steps.
+        remember (`Callable[[], dict]`):
+            Returns detectors and statistics as of now, to be kept with a snapshot.
+    """
+
+    def __init__(
+        self,
+        config: HealingConfig,
+        journal: Journal,
+        ring: SnapshotRing,
+        batches: KeptBatches,
+        in_place: StateInPlace,
+        checkpoints: RunCheckpoints,
+        remember: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._config, self._journal, self._remember = config, journal, remember
+        self._ring, self._batches = ring, batches
+        self._in_place, self._checkpoints = in_place, checkpoints
+        self.interval = SnapshotInterval(config)
+        # Healthy steps in a row.
+        self.streak = 0
+        self._on_disk_only = not config.snapshots
+        self._entry_step = 0
+        self._cold = False
+        self._optimizer: Any = None
+
+    # ---- a run begins and ends ----
+
+    def begin(self, first: bool, cold: bool) -> None:
+        """
+        Called whenever `train()` is entered: keeps the state it begins with, unless what is kept still holds.
+
+        Args:
+            first (`bool`):
+                Whether the run begins with this.
+            cold (`bool`):
+                Whether the detectors have no baseline yet.
+        """
+        self.interval.entry_begins()
+        self._batches.newest_healthy = None
+        self.streak = 0
+        instrument = self._in_place.instrument
+        step = int(instrument.trainer.state.global_step)
+        if first:
+            self._entry_step, self._cold = step, cold
+        optimizer = self._in_place.live.optimizer
+        if not first and optimizer is self._optimizer:
+            # Entered again with the same model and optimizer: what was trusted still is, unless it is yet to come.
+            self._forget_beyond(step)
+            return
+        self._optimizer = optimizer
+        self._ring.release()
+        if not instrument.view.can_reexecute:
+            self._on_disk_only = True
+        if self._on_disk_only or not self._make_room():
+            return
+        self._take(step)
+        if not self._on_disk_only:
+            self._ring.begin_with_candidate()
+            # Before the first step there may be an evaluation, for which some optimizers swap the weights.
+            self._ring.wait()
+
+    def _forget_beyond(self, step: int) -> None:
+        """Forgets states and steps of a future that will be another one: the run goes on from an earlier step."""
+        ring = self._ring
+        ring.discard()
+        for ahead in [each for each in ring.trusted if each.as_of > step][:1]:
+            ring.distrust(ahead)
+        if ring.initial is not None and ring.initial.as_of > step:
+            ring.initial = None
+        self._batches.forget_beyond(step)
+        self.interval.last_taken = min(self.interval.last_taken, step)
+        self._checkpoints.forget_beyond(step)
+
+    def release(self) -> None:
+        """Gives all host memory back."""
+        self._ring.release()
+        self._batches.release()
+        self._optimizer = None
+
+    def early(self, step: int) -> bool:
+        """Whether the run has only just begun, with detectors that had nothing to go by."""
+        return self._cold and step - self._entry_step < EARLY_STEPS
+
+    def generations(self) -> list[Snapshot]:
+        """Lists the trusted states in memory, the newest first."""
+        initial = [] if self._ring.initial is None else [self._ring.initial]
+        return [*reversed(self._ring.trusted), *initial]
+
+    # ---- steps ----
+
+    def step_begins(self, step: int, calm: bool) -> None:
+        """
+        Called between two steps; takes a snapshot if one is due.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+            calm (`bool`):
+                Whether nothing is wrong with the loss.
+        """
+        due = self.interval.step_begins(step)
+        if not due or not calm or self._on_disk_only or self._ring.candidate is not None:
+            return
+        if self._make_room():
+            self._take(step)
+            self.interval.copied()
+
+    def step_taken(self, window: Window, loss: float, healthy: bool) -> list[str]:
+        """
+        Takes in a step that is about to be applied; states that have stood the test become trusted.
+
+        Args:
+            window ([`Window`]):
+                The step.
+            loss (`float`):
+                Its loss.
+            healthy (`bool`):
+                Whether nothing was wrong with it, nor with the loss lately.
+
+        Returns:
+            `list[str]`: the tensors of a state that was not finite, though no loss has shown it.
+        """
+        # What comes now, if only that a step is left out, may change what is still being copied.
+        self._ring.join()
+        # Whatever was put in place while it was judged: the run goes on from there.
+        self._in_place.displaced = False
+        control = self._keep_batch(window, loss)
+        self.streak = self.streak + 1 if healthy else 0
+        if not healthy:
+            return []
+        self._batches.newest_healthy = control
+        if self.streak < self._config.snapshot_verify_steps:
+            return []
+        verified = window.step + 1 - self._config.snapshot_verify_steps
+        candidate = self._ring.candidate
+        if candidate is not None and candidate.step <= verified:
+            bad = self._promote(candidate, window.step)
+            if bad:
+                return bad
+        self._checkpoints.verify_up_to(verified)
+        return []
+
+    def _keep_batch(self, window: Window, loss: float) -> Control | None:
+        batches = self._batches
+        control = batches.copy_of(window, loss)
+        if self.early(window.step):
+            batches.keep_first(control)
+        else:
+            batches.forget_first()
+        batches.record(window, None if self._on_disk_only else control)
+        return control
+
+    # ---- taking snapshots ----
+
+    def set_aside(self, step: int) -> bool:
+        """Keeps the state as it is, however bad, as the candidate; returns `False` if memory is short."""
+        self._ring.discard()
+        if self._on_disk_only or not self.generations() or not self._make_room():
+            return False
+        try:
+            # Waited for: the forward passes of an experiment are not those of training, and may write to it.
+            with_room(lambda: self._ring.take(self._in_place.live, step, {}).wait(), self._in_place.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("Step %d: there is no memory to set the state aside for an experiment: %s", step, error)
+            return False
+        return True
+
+    def _make_room(self) -> bool:
+        live = self._in_place.live
+        while consensus.any_rank(not self._ring.fits(live), self._in_place.device):
+            if not self._ring.shrink():
+                self._rely_on_disk(size_of(live))
+                return False
+        return True
+
+    def _rely_on_disk(self, needed: int) -> None:
+        self._on_disk_only = True
+        free = free_host_memory()
+        self._ring.release()
+        self._journal.event("snapshots_off", self.interval.last_taken, bytes_needed=needed, bytes_free=free)
+        logger.warning(
+            "Snapshots are off: one takes %.2f GB of host memory, and %.2f GB are free. A run that fails goes back to "
+            "its newest trusted checkpoint on disk instead; please make sure that save_steps is as many steps as you "
+            "can afford to lose.",
+            needed / 1e9,
+            free / 1e9,
+        )
+
+    def _take(self, step: int) -> None:
+        device = self._in_place.device
+        # A schedule-free optimizer swaps the weights in place between training and evaluation.
+        optimizer_in_training_mode(self._in_place.instrument.trainer)
+        extras = self._remember() | {"rng": RandomState.capture(device), "control": self._batches.newest_healthy}
+        live = self._in_place.live
+        self.interval.last_taken = step
+        try:
+            with_room(lambda: self._ring.take(live, step, extras), device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # On Linux memory that is promised is not always there.
+            self._rely_on_disk(size_of(live))
+
+    # ---- trusting them ----
+
+    def _promote(self, candidate: Snapshot, step: int) -> list[str]:
+        device = self._in_place.device
+        if consensus.any_rank(candidate.torn, device):
+            self._begin_to_wait(candidate, step)
+            return []
+        bad = self._search(candidate)
+        if consensus.any_rank(bool(bad), device):
+            self._ring.discard()
+            self._journal.event("snapshot_refused", step, taken_at=candidate.step, tensors=bad[:20])
+            logger.warning(
+                "Step %d: the snapshot of step %d is not finite (%s) and is not trusted.",
+                step,
+                candidate.step,
+                ", ".join(bad[:5]) or "on another rank",
+            )
+            return bad or ["on another rank"]
+        self._ring.promote()
+        self._batches.forget_before(candidate.step)
+        if not self.early(step + 1):
+            self._ring.forget_initial()
+        self._choose_interval(candidate, step)
+        return []
+
+    def _begin_to_wait(self, torn: Snapshot, step: int) -> None:
+        self._ring.discard()
+        self._ring.waits = True
+        refused = ["written to while they were copied"]
+        self._journal.event("snapshot_refused", step, taken_at=torn.step, tensors=refused)
+        logger.info(
+            "Step %d: something other than the optimizer wrote to the weights while the snapshot of step %d was "
+            "copied; it is not trusted, and from here on training waits for the copies.",
+            step,
+            torn.step,
+        )
+
+    def _search(self, candidate: Snapshot) -> list[str]:
+        """Searches a candidate for tensors that are not finite; one that cannot be searched is not trusted either."""
+        try:
+            return with_room(candidate.nonfinite, self._in_place.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return ["it could not be searched: out of memory"]
+
+    def _choose_interval(self, snapshot: Snapshot, step: int) -> None:
+        choice = self.interval.choose(snapshot, self._in_place.device)
+        if choice is None:
+            return
+        verify_steps = self._config.snapshot_verify_steps
+        self._journal.event(
+            "snapshots",
+            step,
+            # Nothing is taken while a candidate is being verified.
+            interval=max(choice.steps, verify_steps),
+            verify_steps=verify_steps,
+            bytes=self._ring.nbytes,
+            seconds=choice.seconds,
+            share_of_step=choice.share_of_step,
+        )
