@@ -83,7 +83,7 @@ class Entry:
         run, attempts, numerics = self._run, self._run.attempts, self._run.numerics
         args, state = self._trainer.args, self._trainer.state
         step = int(state.global_step)
-        if attempts.entries == 0:
+        if not attempts.entered:
             if args.process_index == 0:
                 remove_leftovers(args.output_dir, run.context.config.healing_dir)
             if not attempts.taken_up:
@@ -91,7 +91,7 @@ class Entry:
             numerics.begin_watching(self.instrument, rules)
             if saved is not None:
                 run.load_state_dict(saved)
-            attempts.recall()
+            attempts.load_recovery_state()
             attempts.first_resume = resumed_from
             numerics.learning_rate.begin(int(state.max_steps), self.instrument.view.beta2)
             numerics.missing.begin(step)
@@ -99,8 +99,8 @@ class Entry:
         else:
             numerics.go_on_counting(step, healing_state_of(state.stateful_callbacks) or {})
         attempts.enter()
-        self._finite = attempts.entries > 1 or refuse_nonfinite_weights(run.context, resumed_from)
-        if attempts.entries == 1:
+        self._finite = not attempts.in_first_entry or refuse_nonfinite_weights(run.context, resumed_from)
+        if attempts.in_first_entry:
             if not wrapped and resumed_from is not None:
                 # The wrapper has looked before the Trainer loaded anything.
                 refuse_damaged_checkpoint(run.context, Path(resumed_from))
@@ -132,7 +132,7 @@ class Entry:
             **run.numerics.rate_in_force(),
         )
         run.attempts.tell_status(Path(args.output_dir), max_steps)
-        if resumed_from is not None and run.attempts.entries == 1:
+        if resumed_from is not None and run.attempts.in_first_entry:
             warn_about_the_rate(instrument, resumed_from)
         run.rollback.begin(instrument, not run.numerics.warm, resumed_from, self._finite)
         if not instrument.view.can_reexecute:
@@ -151,7 +151,7 @@ class Entry:
         """
         run, context, instrument = self._run, self._run.context, self.instrument
         instrument.attach()
-        context.attachment.healers.attach(first=run.attempts.entries == 1)
+        context.attachment.healers.attach(first=run.attempts.in_first_entry)
         output_dir = Path(self._trainer.args.output_dir)
         instrument.best_model = BestModel(
             self._trainer,

@@ -160,19 +160,19 @@ class NumericsState:
 
     # ---- what outlives the process ----
 
-    def memory(self) -> dict[str, Any]:
-        """What the next process must not forget, as JSON: how far the run has gone to heal, and its learning rate."""
+    def recovery_state(self) -> dict[str, Any]:
+        """Gives what the next process must not forget, as JSON: how often the run was brought back, and its rate."""
         return {name: part.state_dict() for name, part in self._outlives_process().items()} | {
             "rate_after_reduction": self.rate_after_reduction
         }
 
-    def readable_memory(self, memory: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
+    def readable_recovery_state(self, recorded: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
         """
-        Takes of a memory that was written down what can be read: a damaged part costs that part.
+        Takes of a recorded state what can be read: a damaged part costs that part.
 
         Args:
-            memory (`Mapping[str, Any]`):
-                As [`memory`] gave it, perhaps damaged since.
+            recorded (`Mapping[str, Any]`):
+                As [`recovery_state`] gave it, perhaps damaged since.
             odd (`list[str]`):
                 Gets the names of what cannot be read.
         """
@@ -183,26 +183,26 @@ class NumericsState:
             "learning_rate": rate,
         }
         for name, part in parts.items():
-            take_over(part, memory.get(name), f"memory.{name}", odd)
+            take_over(part, recorded.get(name), f"memory.{name}", odd)
         if "memory.learning_rate.reductions" in odd and rate.touched:
             # How often it was reduced is not known, and that it was is.
             rate.reductions = max(rate.reductions, 1)
-        reduced = memory.get("rate_after_reduction")
+        reduced = recorded.get("rate_after_reduction")
         readable = {name: part.state_dict() for name, part in parts.items()}
         return readable | {"rate_after_reduction": reduced if isinstance(reduced, float) else None}
 
-    def recall_memory(self, memory: Mapping[str, Any]) -> None:
-        """Takes in budgets and learning rate as the process before this one left them, later than any checkpoint."""
+    def load_recovery_state(self, recorded: Mapping[str, Any]) -> None:
+        """Takes over budgets and learning rate as the process before this one left them, later than any checkpoint."""
         for name, part in (("budget", self.budget), ("ladder", self.ladder)):
-            if name in memory:
-                part.load_state_dict(memory[name])
-        rate = memory.get("learning_rate")
+            if name in recorded:
+                part.load_state_dict(recorded[name])
+        rate = recorded.get("learning_rate")
         if rate is not None and rate["reductions"] > self.learning_rate.reductions:
             # What failed with the higher rate after the checkpoint was written would fail again.
             self.learning_rate.load_state_dict(rate)
-            self.rate_after_reduction = memory.get("rate_after_reduction")
+            self.rate_after_reduction = recorded.get("rate_after_reduction")
 
-    def climb_anew(self) -> None:
+    def reset_ladder(self) -> None:
         """Begins the ladder at its first rung: the run was started again on purpose."""
         self.ladder.reset()
 

@@ -21,24 +21,24 @@ from .status import RunState, StatusKeeper
 class HealedSteps(Protocol):
     """What healing inside of steps has decided, which the next process must not forget, and has left open."""
 
-    def memory(self) -> dict[str, Any]:
-        """What is written down of it, as JSON."""
+    def recovery_state(self) -> dict[str, Any]:
+        """Gives what the record keeps of it, as JSON."""
 
-    def readable_memory(self, memory: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
+    def readable_recovery_state(self, recorded: Mapping[str, Any], odd: list[str]) -> dict[str, Any]:
         """
-        Takes of a memory that was written down what can be read: a damaged part costs that part.
+        Takes of a recorded state what can be read: a damaged part costs that part.
 
         Args:
-            memory (`Mapping[str, Any]`):
-                As [`memory`] gave it, perhaps damaged since.
+            recorded (`Mapping[str, Any]`):
+                As [`recovery_state`] gave it, perhaps damaged since.
             odd (`list[str]`):
                 Gets the names of what cannot be read.
         """
 
-    def recall_memory(self, memory: Mapping[str, Any]) -> None:
-        """Takes in the memory of the process before this one, later than any checkpoint."""
+    def load_recovery_state(self, recorded: Mapping[str, Any]) -> None:
+        """Takes over the state of the process before this one, later than any checkpoint."""
 
-    def climb_anew(self) -> None:
+    def reset_ladder(self) -> None:
         """Begins ladders at their first rung: the run was started again on purpose."""
 
     def trained_steps(self, finished: int) -> int:
@@ -74,15 +74,25 @@ class Attempts:
         # Whether earlier processes wrote it: their incidents and budgets are this one's, too.
         self.taken_up = False
         # How often `train()` was entered, in this process and before.
-        self.entries = self.entries_before = 0
+        self._entries = self._entries_before = 0
         # What the first entry of this process resumed from.
         self.first_resume: str | None = None
         self.postmortem: str | None = None
 
     def enter(self) -> None:
-        """Takes in that `train()` was entered."""
-        self.entries += 1
-        self._run.journal.attempt = self.entries_before + self.entries
+        """Counts that `train()` was entered."""
+        self._entries += 1
+        self._run.journal.attempt = self._entries_before + self._entries
+
+    @property
+    def entered(self) -> bool:
+        """Whether `train()` was entered already: in this process, and since it went back to an older checkpoint."""
+        return self._entries > 0
+
+    @property
+    def in_first_entry(self) -> bool:
+        """Whether this is the first entry into `train()` since then."""
+        return self._entries == 1
 
     # ---- the record ----
 
@@ -101,20 +111,20 @@ class Attempts:
         if taken_up:
             journal.incidents = _incidents_in(record)
             odd: list[str] = []
-            record.memory = self.steps.readable_memory(record.memory, odd)
+            record.recovery_state = self.steps.readable_recovery_state(record.recovery_state, odd)
             warn_about_parts(odd)
-            self.recall()
+            self.load_recovery_state()
             for incident in journal.incidents:
                 if incident.outcome == "open":
                     self._run.outcomes.wait_for(incident)
         journal.changed = self.write
         journal.attempts = record.describe_attempts
 
-    def recall(self) -> None:
-        """Takes in budgets and learning rate as the process before this one left them, later than any checkpoint."""
+    def load_recovery_state(self) -> None:
+        """Takes over budgets and learning rate as the process before this one left them, later than any checkpoint."""
         if self.record is None or not self.taken_up:
             return
-        self.steps.recall_memory(self.record.memory)
+        self.steps.load_recovery_state(self.record.recovery_state)
 
     def write(self) -> None:
         """Writes down what must not be forgotten."""
@@ -124,7 +134,7 @@ class Attempts:
         if run.attachment.instrument is not None:
             record.newest.last_step = max(record.newest.last_step, run.step)
         record.incidents = [incident.to_dict() for incident in run.journal.incidents]
-        record.memory = self.steps.memory()
+        record.recovery_state = self.steps.recovery_state()
         record.write()
 
     def about_to_write(self, checkpoint: Path, bookkeeping: Mapping[str, Any]) -> None:
@@ -165,7 +175,7 @@ class Attempts:
             return
         marks = self._run.journal.rank == 0
         attempt = self.record.begin_attempt(checkpoint, step, marks, job=launch_of().job)
-        self.entries_before = attempt.number - 1
+        self._entries_before = attempt.number - 1
         self.write()
 
     def begin_from_older(self, checkpoint: str, step: int) -> None:
@@ -177,7 +187,7 @@ class Attempts:
                 The older one, and where it is.
         """
         self.resume_point = None
-        self.entries_before, self.entries = self.entries_before + self.entries, 0
+        self._entries_before, self._entries = self._entries_before + self._entries, 0
         # Budget and ladder are the run's, and not those the checkpoint was written with.
         self.taken_up = True
         if self.record is not None and self.record.attempts:

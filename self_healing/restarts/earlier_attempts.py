@@ -110,7 +110,7 @@ def _judge(run: RunContext, attempts: Attempts, start: Start) -> Refusal | None:
         return None
     earlier, refusal = record.newest, None
     if start.by_hand:
-        attempts.steps.climb_anew()
+        attempts.steps.reset_ladder()
     spends = start.spends
     if start.died:
         _infer_death(run, start, earlier)

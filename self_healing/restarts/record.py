@@ -152,7 +152,7 @@ class RunRecord:
             In order.
         incidents (`list[dict]`):
             Those of all attempts ([`Incident.to_dict`]).
-        memory (`dict`):
+        recovery_state (`dict`):
             What must not be forgotten with the process: budgets, ladders, learning rate.
         postmortem (`str`, *optional*):
             Where the newest one lies.
@@ -167,7 +167,7 @@ class RunRecord:
     run: str
     attempts: list[Attempt] = field(default_factory=list)
     incidents: list[dict[str, Any]] = field(default_factory=list)
-    memory: dict[str, Any] = field(default_factory=dict)
+    recovery_state: dict[str, Any] = field(default_factory=dict)
     postmortem: str | None = None
     saving: dict[str, Any] | None = None
     kept: bool = True
@@ -316,7 +316,7 @@ class RunRecord:
             "ending": self.ending,
             "attempts": self.describe_attempts(),
             "incidents": self.incidents,
-            "memory": self.memory,
+            "memory": self.recovery_state,
             "postmortem": self.postmortem,
             "saving": self.saving,
         }
