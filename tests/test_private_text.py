@@ -10,7 +10,8 @@ from conftest import POISON_WORD, TEXTS, PoisonToken, is_own, plain_trainer, qua
 from test_data import BAD, Counted, Rows, mapped_stream, rows_of
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.data.quarantine import BadSample, Quarantine
+from self_healing.data.bad_sample import BadSample
+from self_healing.data.quarantine import Quarantine
 
 
 # What the samples of test_data raise.
@@ -66,15 +67,15 @@ def test_samples_that_raise_are_named_without_what_they_raise(
 def test_a_sample_that_loads_at_the_second_attempt_is_told_of_by_type(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    findings = Quarantine(tmp_path, keep_text=False).watch("a run", "some data")
-    findings.loaded_after_all("sample 5", ValueError(MESSAGE))
-    assert findings.retried == ["sample 5 (ValueError)"]
+    known = Quarantine(tmp_path, keep_text=False).watch("a run", "some data")
+    known.loaded_on_retry("sample 5", ValueError(MESSAGE))
+    assert known.retried == ["sample 5 (ValueError)"]
     assert MESSAGE not in caplog.text
 
 
 def test_samples_of_unknown_place_are_told_apart_without_text(tmp_path: Path) -> None:
-    findings = Quarantine(tmp_path, keep_text=False).watch("a run", "some data")
+    known = Quarantine(tmp_path, keep_text=False).watch("a run", "some data")
     for text in ("one", "another"):
-        findings.add(BadSample("loading", "ValueError", f"{MESSAGE} {text}", preview=text))
-    assert len(findings.blocked) == 2
-    assert MESSAGE not in str(findings.blocked)
+        known.add(BadSample("loading", "ValueError", f"{MESSAGE} {text}", preview=text))
+    assert len(known.blocked) == 2
+    assert MESSAGE not in str(known.blocked)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from ..data.guard import PassesThrough
+from ..data.proxy import Proxy
 from ..instrument import find_trainer
 from .faults import KINDS, Fault, FaultError, keys_of, parse_faults
 from .ledger import Ledger
@@ -204,7 +204,7 @@ class Chaos(TrainerCallback):
         self._undo.extend(handle.remove for handle in handles)
         if self._at("data") and self._stream is None:
             dataset = getattr(dataloader, "dataset", None)
-            while isinstance(dataset, PassesThrough):
+            while isinstance(dataset, Proxy):
                 dataset = dataset.wrapped
             self._guard_data(dataset)
         if self._at("reward"):

@@ -21,16 +21,18 @@ from ..run.claims import Claim
 from ..run.context import RunContext
 from ..run.healer import Healer
 from ..run.remedies import HealingContext
-from .guard import DataSourceError, Guard, GuardedCollator, GuardedDataset
+from .bad_sample import BadSample
+from .collator import GuardedCollator
+from .dataset import GuardedDataset
+from .guard import DataSourceError, Guard
+from .known_bad_samples import KnownBadSamples
 from .quarantine import (
     QUARANTINE_FILE,
-    BadSample,
-    Findings,
     Quarantine,
     dataset_fingerprint,
-    describe_name,
     why_not_appendable,
 )
+from .sample_names import describe_name
 from .stream import GuardedStream
 
 
@@ -81,7 +83,7 @@ class SampleHealer(Healer):
         self.calls = calls
         self._quarantine = quarantine
         self._loading: TrainingLoader | None = None
-        self._findings: Findings | None = None
+        self._known: KnownBadSamples | None = None
         self._drawn = 0
 
     def attach(self, first: bool) -> None:
@@ -105,39 +107,39 @@ class SampleHealer(Healer):
         fingerprint = dataset_fingerprint(loading.dataset)
         names_only = self.config.on_bad_sample == "raise"
         if names_only:
-            findings = Findings(
+            known = KnownBadSamples(
                 self._quarantine.path, run.run_id, fingerprint, {}, keep_text=self.config.quarantine_text
             )
         else:
-            findings = self._quarantine.watch(run.run_id, fingerprint, args.process_index, instrument.view.step)
-            findings.take()
+            known = self._quarantine.watch(run.run_id, fingerprint, args.process_index, instrument.view.step)
+            known.take()
             if loading.has_workers:
-                self._let_workers_tell(findings)
+                self._let_workers_tell(known)
         seed = args.seed if args.data_seed is None else args.data_seed
-        guard = Guard(findings, int(seed), self._retry(loading), names_only)
+        guard = Guard(known, int(seed), self._retry(loading), names_only)
         if not loading.has_workers:
             guard.alive = run.heartbeat.start_over
         guarded: GuardedStream | GuardedDataset
         guarded = GuardedStream(loading.dataset, guard) if loading.streams else GuardedDataset(loading.dataset, guard)
         loading.read_from(guarded, GuardedCollator(loading.collate, guard, guarded))
         instrument.on_detach.append(loading.restore)
-        instrument.on_detach.append(guard.stand_down)
+        instrument.on_detach.append(guard.turn_off)
         if names_only:
             return
-        self._loading, self._findings = loading, findings
+        self._loading, self._known = loading, known
         self._drawn = instrument.view.step * int(args.gradient_accumulation_steps) * loading.samples_per_batch
         if isinstance(guarded, GuardedDataset):
             instrument.position.actual = guarded.actual
         instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
 
-    def _let_workers_tell(self, findings: Findings) -> None:
+    def _let_workers_tell(self, known: KnownBadSamples) -> None:
         path = self._quarantine.path
         error = why_not_appendable(path)
         if error is None:
             return
         directory = Path(tempfile.mkdtemp(prefix="self_healing-"))
         self._instrument.on_detach.append(partial(shutil.rmtree, directory, ignore_errors=True))
-        findings.use_another_file(directory / QUARANTINE_FILE)
+        known.use_another_file(directory / QUARANTINE_FILE)
         logger.warning(
             "%s cannot be written (%s). Samples that cannot be used are replaced and counted all the same, but a run "
             "that is resumed tries those again that no checkpoint knows of. Please make the file writable.",
@@ -178,22 +180,22 @@ class SampleHealer(Healer):
 
     def _take_stock(self, batches: int) -> None:
         """What was found while a window was fetched."""
-        loading, findings = self._loading, self._findings
-        if loading is None or findings is None:
+        loading, known = self._loading, self._known
+        if loading is None or known is None:
             return
         self._drawn += batches * loading.samples_per_batch
         if loading.has_workers:
-            findings.learn()
-        if not findings.new and not findings.retried:
+            known.read_new_lines()
+        if not known.new and not known.retried:
             return
-        new, retried = findings.take()
+        new, retried = known.take()
         given_up = self.calls.take_back() if new else None
         if given_up is not None:
             # The call was that of a sample which has been replaced: nobody enters again for it.
             self.run.journal.dealt_with(given_up)
             self.run.journal.closed(given_up, "resolved")
         self._report(new, retried)
-        bad, limit = findings.bad, self._limit(loading)
+        bad, limit = known.bad, self._limit(loading)
         if len(bad) > limit:
             self._end_for_too_many(bad, limit)
 

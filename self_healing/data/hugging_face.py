@@ -33,9 +33,10 @@ from datasets.iterable_dataset import (
 )
 
 from ..classify import is_error
-from .guard import SUBSTITUTES, DataSourceError, Guard, LetPass, worker_id
-from .quarantine import BadSample, preview_of, what_was_raised
-from .reading import SourceReader, is_simple, place
+from .bad_sample import BadSample, preview_of
+from .guard import MAX_BAD_IN_A_ROW, DataSourceError, Guard, LetPass, worker_id
+from .reading import SourceReader
+from .sample_names import is_simple, place
 
 
 # The keyword in which a source learns which of the shards it was made from it reads.
@@ -371,7 +372,7 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
             nonlocal again
             bad.clear()
             if again is not None:
-                guard.findings.loaded_after_all("A sample of the stream", again)
+                guard.known.loaded_on_retry("A sample of the stream", again)
                 again = None
 
         feed = _Feed(self.ex_iterable, lambda key: not self.with_indices and self._is_known(key), went_well)
@@ -400,7 +401,7 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
             except BaseException as error:
                 if error is feed.error or not is_error(error):
                     raise
-                guard.passes(error)
+                guard.raise_if_not_the_sample(error)
                 failure = error
             examples = feed.take_back()
             if not examples:
@@ -416,16 +417,12 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
                 raise LetPass(failure)
             for key, example in culprits:
                 where = place(f"{key}@{stage}")
-                raised = BadSample(
-                    "loading",
-                    **what_was_raised(failure),
-                    **where,
-                    preview=preview_of(example),
-                    worker=worker_id(),
+                raised = BadSample.that_raised(
+                    "loading", failure, **where, preview=preview_of(example), worker=worker_id()
                 )
-                bad.append(guard.findings.as_written(raised))
-                guard.findings.add(bad[-1])
-            if len(bad) > SUBSTITUTES:
+                bad.append(guard.known.as_written(raised))
+                guard.known.add(bad[-1])
+            if len(bad) > MAX_BAD_IN_A_ROW:
                 last = "; ".join(str(each) for each in bad[-3:])
                 raise LetPass(
                     DataSourceError(
@@ -464,12 +461,12 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
         except BaseException as error:
             if not is_error(error):
                 raise
-            self.healing[0].passes(error)
+            self.healing[0].raise_if_not_the_sample(error)
             return True
         return False
 
     def _is_known(self, key: Any) -> bool:
-        blocked = self.healing[0].findings.blocked
+        blocked = self.healing[0].known.blocked
         return bool(blocked) and is_simple(key) and self._name(key) in blocked
 
     def _name(self, key: Any) -> str:

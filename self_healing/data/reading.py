@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 from ..classify import classify_exception, is_error
 from ..failures import FailureType
 from ..random_state import RandomState
-from .guard import SUBSTITUTES, DataSourceError, Guard, LetPass, shallow_copy
-from .quarantine import BadSample, describe_name, what_was_raised
+from .bad_sample import BadSample
+from .copies import shallow_copy
+from .guard import MAX_BAD_IN_A_ROW, DataSourceError, Guard, LetPass
+from .sample_names import describe_name
 
 
-# What a source that shuffles by itself may draw from.
 # Failures of one iterator after which its source is read again up to there, to see what became of the sample. Later it
 # is known to be past what it raised for.
 _CHECKED = 3
@@ -105,12 +105,12 @@ class SourceReader:
             return self._reconnected(error)
         if self._guard.names_only:
             raise error
-        self._guard.passes(error)
+        self._guard.raise_if_not_the_sample(error)
         failed: list[BadSample] = []
         while True:
-            raised = BadSample("loading", **what_was_raised(error), **self._where(self.ordinal + len(failed)))
-            failed.append(self._guard.findings.as_written(raised))
-            if len(failed) > SUBSTITUTES:
+            raised = BadSample.that_raised("loading", error, **self._where(self.ordinal + len(failed)))
+            failed.append(self._guard.known.as_written(raised))
+            if len(failed) > MAX_BAD_IN_A_ROW:
                 raise LetPass(_cannot_be_passed(failed, error))
             assert self.source is not None
             if not inspect.isgenerator(self.source):
@@ -124,7 +124,7 @@ class SourceReader:
                 except BaseException as again:
                     if not is_error(again):
                         raise
-                    self._guard.passes(again)
+                    self._guard.raise_if_not_the_sample(again)
                     error = again
                     continue
                 else:
@@ -132,7 +132,7 @@ class SourceReader:
             behind = None if self._advance is None else self._advance()
             if behind is None:
                 given = self._tried_again(failed, error)
-                self._guard.findings.loaded_after_all(describe_name(failed[-1].name), error)
+                self._guard.known.loaded_on_retry(describe_name(failed[-1].name), error)
                 return given
             self.source = behind
             try:
@@ -143,7 +143,7 @@ class SourceReader:
             except BaseException as again:
                 if not is_error(again):
                     raise
-                self._guard.passes(again)
+                self._guard.raise_if_not_the_sample(again)
                 error = again
             else:
                 self._leave_out(failed)
@@ -161,8 +161,8 @@ class SourceReader:
         except StopIteration:
             raise
         except _CannotBeReopened:
-            raised = BadSample("loading", **what_was_raised(error), **self._where(self.ordinal))
-            failed = self._guard.findings.as_written(raised)
+            raised = BadSample.that_raised("loading", error, **self._where(self.ordinal))
+            failed = self._guard.known.as_written(raised)
             failure = _cannot_be_passed([failed], error)
         except Exception as again:
             failure = again
@@ -174,7 +174,7 @@ class SourceReader:
             self._left_out.add(self._position)
             self._position += 1
             self.ordinal += 1
-            self._guard.findings.add(bad)
+            self._guard.known.add(bad)
 
     def _after(self, failed: list[BadSample], given: Any, error: BaseException) -> Any:
         """
@@ -190,7 +190,7 @@ class SourceReader:
         else:
             came = failed
         if any(each is not bad for each, bad in zip(came, failed, strict=False)) or len(came) < len(failed):
-            self._guard.findings.loaded_after_all(describe_name(failed[0].name), error)
+            self._guard.known.loaded_on_retry(describe_name(failed[0].name), error)
         self._next.extend([*came, given])
         while isinstance(self._next[0], BadSample):
             self._leave_out([self._next.popleft()])
@@ -273,7 +273,7 @@ class SourceReader:
         except BaseException as again:
             if not is_error(again):
                 raise
-            self._guard.passes(again)
+            self._guard.raise_if_not_the_sample(again)
         raise LetPass(_cannot_be_passed(failed, error))
 
 
@@ -327,18 +327,3 @@ def _cannot_be_passed(failed: list[BadSample], error: BaseException) -> DataSour
     )
     source.__cause__ = error
     return source
-
-
-def place(name: str) -> dict[str, Any]:
-    """Shard, ordinal and stage in the name of a sample; of several that were mapped together, those of the first."""
-    found = re.match(r"(\d+):(\d+)(?:_.*?)?(?:@(\d+))?$", name)
-    if found is None:
-        return {"shard": None, "stream_ordinal": None}
-    shard, ordinal, stage = found.groups()
-    place = {"shard": int(shard), "stream_ordinal": int(ordinal)}
-    return place if stage is None else place | {"stage": int(stage)}
-
-
-def is_simple(key: Any) -> bool:
-    """Whether a name is that of one sample, and neither unknown nor that of several that were mapped together."""
-    return re.fullmatch(r"\d+:\d+", str(key)) is not None

@@ -17,9 +17,12 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from .guard import Guard, LetPass, PassesThrough, is_empty, worker_id
-from .quarantine import BadSample, SampleName, describe_name
-from .reading import SourceReader, place
+from .bad_sample import BadSample
+from .guard import Guard, LetPass, worker_id
+from .problems import find_problem
+from .proxy import Proxy
+from .reading import SourceReader
+from .sample_names import SampleName, describe_name, place
 
 
 try:
@@ -29,7 +32,7 @@ except ImportError:
     hugging_face = None  # type: ignore[assignment]
 
 
-class GuardedStream(PassesThrough, IterableDataset):  # type: ignore[type-arg]
+class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
     """
     An iterable dataset without the samples that cannot be used.
 
@@ -135,7 +138,7 @@ class LiveStream:
         if guard.names_only:
             return self._named_only()
         if not self._begun:
-            guard.known()
+            guard.blocked()
         while True:
             sample = next(self._reading)
             if not self._begun:
@@ -144,11 +147,12 @@ class LiveStream:
                     # Whoever holds the stream itself can ask it where it stands.
                     self._dataset._state_dict = tracked.dataset._state_dict
             name = self._name(self._reading.ordinal - 1)
-            if guard.findings.blocked and tracked is not None and name in guard.findings.blocked:
+            if guard.known.blocked and tracked is not None and name in guard.known.blocked:
                 continue
-            if not is_empty(sample):
+            problem = find_problem(sample)
+            if problem is None:
                 return name, sample
-            guard.findings.add(BadSample("empty", "", "a sequence of length 0", attempts=1, **self._at(name)))
+            guard.known.add(BadSample.with_problem(problem, attempts=1, **self._at(name)))
 
     def _named_only(self) -> tuple[SampleName, Any]:
         try:

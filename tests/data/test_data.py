@@ -43,16 +43,14 @@ from self_healing import (
     UnrecoverableTrainingError,
 )
 from self_healing.classify import classify_exception
-from self_healing.data.guard import DataSourceError, Guard, GuardedCollator, GuardedDataset, candidates
-from self_healing.data.quarantine import (
-    POISON,
-    BadSample,
-    Findings,
-    Quarantine,
-    QuarantinedRow,
-    why_not_appendable,
-)
+from self_healing.data.bad_sample import BadSample
+from self_healing.data.collator import GuardedCollator
+from self_healing.data.dataset import GuardedDataset
+from self_healing.data.guard import DataSourceError, Guard
+from self_healing.data.known_bad_samples import POISON, KnownBadSamples
+from self_healing.data.quarantine import Quarantine, QuarantinedRow, why_not_appendable
 from self_healing.data.stream import GuardedStream
+from self_healing.data.substitutes import candidates
 from self_healing.failures import FailureType
 from self_healing.instrument.loader_workers import end_workers_that_failed
 from self_healing.instrument.loading import TrainingLoader
@@ -126,12 +124,12 @@ def names(output_dir: Path) -> list[Any]:
     return sorted(row["dataset_index"] for row in quarantined(output_dir))
 
 
-def findings(tmp_path: Path) -> Findings:
+def known(tmp_path: Path) -> KnownBadSamples:
     return Quarantine(tmp_path).watch("a run", "some data")
 
 
 def guarded(rows: Any, tmp_path: Path, **options: Any) -> GuardedDataset:
-    return GuardedDataset(rows, Guard(findings(tmp_path), seed=7, **options))
+    return GuardedDataset(rows, Guard(known(tmp_path), seed=7, **options))
 
 
 # ---- always-raising samples: the run is completed, both are named, later epochs do not touch them ----
@@ -271,7 +269,7 @@ STREAMS: dict[str, Callable[[], IterableDataset]] = {
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_healthy_stream_gives_the_same_samples_in_the_same_order(tmp_path: Path, kind: str, workers: int) -> None:
     stream = STREAMS[kind]()
-    guard = Guard(findings(tmp_path), seed=7)
+    guard = Guard(known(tmp_path), seed=7)
 
     def epochs(dataset: Any) -> list[Any]:
         given = []
@@ -281,7 +279,7 @@ def test_a_healthy_stream_gives_the_same_samples_in_the_same_order(tmp_path: Pat
         return [[{name: int(value) for name, value in sample.items()} for sample in batch] for batch in given]
 
     assert epochs(GuardedStream(stream, guard)) == epochs(stream)
-    assert not guard.findings.blocked
+    assert not guard.known.blocked
 
 
 # ---- substitutes ----
@@ -384,7 +382,7 @@ def test_a_lost_connection_is_tried_again_where_nothing_is_replaced(tmp_path: Pa
 
 def test_a_stream_that_only_names_is_opened_anew_for_a_lost_connection(tmp_path: Path) -> None:
     retry = RetryPolicy(attempts=3, initial_seconds=0.0).call
-    guard = Guard(findings(tmp_path), seed=7, retry=retry, names_only=True)
+    guard = Guard(known(tmp_path), seed=7, retry=retry, names_only=True)
     stream = SelfShuffled(ConnectionError("reset"))
     assert sorted(GuardedStream(stream, guard)) == list(range(32))
 
@@ -514,7 +512,7 @@ def test_the_sample_a_collator_raises_for_is_found(tmp_path: Path, alone: bool) 
 
 
 def test_a_stream_fills_the_batch_with_what_comes_next(tmp_path: Path) -> None:
-    guard = Guard(findings(tmp_path), seed=7)
+    guard = Guard(known(tmp_path), seed=7)
     stream = GuardedStream(STREAMS["mapped"](), guard)
     collate = GuardedCollator(Picky({5, 31}), guard, stream)
     batches = [batch.tolist() for batch in DataLoader(stream, batch_size=4, collate_fn=collate)]
@@ -536,7 +534,7 @@ def dying(shards: list[int]) -> Iterator[dict[str, int]]:
 
 def test_a_source_that_cannot_be_read_on_is_named_by_shard_and_ordinal(tmp_path: Path) -> None:
     stream = IterableDataset.from_generator(dying, gen_kwargs={"shards": [0, 1, 2, 3]})
-    guard = Guard(findings(tmp_path), seed=7)
+    guard = Guard(known(tmp_path), seed=7)
     with pytest.raises(DataSourceError, match=r"sample 1 of shard 2 \(ValueError: torn file\), twice"):
         list(GuardedStream(stream, guard))
 
@@ -552,10 +550,10 @@ def test_a_source_that_died_once_is_opened_anew(tmp_path: Path) -> None:
             yield given
 
     stream = IterableDataset.from_generator(flaky, gen_kwargs={"shards": [0, 1, 2, 3]})
-    guard = Guard(findings(tmp_path), seed=7)
+    guard = Guard(known(tmp_path), seed=7)
     assert [sample["number"] for sample in GuardedStream(stream, guard)] == list(range(32))
     assert fired
-    assert not guard.findings.blocked
+    assert not guard.known.blocked
 
 
 class SelfShuffled(torch.utils.data.IterableDataset):
@@ -574,7 +572,7 @@ class SelfShuffled(torch.utils.data.IterableDataset):
 
 @pytest.mark.parametrize("error", [ValueError("a glitch"), ConnectionError("reset")])
 def test_a_source_that_shuffles_by_itself_is_opened_anew_in_the_same_order(tmp_path: Path, error: Exception) -> None:
-    guard = Guard(findings(tmp_path), seed=7, retry=RetryPolicy(attempts=3, initial_seconds=0.0).call)
+    guard = Guard(known(tmp_path), seed=7, retry=RetryPolicy(attempts=3, initial_seconds=0.0).call)
     torch.manual_seed(1)
     plain = torch.randperm(32).tolist()
     after = torch.get_rng_state()
@@ -587,7 +585,7 @@ def test_a_source_that_is_not_the_same_again_is_not_read_on(tmp_path: Path) -> N
     orders = itertools.count()
     stream = SelfShuffled(ValueError("a glitch"), lambda length: torch.arange(length).roll(next(orders)))
     with pytest.raises(DataSourceError, match="other samples than before"):
-        list(GuardedStream(stream, Guard(findings(tmp_path), seed=7)))
+        list(GuardedStream(stream, Guard(known(tmp_path), seed=7)))
 
 
 class Stumbling(torch.utils.data.IterableDataset):
@@ -623,10 +621,10 @@ class Staying:
 
 @pytest.mark.parametrize("past", [True, False])
 def test_an_iterator_that_lives_on_loses_no_sample_to_a_glitch(tmp_path: Path, past: bool) -> None:
-    guard = Guard(findings(tmp_path), seed=7)
+    guard = Guard(known(tmp_path), seed=7)
     assert [sample["number"] for sample in GuardedStream(Stumbling(past), guard)] == list(range(32))
     assert not quarantined(tmp_path)
-    assert len(guard.findings.retried) == 1
+    assert len(guard.known.retried) == 1
 
 
 class Positioned(torch.utils.data.IterableDataset):
@@ -650,7 +648,7 @@ class Positioned(torch.utils.data.IterableDataset):
 
 
 def test_a_source_that_died_is_opened_behind_the_sample_where_it_knows_how(tmp_path: Path) -> None:
-    guard = Guard(findings(tmp_path), seed=7)
+    guard = Guard(known(tmp_path), seed=7)
     assert list(GuardedStream(Positioned(), guard)) == [0, 1, 2, 3, 4, 6, 7]
     assert [row["stream_ordinal"] for row in quarantined(tmp_path)] == [5]
 
@@ -665,7 +663,7 @@ def test_what_a_function_raised_for_is_not_handed_to_it_again(tmp_path: Path) ->
         return {}
 
     stream = numbered().map(picky)
-    guard = Guard(findings(tmp_path), seed=7)
+    guard = Guard(known(tmp_path), seed=7)
     first, second = (list(GuardedStream(stream, guard)) for _ in range(2))
     assert first == second == [{"number": number} for number in range(32) if number not in BAD]
     assert [handed.count(number) for number in BAD] == [2, 2]
@@ -678,7 +676,7 @@ def test_indices_given_to_a_function_are_those_of_the_samples(tmp_path: Path) ->
         return {"index": index}
 
     stream = numbered().map(picky, with_indices=True)
-    guard = Guard(findings(tmp_path), seed=7)
+    guard = Guard(known(tmp_path), seed=7)
     for _ in range(2):
         assert all(sample["index"] == sample["number"] for sample in GuardedStream(stream, guard))
 
@@ -788,8 +786,8 @@ def test_workers_are_guarded_however_they_are_started(tmp_path: Path, start: str
         data, batch_size=4, num_workers=2, collate_fn=collate, multiprocessing_context=start, persistent_workers=True
     )
     first, second = (list(itertools.chain(*loader)) for _ in range(2))
-    data.guard.findings.learn()
-    assert set(data.guard.findings.blocked) == set(BAD)
+    data.guard.known.read_new_lines()
+    assert set(data.guard.known.blocked) == set(BAD)
     assert first == second
     assert first == [data.actual(index) for index in range(32)]
     assert names(tmp_path) == list(BAD)
@@ -897,7 +895,7 @@ def test_a_sample_that_raises_an_odd_kind_of_exception_is_replaced(
                 raise error
             return super().__getitem__(index)
 
-    found = findings(tmp_path)
+    found = known(tmp_path)
     dataset = GuardedDataset(Odd([{"input_ids": [1], "number": number} for number in range(64)]), Guard(found, seed=1))
     assert dataset[5]["number"] != 5
     assert [sample.error_type for sample in found.new] == [error.__name__]
@@ -912,7 +910,7 @@ def tokenized_or_panic(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_stream_leaves_out_what_its_function_panics_for(tmp_path: Path) -> None:
     rows = Dataset.from_list([{"number": number, "input_ids": [1]} for number in range(12)])
-    found = findings(tmp_path)
+    found = known(tmp_path)
     stream = GuardedStream(rows.to_iterable_dataset().map(tokenized_or_panic), Guard(found, seed=1))
     assert [row["number"] for row in stream] == [number for number in range(12) if number != 5]
     assert [sample.error_type for sample in found.new] == ["PanicException"]
@@ -987,7 +985,7 @@ def test_findings_that_cannot_be_written_do_not_end_the_run(tmp_path: Path) -> N
     (tmp_path / "quarantine.jsonl").mkdir()
     data = guarded(Rows([{"number": number} for number in range(32)], BAD), tmp_path)
     assert len(data.__getitems__([4, 5])) == 2
-    assert set(data.guard.findings.blocked) == {5}
+    assert set(data.guard.known.blocked) == {5}
 
 
 def test_whether_findings_can_be_written_is_known_before(tmp_path: Path) -> None:
