@@ -1,21 +1,8 @@
-"""
-What differs between SFT, DPO, GRPO and the rest: how a prepared batch falls into rows, how a step without some of them
-is normalised, and which detectors apply.
-
-Shape suffixes: B rows of a batch, N preference pairs (B = 2N), T tokens, S segments of a flattened batch.
-"""
+"""Objectives: what differs between SFT, DPO, GRPO and the rest in the rows of a batch and the detectors that apply."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-import torch
-
-
-Batch = Mapping[str, Any]
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +33,8 @@ class Objective:
 
 
 # Every other detector judges a logarithm or a ratio, and these need a loss that is positive.
-_ANY_POSITIVE_LOSS = frozenset({"loss_spike", "divergence"})
-_OFFLINE = _ANY_POSITIVE_LOSS | {
+ANY_POSITIVE_LOSS = frozenset({"loss_spike", "divergence"})
+_OFFLINE = ANY_POSITIVE_LOSS | {
     "co_spike",
     "gradient_spike",
     "gradient_explosion",
@@ -62,7 +49,7 @@ _POLICY_GRADIENT = frozenset({"gradient_explosion"})
 
 
 # By class name over the MRO, so that a subclass of a TRL trainer is known and TRL itself need not be installed.
-_BY_CLASS_NAME = {
+BY_CLASS_NAME = {
     "SFTTrainer": Objective("sft", detectors=_CROSS_ENTROPY),
     "DPOTrainer": Objective("dpo", paired=True, detectors=_OFFLINE),
     "KTOTrainer": Objective("kto", detectors=_OFFLINE),
@@ -70,32 +57,13 @@ _BY_CLASS_NAME = {
     "GRPOTrainer": Objective("grpo", online=True, detectors=_POLICY_GRADIENT),
     "RLOOTrainer": Objective("rloo", online=True, detectors=_POLICY_GRADIENT),
     "DistillationTrainer": Objective(
-        "distillation", online=True, detectors=_ANY_POSITIVE_LOSS | {"gradient_explosion"}
+        "distillation", online=True, detectors=ANY_POSITIVE_LOSS | {"gradient_explosion"}
     ),
 }
 # The Trainer's own loss is most often a cross-entropy, but need not be: exactly 0 may be right for it.
 # Overfitting is a metric rule for the objectives of TRL, with a remedy; here there is none.
-_GENERIC = Objective("generic", detectors=_OFFLINE | {"above_chance", "never_learned", "overfitting"})
-_UNKNOWN = Objective("unknown", detectors=_ANY_POSITIVE_LOSS)
-# TRL 1.16, GRPOTrainer._compute_loss: the loss types that divide by `num_items_in_batch` of the generation batch.
-_TOKEN_NORMALISED_GRPO = frozenset({"dapo", "cispo", "vespo"})
-
-
-def objective_of(trainer: Any) -> Objective:
-    """The objective a trainer trains; of one that is not known, rows are whatever its tensors share."""
-    own_loss = has_own_loss(trainer)
-    for cls in type(trainer).__mro__:
-        if cls.__name__ not in _BY_CLASS_NAME:
-            continue
-        objective = _BY_CLASS_NAME[cls.__name__]
-        if objective.name == "grpo":
-            token_normalised = getattr(trainer, "loss_type", None) in _TOKEN_NORMALISED_GRPO
-            objective = replace(objective, counts_own_tokens=token_normalised)
-        if own_loss:
-            # What comes out may be anything; what stays true of it is what the safe subset judges.
-            objective = replace(objective, detectors=objective.detectors & _ANY_POSITIVE_LOSS)
-        return objective
-    return _UNKNOWN if own_loss else _GENERIC
+GENERIC = Objective("generic", detectors=_OFFLINE | {"above_chance", "never_learned", "overfitting"})
+UNKNOWN = Objective("unknown", detectors=ANY_POSITIVE_LOSS)
 
 
 def objective_named(name: str) -> Objective:
@@ -105,202 +73,7 @@ def objective_named(name: str) -> Objective:
     Raises:
         ValueError: For a name that is not known.
     """
-    known = {objective.name: objective for objective in (*_BY_CLASS_NAME.values(), _GENERIC, _UNKNOWN)}
+    known = {objective.name: objective for objective in (*BY_CLASS_NAME.values(), GENERIC, UNKNOWN)}
     if name not in known:
         raise ValueError(f"There is no objective {name!r}. There are: {', '.join(sorted(known))}.")
     return known[name]
-
-
-def has_own_loss(trainer: Any) -> bool:
-    """Whether the loss is the user's: a function given to the trainer, or a subclass that computes it itself."""
-    if getattr(trainer, "compute_loss_func", None) is not None:
-        return True
-    for method in ("compute_loss", "_compute_loss", "training_step"):
-        owner = next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
-        if owner is not None and owner.__module__.partition(".")[0] not in ("transformers", "trl"):
-            return True
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """
-    How a prepared batch falls into rows that can be left out one by one.
-
-    Args:
-        kind (`"rows"`, `"pairs"` or `"segments"`):
-            Independent tensor rows; chosen/rejected pairs; sequences flattened into one tensor row.
-        rows (`int`):
-            How many there are: B, N or S.
-        starts (`tuple[int, ...]`, *optional*):
-            For segments: first token of each, and the total length at the end.
-    """
-
-    kind: Literal["rows", "pairs", "segments"]
-    rows: int
-    starts: tuple[int, ...] = ()
-
-
-def layout_of(batch: Any, objective: Objective) -> Layout | None:
-    """How a prepared batch falls into rows, or `None` where they cannot be told apart (some vision batches)."""
-    if not isinstance(batch, Mapping):
-        return None
-    sizes = [value.size(0) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
-    if not sizes:
-        return None
-    total = _leading_size(batch, sizes)
-    allowed = {total}
-    if objective.paired:
-        if total % 2:
-            return None
-        allowed.add(total // 2)
-    # Images are laid out by patch or tile: their rows belong to no single row of text.
-    if any(
-        key.startswith(("pixel", "image", "spatial"))
-        and isinstance(value, torch.Tensor)
-        and value.dim() > 0
-        and value.size(0) not in allowed
-        for key, value in batch.items()
-    ):
-        return None
-    if objective.paired:
-        return Layout("pairs", total // 2)
-    return segments_of(batch) or Layout("rows", total)
-
-
-def segments_of(batch: Batch) -> Layout | None:
-    """The sequences of a flattened batch, which begin where the positions do; `None` if it is not one."""
-    position_ids = batch.get("position_ids")
-    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.size(0) != 1:
-        return None
-    if batch.get("attention_mask") is not None:
-        return None
-    starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-    if not starts or starts[0] != 0:
-        return None
-    return Layout("segments", len(starts), (*starts, position_ids.size(-1)))
-
-
-def _leading_size(batch: Batch, sizes: list[int]) -> int:
-    for key in ("input_ids", "completion_ids", "prompt_ids", "inputs_embeds", "pixel_values", "input_features"):
-        value = batch.get(key)
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return value.size(0)
-    return sizes[0]
-
-
-def select_rows(batch: Batch, layout: Layout, keep: Sequence[int]) -> dict[str, Any]:
-    """
-    The batch with only some of its rows, in their order; nothing is trimmed.
-
-    Args:
-        batch (`Mapping`):
-            A prepared batch: tensors of shape (B, ...), (2N, ...) and (N, ...), or (1, T) when flattened.
-        layout (`Layout`):
-            Its layout, from [`layout_of`].
-        keep (`Sequence[int]`):
-            Rows, pairs or segments that stay.
-    """
-    if layout.kind == "segments":
-        return _select_segments(batch, layout, keep)
-    by_size = {layout.rows: list(keep)}
-    if layout.kind == "pairs":
-        by_size[2 * layout.rows] = [*keep, *(layout.rows + row for row in keep)]
-    return {key: _select(value, by_size) for key, value in batch.items()}
-
-
-def _select(value: Any, by_size: dict[int, list[int]]) -> Any:
-    if isinstance(value, torch.Tensor):
-        rows = by_size.get(value.size(0)) if value.dim() > 0 else None
-        return value if rows is None else value[torch.tensor(rows, dtype=torch.long, device=value.device)]
-    if isinstance(value, list):
-        rows = by_size.get(len(value))
-        return value if rows is None else [value[row] for row in rows]
-    if isinstance(value, Mapping):
-        return {key: _select(inner, by_size) for key, inner in value.items()}
-    return value
-
-
-def _select_segments(batch: Batch, layout: Layout, keep: Sequence[int]) -> dict[str, Any]:
-    length = layout.starts[-1]
-    spans = [range(layout.starts[row], layout.starts[row + 1]) for row in keep]
-    tokens = [token for span in spans for token in span]
-    selected: dict[str, Any] = {}
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.size(1) == length:
-            selected[key] = value[:, torch.tensor(tokens, dtype=torch.long, device=value.device)]
-        else:
-            selected[key] = value
-    # Boundaries that TRL's padding-free collator hands to the attention kernels.
-    lengths = torch.tensor([len(span) for span in spans], dtype=torch.int32)
-    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if isinstance(batch.get(key), torch.Tensor):
-            boundaries = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).to(torch.int32)])
-            selected[key] = boundaries.to(batch[key].device, batch[key].dtype)
-    for key in ("max_length_q", "max_length_k"):
-        if key in batch:
-            selected[key] = int(lengths.max())
-    if isinstance(batch.get("seq_idx"), torch.Tensor):
-        indices = torch.repeat_interleave(torch.arange(len(spans), dtype=torch.int32), lengths)
-        selected["seq_idx"] = indices[None].to(batch["seq_idx"].device, batch["seq_idx"].dtype)
-    return selected
-
-
-def own_token_count(batch: Batch, layout: Layout, rows: Sequence[int]) -> torch.Tensor | None:
-    """Tokens that rows of a generated batch add to the count travelling in it (0-d), `None` if it carries none."""
-    mask: Any = batch.get("completion_mask")
-    if "num_items_in_batch" not in batch or not isinstance(mask, torch.Tensor):
-        return None
-    if isinstance(batch.get("tool_mask"), torch.Tensor):
-        mask = mask * batch["tool_mask"]
-    kept: torch.Tensor = select_rows({"mask": mask}, layout, rows)["mask"]
-    return kept.sum()
-
-
-# Keys whose values are the same for every row that is padded alike, or that only say where rows begin.
-_NOT_CONTENT = frozenset(
-    {"attention_mask", "position_ids", "seq_idx", "use_cache", "num_items_in_batch", "advantages"}
-)
-
-
-def content_hash(batch: Batch, layout: Layout, row: int) -> str:
-    """
-    SHA-256 over what one row holds. Padding does not count, so a sample has the same hash in every batch it is in.
-    """
-    alone = select_rows(batch, layout, [row])
-    digest = hashlib.sha256()
-    for key in sorted(alone):
-        value = alone[key]
-        if key in _NOT_CONTENT or key.endswith(("_mask", "_logps")) or not isinstance(value, torch.Tensor):
-            continue
-        if value.dim() == 0 or (layout.kind != "segments" and value.size(0) not in (1, 2)):
-            continue
-        mask = alone.get(_mask_for(key))
-        if isinstance(mask, torch.Tensor) and mask.shape == value.shape:
-            value = value[mask.bool()]
-        digest.update(f"{key}:{value.dtype}:".encode())
-        digest.update(value.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _mask_for(key: str) -> str:
-    if key.endswith("_ids") and key != "input_ids":
-        stem = key.removesuffix("input_ids") if key.endswith("input_ids") else key.removesuffix("ids")
-        return f"{stem}attention_mask" if key.endswith("input_ids") else f"{stem}mask"
-    return "attention_mask"
-
-
-def row_text(batch: Batch, layout: Layout, row: int, tokenizer: Any, keys: Sequence[str]) -> str | None:
-    """One row decoded for a person, from the first of `keys` the batch has; `None` where that cannot be done."""
-    decode = getattr(tokenizer, "decode", None)
-    if decode is None:
-        return None
-    alone = select_rows(batch, layout, [row])
-    for key in keys:
-        ids = alone.get(key)
-        if isinstance(ids, torch.Tensor) and not ids.is_floating_point():
-            mask = alone.get(_mask_for(key))
-            ids, mask = ids[0], mask[0] if isinstance(mask, torch.Tensor) else None
-            kept = ids[mask.bool()] if mask is not None and mask.shape == ids.shape else ids
-            return str(decode(kept.tolist(), skip_special_tokens=False))
-    return None

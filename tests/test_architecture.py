@@ -28,8 +28,8 @@ FAMILIES = ("numerics", "memory", "data", "services", "storage", "hangs", "resta
 # what puts them together. `recovery` is so far up because it asks several of them about one exception.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        *("call_shape", "checkpoint_files", "classify", "config", "consensus", "extents", "failures", "files"),
-        *("known_errors", "launcher", "objectives", "output_dir", "own_files", "random_state"),
+        *("batch_layout", "call_shape", "checkpoint_files", "classify", "config", "consensus", "extents"),
+        *("failures", "files", "known_errors", "launcher", "objectives", "output_dir", "own_files", "random_state"),
         *("repeatability", "retry", "saved_state", "signals", "toml"),
     ),
     ("detectors",),
@@ -58,12 +58,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The ground is many rooms that are one module each, and may build on each other.
 SHARED_FLOORS = (FLOOR_OF["failures"],)
-
-# Private names of the Trainer outside of `instrument/`, and why.
-PRIVATE_NAMES_ELSEWHERE = {
-    # Asks only which class defines the method: a user's subclass that computes the loss itself.
-    ("objectives", "_compute_loss"),
-}
 
 
 def name_of(path: Path) -> str:
@@ -154,11 +148,11 @@ PRIVATE_NAMES = frozenset[str]().union(*map(private_names, (Trainer, Accelerator
 
 
 def private_names_used(tree: ast.Module) -> set[str]:
-    """Private names that code reads of a trainer, or of anything if they are the Trainer's; spelled ones as well."""
+    """Private names that code reads of a trainer, or of anything if they are the Trainer's; in texts as well."""
     used: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and node.value in PRIVATE_NAMES:
-            used.add(str(node.value))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used.update(PRIVATE_NAMES & set(re.findall(r"\b_\w+", node.value)))
         elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
             holder = ast.unparse(node.value)
             of_trainer = holder.rpartition(".")[2].lstrip("_") in ("trainer", "accelerator")
@@ -175,7 +169,7 @@ def test_only_the_instrument_knows_private_names_of_the_trainer() -> None:
         if room_of(module) != "instrument"
         for name in private_names_used(tree)
     }
-    assert elsewhere == PRIVATE_NAMES_ELSEWHERE
+    assert elsewhere == set()
 
 
 # ---- the page ----

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from ..batch_layout import content_hash, row_text
 from ..config import HealingConfig
 from ..failures import Action
 from ..instrument import RowSource, Window
-from ..objectives import content_hash, row_text
 from ..run.remedies import CarryOut, HealingContext
 from .quarantine import Quarantine, QuarantinedRow
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .. import consensus
+from ..batch_layout import select_rows
 from ..extents import Search
-from ..objectives import select_rows
 from ..repeatability import Repeatability, StepPrint
 from .loading import TrainingLoader
 from .origin import Origin, nonfinite_in

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from .. import consensus
-from ..objectives import Layout, own_token_count, select_rows
+from ..batch_layout import Layout, own_token_count, select_rows
 from .step_engine import StepEngine
 from .step_record import StepRecord
 

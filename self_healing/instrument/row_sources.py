@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .. import consensus
-from ..objectives import Layout, Objective, layout_of
+from ..batch_layout import Layout, layout_of
+from ..objectives import Objective
 
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from .. import consensus
-from ..objectives import Layout, Objective, layout_of
+from ..batch_layout import Layout, layout_of
+from ..objectives import Objective
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
 from .out_of_memory import with_room

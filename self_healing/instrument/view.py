@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from .. import consensus
-from ..objectives import Objective, has_own_loss
+from ..objectives import Objective
 from .colocated_engine import is_free_of_requests
 from .live_state import (
     LiveState,
@@ -20,6 +20,7 @@ from .live_state import (
     offloaded_tensors,
 )
 from .models import autocast_dtype, fingerprint, models_of
+from .objective import has_own_loss
 from .out_of_memory import with_room
 from .replacing import Replacements
 

@@ -12,7 +12,6 @@ from typing import Any, TypeGuard
 import torch
 from transformers import Trainer
 
-from ..objectives import objective_of
 from ..random_state import RandomState
 from .accelerate_engine import AccelerateEngine
 from .best_model import BestModel
@@ -24,6 +23,7 @@ from .leaving import Leaving
 from .less_memory import ActivationCheckpointing
 from .loader_workers import WorkerDeaths
 from .memory_retry import MemoryRetry
+from .objective import objective_of
 from .optimizer_step import OptimizerStep
 from .out_of_memory import OutOfMemory, is_out_of_memory
 from .phase import Phase

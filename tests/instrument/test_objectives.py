@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from self_healing.objectives import Objective, content_hash, layout_of, select_rows
+from self_healing.batch_layout import content_hash, layout_of, select_rows
+from self_healing.objectives import Objective
 
 
 SFT = Objective("sft")

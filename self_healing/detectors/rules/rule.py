@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from ...objectives import BY_CLASS_NAME
 from ..symptom import Severity
 
 
 Relation = Literal["below", "above", "at_least", "at_most", "near", "rising", "falling", "flat"]
 RuleAction = Literal["alert", "rollback", "stop"]
 
-# The names of `self_healing.objectives.Objective`, which this module cannot import (it needs torch), and EBFT.
-OBJECTIVES = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "distillation", "ebft", "generic")
+# What a rule can be for: the objectives of TRL's trainers, EBFT, which is no objective of its own here, and the rest.
+OBJECTIVES = (*(objective.name for objective in BY_CLASS_NAME.values()), "ebft", "generic")
 
 TRENDS = ("rising", "falling", "flat")
 # Before `rewards/NAME/mean` and `rewards/NAME/std` there was the mean alone, under the name of the reward function.

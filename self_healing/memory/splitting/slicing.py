@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ...batch_layout import Layout, segments_of, select_rows
 from ...call_shape import CallShape, Kind
-from ...objectives import Layout, segments_of, select_rows
 
 
 # Trimmed lengths are rounded up to this, for kernels that like it and so that few new shapes come up.

@@ -1,0 +1,40 @@
+"""The objective of a trainer, and whether its loss is the user's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..objectives import ANY_POSITIVE_LOSS, BY_CLASS_NAME, GENERIC, UNKNOWN, Objective
+
+
+# TRL 1.16, GRPOTrainer._compute_loss: the loss types that divide by `num_items_in_batch` of the generation batch.
+_TOKEN_NORMALISED_GRPO = frozenset({"dapo", "cispo", "vespo"})
+
+
+def objective_of(trainer: Any) -> Objective:
+    """The objective a trainer trains; of one that is not known, rows are whatever its tensors share."""
+    own_loss = has_own_loss(trainer)
+    for cls in type(trainer).__mro__:
+        if cls.__name__ not in BY_CLASS_NAME:
+            continue
+        objective = BY_CLASS_NAME[cls.__name__]
+        if objective.name == "grpo":
+            token_normalised = getattr(trainer, "loss_type", None) in _TOKEN_NORMALISED_GRPO
+            objective = replace(objective, counts_own_tokens=token_normalised)
+        if own_loss:
+            # What comes out may be anything; what stays true of it is what the safe subset judges.
+            objective = replace(objective, detectors=objective.detectors & ANY_POSITIVE_LOSS)
+        return objective
+    return UNKNOWN if own_loss else GENERIC
+
+
+def has_own_loss(trainer: Any) -> bool:
+    """Whether the loss is the user's: a function given to the trainer, or a subclass that computes it itself."""
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        return True
+    for method in ("compute_loss", "_compute_loss", "training_step"):
+        owner = next((cls for cls in type(trainer).__mro__ if method in vars(cls)), None)
+        if owner is not None and owner.__module__.partition(".")[0] not in ("transformers", "trl"):
+            return True
+    return False
