@@ -18,9 +18,12 @@ from ..instrument import (
     Leave,
     Pending,
     ResumePoint,
+    emergency_path,
     free_memory,
     let_go,
     save_generated,
+    write_beside,
+    write_checkpoint,
 )
 from .marker import ChecksumsLater, load_marker, write_marker
 from .owed import owing
@@ -68,7 +71,7 @@ def save_emergency_checkpoint(
     if finished is None:
         return None
     bookkeeping, pending, leave = finished
-    path = Path(instrument.reentry.checkpoint_path())
+    path = emergency_path(instrument.trainer)
     # An earlier attempt of this step may have left one: it is there until the new one is whole.
     new = path.parents[1] / BESIDE_DIR / path.name if path.exists() else path
     for attempt in range(1, _WRITES + 1):
@@ -104,7 +107,7 @@ def _write_emergency(
     try:
         # Before the state of the Trainer: with that it is a checkpoint, marked or not.
         save_generated(instrument.trainer, new)
-        instrument.reentry.save_checkpoint(str(new.parent))
+        write_checkpoint(instrument.trainer, new.parent)
         if struck := instrument.view.nonfinite_tensors():
             raise RuntimeError(f"{struck[0]} is not finite any more: it was hit while the checkpoint was written")
         write_marker(new, run, instrument.view.step, bookkeeping, True, finite=True, later=later)
@@ -141,7 +144,7 @@ def write_again(
     before = load_marker(checkpoint) or {}
     new: Path | None = None
     try:
-        new = instrument.reentry.write_again(checkpoint)
+        new = write_beside(instrument.trainer, checkpoint)
         bookkeeping = instrument.ledger.export() | owing(Pending(), leave)
         standing = before.get("standing", "unverified")
         emergency, finite = bool(before.get("emergency")), before.get("finite")

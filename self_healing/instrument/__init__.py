@@ -30,8 +30,9 @@ from .out_of_memory import (
     with_room,
     write_memory_snapshot,
 )
+from .own_checkpoints import emergency_path, write_beside, write_checkpoint
 from .preservation import preserved
-from .reentry import Leave, Pending, ResumePoint
+from .resume_point import Leave, Pending, ResumePoint
 from .row_sources import RowSource
 from .saving import CheckpointSaving
 from .services import ReportingGuard, ServiceGuard
@@ -69,6 +70,7 @@ __all__ = [
     "Window",
     "alloc_retries",
     "change_batch",
+    "emergency_path",
     "find_resume_path",
     "find_trainer",
     "free_memory",
@@ -89,5 +91,7 @@ __all__ = [
     "save_generated",
     "smaller_batch",
     "with_room",
+    "write_beside",
+    "write_checkpoint",
     "write_memory_snapshot",
 ]

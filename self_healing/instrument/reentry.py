@@ -3,96 +3,28 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from ..checkpoint_files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE
 from ..random_state import RandomState
 from .bookkeeping import METRIC_STORES, Bookkeeper, Bookkeeping
 from .gradients import discard_gradients
 from .out_of_memory import free_memory
 from .phase import Phase
+from .resume_point import Leave, Pending, ResumePoint
 from .row_sources import DataPosition
 from .training_fault import TrainingFault
 from .window import Window
 
 
-# What is written again once what a step owed is done; all other files are those of the checkpoint before.
-_WRITTEN_AGAIN = ("optimizer", "scheduler", "rng_state", TRAINER_STATE_NAME, "global_step", "latest")
-
-
-@dataclass(slots=True)
-class Pending:
-    """The events that the Trainer still owed a finished step when it was interrupted."""
-
-    step_end: bool = False
-    log: bool = False
-    evaluate: bool = False
-    save: bool = False
-    epoch_end: bool = False
-    grad_norm: Any = None
-    learning_rate: float | None = None
-    ignore_keys: Any = None
-
-    def __bool__(self) -> bool:
-        return self.step_end or self.log or self.evaluate or self.save or self.epoch_end
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON, for the process that takes the run up."""
-        keys = self.ignore_keys
-        return {
-            **asdict(replace(self, grad_norm=None, ignore_keys=None)),
-            "grad_norm": None if self.grad_norm is None else float(self.grad_norm),
-            "ignore_keys": None if keys is None else [str(key) for key in keys],
-        }
-
-    @classmethod
-    def from_dict(cls, entry: Mapping[str, Any]) -> Self:
-        """Reads what [`to_dict`] has written, in another process or version."""
-        return cls(**{each.name: entry[each.name] for each in fields(cls) if each.name in entry})
-
-
-@dataclass(slots=True)
-class Leave:
-    """
-    Where in its epoch a run was left.
-
-    Args:
-        epoch_rng ([`RandomState`], *optional*):
-            The random state the epoch began with: some samplers draw its order from it.
-        stop (`bool`):
-            Whether the end of the run had been asked for.
-        epoch_ended (`bool`):
-            Whether `on_epoch_end` had been delivered after the last step.
-    """
-
-    epoch_rng: RandomState | None
-    stop: bool
-    epoch_ended: bool
-
-
-@dataclass(slots=True)
-class ResumePoint:
-    """A place in the run from which `train()` can be entered again as if it had never been left."""
-
-    step: int
-    path: str
-    bookkeeping: Bookkeeping
-    pending: Pending
-    leave: Leave
-
-
 class Reentry:
     """
     Follows one `train()` call closely enough to leave it at any point and to continue it in another.
+
+    Following, leaving and entering again stay together: all three read and write where in its epoch the run is.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -332,34 +264,6 @@ class Reentry:
         if epoch is not None:
             trainer.state.epoch = epoch
 
-    def emergency_dir(self) -> str:
-        """The directory of emergency checkpoints, while the run may still go on."""
-        return os.path.join(self._trainer.args.output_dir, EMERGENCY_DIR)
-
-    def checkpoint_path(self) -> str:
-        """The path of the emergency checkpoint of the current step, written or not."""
-        return os.path.join(self.emergency_dir(), f"checkpoint-{self._trainer.state.global_step}")
-
-    def save_checkpoint(self, folder: str) -> None:
-        """
-        Writes a checkpoint of the trainer as it stands into a folder, in the Trainer's own format.
-
-        It is complete whatever the user's checkpoints hold, goes to a folder of its own, so that it neither overwrites
-        one of them nor rotates one out, and is not pushed to the Hub.
-        """
-        args = self._trainer.args
-        theirs = {
-            name: getattr(args, name) for name in ("push_to_hub", "save_only_model", "save_strategy", "output_dir")
-        }
-        args.push_to_hub = args.save_only_model = False
-        args.save_strategy = SaveStrategy.NO
-        args.output_dir = folder
-        try:
-            self._trainer._save_checkpoint(self._trainer.model_wrapped, trial=None)
-        finally:
-            for name, value in theirs.items():
-                setattr(args, name, value)
-
     def release(self) -> None:
         """Gives back what the Trainer only gives back when it ends by itself."""
         trainer = self._trainer
@@ -402,7 +306,7 @@ class Reentry:
             return False
         point.bookkeeping.rng.restore()
         try:
-            self._pay(point.pending, started_at)
+            point.pending.deliver(self._trainer, started_at)
         except Exception as error:
             raise TrainingFault(error) from error
         # The next exception may come before the next step: it must not bring back what is paid.
@@ -442,7 +346,7 @@ class Reentry:
             trainer._load_rng_state(path)
             # The callbacks of this process are told of the steps that it trains; what follows from this one is what
             # the schedule says.
-            self._pay(pending, started_at, tell=DefaultFlowCallback())
+            pending.deliver(trainer, started_at, tell=DefaultFlowCallback())
         except Exception as error:
             raise TrainingFault(error) from error
         self._continues = True
@@ -451,31 +355,6 @@ class Reentry:
         self._note_best()
         return Leave(None, self._stop, leave.epoch_ended)
 
-    def write_again(self, checkpoint: Path) -> Path:
-        """
-        Writes a checkpoint once more as the trainer stands now, beside the one before: a process that is killed
-        meanwhile leaves that one whole. What has not changed is shared with it.
-
-        Args:
-            checkpoint (`Path`):
-                The one before.
-
-        Returns:
-            `Path`: where the new one is.
-        """
-        trainer = self._trainer
-        beside = Path(trainer.args.output_dir, BESIDE_DIR, checkpoint.name)
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        for file in checkpoint.rglob("*"):
-            relative = file.relative_to(checkpoint)
-            if file.is_file() and not relative.parts[0].startswith((*_WRITTEN_AGAIN, MARKER_FILE)):
-                _link_or_copy(file, beside / relative)
-        trainer._save_optimizer_and_scheduler(str(beside))
-        trainer._save_rng_state(str(beside))
-        trainer.state.save_to_json(str(beside / TRAINER_STATE_NAME))
-        return beside
-
     def _note_best(self) -> None:
         """A checkpoint is the best only once it is saved, and this one was saved before anybody could know."""
         args, state = self._trainer.args, self._trainer.state
@@ -483,33 +362,6 @@ class Reentry:
         is_best = args.save_strategy != SaveStrategy.NO and state.best_global_step == state.global_step
         if is_best and os.path.isdir(checkpoint):
             state.best_model_checkpoint = checkpoint
-
-    def _pay(self, pending: Pending, started_at: float, tell: Any = None) -> None:
-        trainer = self._trainer
-        tell = tell or trainer.callback_handler
-
-        def log_evaluate_save() -> None:
-            trainer._maybe_log_save_evaluate(
-                trainer._tr_loss,
-                pending.grad_norm,
-                trainer.model_wrapped,
-                None,
-                trainer.state.epoch,
-                pending.ignore_keys,
-                started_at,
-                learning_rate=pending.learning_rate,
-            )
-
-        trainer.control.should_log = pending.log
-        trainer.control.should_evaluate = pending.evaluate
-        trainer.control.should_save = pending.save
-        if pending.step_end:
-            # Delivered again to every callback: which of them have had it cannot be known.
-            trainer.control = tell.on_step_end(trainer.args, trainer.state, trainer.control)
-        log_evaluate_save()
-        if pending.epoch_end:
-            trainer.control = tell.on_epoch_end(trainer.args, trainer.state, trainer.control)
-            log_evaluate_save()
 
 
 def _end_scaled_step(trainer: Any) -> None:
@@ -521,12 +373,3 @@ def _end_scaled_step(trainer: Any) -> None:
         # accelerate sets both back only after a step that returns.
         optimizer.optimizer.step = optimizer._optimizer_original_step_method
         optimizer._accelerate_step_called = False
-
-
-def _link_or_copy(file: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(file, target)
-    except OSError:
-        # The file system has no hard links.
-        shutil.copy2(file, target)

@@ -13,11 +13,12 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer, find_trusted_checkpoint
+from self_healing.checkpoints import emergency
 from self_healing.checkpoints.listing import checkpoints_in
 from self_healing.checkpoints.marker import load_marker
 from self_healing.checkpoints.owed import owed_in
 from self_healing.checkpoints.vetting import vet
-from self_healing.instrument.reentry import Pending, Reentry
+from self_healing.instrument import Pending
 
 
 STEPS = {"max_steps": 6, "logging_steps": 2}
@@ -158,7 +159,7 @@ def test_what_is_owed_cannot_be_written_again_and_is_owed_still(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Reentry, "write_again", full)
+    monkeypatch.setattr(emergency, "write_beside", full)
     left = killed_while_it_waits(tmp_path, tokenizer, "on_step_end", 4)
     assert "it stays as it is" in caplog.text
     resumed = taken_up(left, tokenizer)
