@@ -17,7 +17,8 @@ from .failures import (
 from .inspection import Finding, Inspection, check_data_quality, check_model_init
 from .journal.incident import Incident
 from .report import HealingReport
-from .rollback.snapshots import Snapshot, SnapshotRing
+from .rollback.ring import SnapshotRing
+from .rollback.snapshots import Snapshot
 from .run.remedies import HealingContext
 from .run.went_back import Target
 from .signals import StepSignals

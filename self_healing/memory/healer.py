@@ -31,7 +31,7 @@ from ..instrument import (
     write_memory_snapshot,
 )
 from ..journal.incident import Incident
-from ..rollback.snapshots import SnapshotRing
+from ..rollback.ring import SnapshotRing
 from ..run.claims import Claim, claim_by_recipe
 from ..run.context import RunContext
 from ..run.healer import Healer

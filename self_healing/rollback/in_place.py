@@ -20,7 +20,8 @@ from ..instrument import (
 )
 from ..instrument.live_state import LiveState
 from .kept_batches import KeptBatches
-from .snapshots import Snapshot, SnapshotRing
+from .ring import SnapshotRing
+from .snapshots import Snapshot
 
 
 logger = logging.getLogger("self_healing")

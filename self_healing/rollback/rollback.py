@@ -19,7 +19,8 @@ from ..signals import StepSignals
 from .in_place import StateInPlace
 from .kept_batches import KeptBatches
 from .replay import Replay, Replayed
-from .snapshots import Snapshot, SnapshotRing
+from .ring import SnapshotRing
+from .snapshots import Snapshot
 from .trials import StateTrials
 from .trusted import TrustedStates
 

@@ -6,7 +6,8 @@ from .. import consensus
 from ..instrument import Control
 from .in_place import StateInPlace
 from .kept_batches import KeptBatches
-from .snapshots import Snapshot, SnapshotRing
+from .ring import SnapshotRing
+from .snapshots import Snapshot
 from .trusted import TrustedStates
 
 

@@ -12,10 +12,13 @@ from ..config import HealingConfig
 from ..instrument import Control, Window, is_out_of_memory, optimizer_in_training_mode, with_room
 from ..journal.journal import Journal
 from ..random_state import RandomState
+from .copied_state import size_of
+from .host_memory import free_host_memory
 from .in_place import StateInPlace
 from .interval import SnapshotInterval
 from .kept_batches import KeptBatches
-from .snapshots import Snapshot, SnapshotRing, free_host_memory, size_of
+from .ring import SnapshotRing
+from .snapshots import Snapshot
 
 
 logger = logging.getLogger("self_healing")

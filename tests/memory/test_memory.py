@@ -923,7 +923,7 @@ class TestWhatIsTheUsers:
         def no_memory(*_: Any, **__: Any) -> None:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
 
-        monkeypatch.setattr("self_healing.rollback.snapshots.SnapshotRing.take", no_memory)
+        monkeypatch.setattr("self_healing.rollback.ring.SnapshotRing.take", no_memory)
         healed, _ = run(sft_trainer, tmp_path, tokenizer)
         assert healed.state.global_step == 6
         assert "Snapshots are off" in caplog.text

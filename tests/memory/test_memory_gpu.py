@@ -20,8 +20,9 @@ from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.instrument.live_state import live_state_of
 from self_healing.memory.healer import SIZES_FILE
 from self_healing.random_state import RandomState
+from self_healing.rollback.copied_state import size_of
 from self_healing.rollback.host_copies import DeviceCopies, SideStream, Transfer, copies_of
-from self_healing.rollback.snapshots import SnapshotRing, size_of
+from self_healing.rollback.ring import SnapshotRing
 from self_healing.run.went_back import Target
 
 

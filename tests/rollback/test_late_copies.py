@@ -21,8 +21,9 @@ from self_healing.instrument.live_state import LiveState
 from self_healing.numerics.diagnosis import diagnose_rise, diagnose_stillness
 from self_healing.numerics.rate_trial import try_rates
 from self_healing.numerics.resume_trial import try_older_checkpoints
+from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.rollback import Rollback
-from self_healing.rollback.snapshots import Snapshot, SnapshotRing
+from self_healing.rollback.snapshots import Snapshot
 from self_healing.run.went_back import Target
 
 

@@ -27,7 +27,7 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.rollback.snapshots import SnapshotRing
+from self_healing.rollback.ring import SnapshotRing
 
 
 FAULTS: dict[str, Callable[[Any, Callable[[int], bool]], Any]] = {

@@ -18,8 +18,10 @@ from torch import nn
 from transformers import Adafactor
 
 from self_healing.instrument.live_state import LiveState, live_state_of
-from self_healing.rollback.host_copies import HostBlock, copies_of
-from self_healing.rollback.snapshots import SnapshotRing, size_of
+from self_healing.rollback.copied_state import size_of
+from self_healing.rollback.host_copies import copies_of
+from self_healing.rollback.host_memory import HostBlock
+from self_healing.rollback.ring import SnapshotRing
 
 
 class NestedState(torch.optim.Optimizer):
@@ -319,7 +321,7 @@ class TestRing:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
         with monkeypatch.context() as patch:
-            patch.setattr("self_healing.rollback.snapshots.extent_of", fail)
+            patch.setattr("self_healing.rollback.copied_state.extent_of", fail)
             with pytest.raises(torch.OutOfMemoryError):
                 ring.take(state, 1, {})
         assert not ring.take(state, 2, {}).allocated
@@ -362,7 +364,7 @@ class TestRing:
         ring, state = SnapshotRing(), self.state()
         for step in range(2):
             trusted(ring, state, step)
-        monkeypatch.setattr("self_healing.rollback.snapshots.free_host_memory", lambda: 0)
+        monkeypatch.setattr("self_healing.rollback.ring.free_host_memory", lambda: 0)
         assert not ring.fits(state)
         assert ring.shrink()
         assert ring.fits(state)

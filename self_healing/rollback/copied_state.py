@@ -1,0 +1,211 @@
+"""Copies nested state (parameters, buffers, what an optimizer holds) into host memory, and puts it back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..extents import Extent, extent_of
+from ..instrument.live_state import LiveState, local
+from .host_copies import DeviceCopies
+from .host_memory import HostBlock, aligned
+
+
+# Stands for host memory that has still to be taken.
+_NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is kept in host memory, and the block it lies in."""
+
+    tensor: torch.Tensor
+    block: HostBlock | None
+
+
+@dataclass(slots=True)
+class TensorCopy:
+    """A tensor in host memory, and where it came from."""
+
+    host: torch.Tensor
+    device: torch.device
+    may_be_infinite: bool
+    extent: Extent | None = None
+    # Memory that moves between host and device by itself (bitsandbytes' paged optimizers) looks like host memory, and
+    # belongs to the optimizer: the tensor itself is kept, to be written to again.
+    paged: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledCopy:
+    """A tensor that is made of others (quantised moments: codes and scales), and what each of them holds."""
+
+    kind: Any
+    parts: dict[str, Any]
+    others: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any, save: Callable[[Any, str], Any]) -> AssembledCopy:
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        parts = {name: save(each, name) for name, each in inner.items() if isinstance(each, torch.Tensor)}
+        others = {name: each for name, each in inner.items() if name not in parts}
+        return cls(type(tensor), parts, others, context, tensor.size(), tensor.stride())
+
+    def put_back(self, live: Any) -> Any:
+        """Into the parts of a live tensor, if they are of the same sizes; else a new one."""
+        target = local(live) if isinstance(live, torch.Tensor) else None
+        there = {name: getattr(target, name, None) for name in self.parts} if type(target) is self.kind else {}
+        parts = {name: put_back(there.get(name), part) for name, part in self.parts.items()}
+        if all(part is there.get(name) for name, part in parts.items()):
+            return live
+        return self.kind.__tensor_unflatten__(parts | self.others, self.context, self.size, self.stride)
+
+
+class StateWriter:
+    """Copies nested state into host memory, that of an earlier snapshot where it fits."""
+
+    def __init__(self, pool: dict[tuple[Any, ...], Place]) -> None:
+        self._pool = pool
+        self.used: dict[tuple[Any, ...], Place] = {}
+        self.allocated = False
+        self._missing: list[tuple[tuple[Any, ...], TensorCopy, torch.Tensor]] = []
+        self._pending: list[tuple[TensorCopy, torch.Tensor]] = []
+
+    def pending(self) -> list[tuple[TensorCopy, torch.Tensor]]:
+        """Returns what was saved since the last call, to be copied once there is memory for it."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def save(self, value: Any, key: tuple[Any, ...], may_be_infinite: bool = False) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensor = local(value)
+            if hasattr(tensor, "__tensor_flatten__"):
+                return AssembledCopy.of(tensor, lambda part, name: self.save(part, (*key, name), may_be_infinite))
+            kept = self._save_tensor(tensor, key, may_be_infinite)
+            kept.paged = value if getattr(value, "is_paged", False) else None
+            return kept
+        if isinstance(value, dict):
+            return {name: self.save(inner, (*key, name), may_be_infinite) for name, inner in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.save(inner, (*key, index), may_be_infinite) for index, inner in enumerate(value))
+        return copy.deepcopy(value)
+
+    def _save_tensor(self, tensor: torch.Tensor, key: tuple[Any, ...], may_be_infinite: bool) -> TensorCopy:
+        place = self._pool.get(key)
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            # A kind that does not tell what it is made of: it knows itself how it is copied.
+            self.used[key] = place = Place(tensor.detach().to("cpu", copy=True), None)
+            return TensorCopy(place.tensor, tensor.device, may_be_infinite, extent_of(tensor))
+        kept = TensorCopy(_NOTHING, tensor.device, may_be_infinite)
+        if place is not None and place.tensor.shape == tensor.shape and place.tensor.dtype == tensor.dtype:
+            self.used[key], kept.host = place, place.tensor
+        else:
+            self._missing.append((key, kept, tensor.detach()))
+        self._pending.append((kept, tensor.detach()))
+        return kept
+
+    def allocate(self, copies_of: Callable[[str], DeviceCopies | None]) -> None:
+        """
+        Takes memory for what has none yet, in one piece.
+
+        Args:
+            copies_of (`Callable[[str], DeviceCopies | None]`):
+                What a kind of device can do beside computing, [`copies_of`].
+        """
+        nbytes = sum(aligned(tensor) for _, _, tensor in self._missing)
+        kinds = {tensor.device.type for _, _, tensor in self._missing}
+        copies = next((found for kind in kinds if (found := copies_of(kind)) is not None), None)
+        block = HostBlock(nbytes, copies) if nbytes else None
+        for key, kept, tensor in self._missing:
+            if block is None or tensor.numel() == 0:
+                kept.host = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            else:
+                kept.host = block.like(tensor)
+            self.used[key] = Place(kept.host, block)
+        self.allocated = bool(self._missing)
+        self._missing = []
+
+
+def by_device(
+    pending: Iterable[tuple[TensorCopy, torch.Tensor]],
+) -> dict[torch.device, list[tuple[TensorCopy, torch.Tensor]]]:
+    found: dict[torch.device, list[tuple[TensorCopy, torch.Tensor]]] = {}
+    for kept, tensor in pending:
+        found.setdefault(tensor.device, []).append((kept, tensor))
+    return found
+
+
+def copy_all(pairs: Sequence[tuple[TensorCopy, torch.Tensor]], non_blocking: bool) -> None:
+    """All together: hundreds of small tensors cost little more than one."""
+    if pairs:
+        hosts, tensors = [kept.host for kept, _ in pairs], [tensor for _, tensor in pairs]
+        torch._foreach_copy_(hosts, tensors, non_blocking=non_blocking)
+    for kept, tensor in pairs:
+        # After the copy: what turns NaN in between is refused, and not trusted.
+        kept.extent = extent_of(tensor)
+
+
+def put_back(live: Any, saved: Any) -> Any:
+    """Writes saved values into what is there, and makes again what is not there any more."""
+    if isinstance(saved, AssembledCopy):
+        return saved.put_back(live)
+    if isinstance(saved, TensorCopy):
+        live = saved.paged if live is None else live
+        if isinstance(live, torch.Tensor):
+            target = local(live)
+            if target.shape == saved.host.shape and target.dtype == saved.host.dtype:
+                # Blocking: the host memory is written to again by the next snapshot, the live tensor by the next step.
+                target.copy_(saved.host)
+                return live
+        return saved.host.to(saved.device, copy=True)
+    if isinstance(saved, dict):
+        result = live if isinstance(live, dict) else {}
+        for name in [name for name in result if name not in saved]:
+            del result[name]
+        for name, value in saved.items():
+            result[name] = put_back(result.get(name), value)
+        return result
+    if type(saved) in (list, tuple):
+        there = live if type(live) is type(saved) and len(live) == len(saved) else [None] * len(saved)
+        return type(saved)(put_back(each, value) for each, value in zip(there, saved, strict=True))
+    return copy.deepcopy(saved)
+
+
+def leaves(prefix: str, saved: Any) -> Iterator[tuple[str, TensorCopy]]:
+    if isinstance(saved, TensorCopy):
+        yield prefix, saved
+    elif isinstance(saved, AssembledCopy):
+        yield from leaves(prefix, saved.parts)
+    elif isinstance(saved, dict):
+        for name, value in saved.items():
+            separator = "." if prefix and prefix[-1] not in ".:" else ""
+            yield from leaves(f"{prefix}{separator}{name}", value)
+    elif isinstance(saved, (list, tuple)):
+        for index, value in enumerate(saved):
+            yield from leaves(f"{prefix}[{index}]", value)
+
+
+def size_of(live: LiveState) -> int:
+    """Bytes a snapshot of a state takes."""
+    own = [*live.parameters.values(), *live.buffers.values(), *live.scaler.values()]
+    states = [] if live.optimizer is None else list(live.optimizer.state.values())
+    return sum(_nbytes(value) for value in (*own, *states))
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        tensor: Any = local(value)
+        if hasattr(tensor, "__tensor_flatten__"):
+            return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        return aligned(tensor)
+    if isinstance(value, dict):
+        return sum(_nbytes(inner) for inner in value.values())
+    return sum(_nbytes(inner) for inner in value) if isinstance(value, (list, tuple)) else 0
