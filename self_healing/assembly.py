@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
 from .restarts.attempts import Attempts
 from .restarts.departure import Departure
+from .restarts.ending import RunEnding
 from .restarts.record import Ending
 from .restarts.remedies import LastResorts
 from .rollback.rollback import Rollback
@@ -41,6 +43,7 @@ from .storage.healer import SaveHealer
 logger = logging.getLogger("self_healing")
 
 
+@dataclass(frozen=True, eq=False)
 class Run:
     """
     One run, however often `train()` is entered: what all parts know of it, and the parts that last as long as it.
@@ -54,33 +57,22 @@ class Run:
             What is known to fit.
         quarantine ([`Quarantine`]):
             Rows and samples that are left out.
-        attempts ([`Attempts`]), departure ([`Departure`]):
-            Its processes, and how this one leaves.
+        attempts ([`Attempts`]), departure ([`Departure`]), ending ([`RunEnding`]):
+            Its processes, how this one leaves, and what writes down how the run ends.
         saves ([`SaveHealer`]), hangs ([`HangWatch`]):
             Handle failed saves, and watch for hangs.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        numerics: NumericsState,
-        rollback: Rollback,
-        memory: MemoryState,
-        quarantine: Quarantine,
-        attempts: Attempts,
-        departure: Departure,
-        saves: SaveHealer,
-        hangs: HangWatch,
-    ) -> None:
-        self.context = context
-        self.numerics = numerics
-        self.rollback = rollback
-        self.memory = memory
-        self.quarantine = quarantine
-        self.attempts = attempts
-        self.departure = departure
-        self.saves = saves
-        self.hangs = hangs
+    context: RunContext
+    numerics: NumericsState
+    rollback: Rollback
+    memory: MemoryState
+    quarantine: Quarantine
+    attempts: Attempts
+    departure: Departure
+    ending: RunEnding
+    saves: SaveHealer
+    hangs: HangWatch
 
     @property
     def journal(self) -> Journal:
@@ -242,6 +234,7 @@ def assemble(
     quarantine = Quarantine(directory, config.quarantine_text)
     attempts = Attempts(context, numerics)
     departure = Departure(context, attempts)
+    ending = RunEnding(context, attempts, departure)
     hangs = HangWatch(
         context,
         before_exit=lambda why: attempts.end(Ending.RESTART, why),
@@ -253,11 +246,11 @@ def assemble(
         NumericsRemedies(context, numerics, rollback),
         MemoryRemedies(memory),
         RowQuarantine(config, quarantine),
-        LastResorts(context, attempts, departure, rollback),
+        LastResorts(context, attempts, ending, rollback),
     ):
         context.remedies.offer(remedies.table())
     saves = SaveHealer(context, lambda: rollback.checkpoints.give_way())
-    return Run(context, numerics, rollback, memory, quarantine, attempts, departure, saves, hangs)
+    return Run(context, numerics, rollback, memory, quarantine, attempts, departure, ending, saves, hangs)
 
 
 def new_run_id() -> str:

@@ -48,8 +48,8 @@ class Entry:
     def __init__(self, run: Run, trainer: Any, moved: bool) -> None:
         context = run.context
         self._run = run
-        self._trainer = trainer
-        context.attachment.healers = healers = _healers_of(run, trainer)
+        self._trainer = context.attachment.trainer = trainer
+        context.attachment.healers = healers = _healers_of(run)
         self.instrument = Instrument(
             trainer,
             healers,
@@ -175,7 +175,7 @@ class Entry:
         guard.attach()
 
 
-def _healers_of(run: Run, trainer: Any) -> Healers:
+def _healers_of(run: Run) -> Healers:
     """What heals one `train()` call, in the order in which it is attached, told of events, and asked for claims."""
     context = run.context
     judge = StepJudge(context, run.numerics, run.rollback)
@@ -188,7 +188,7 @@ def _healers_of(run: Run, trainer: Any) -> Healers:
     )
     return Healers(
         (
-            RunEvents(trainer, run),
+            RunEvents(run),
             judge,
             memory,
             run.hangs,

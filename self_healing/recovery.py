@@ -23,7 +23,6 @@ from .failures import (
 from .instrument.loader_workers import end_workers_that_failed
 from .journal.incident import Incident
 from .memory.outside_of_model import MemoryOutsideOfModel
-from .restarts.ending import RunEnding
 from .restarts.lost_device import leave_lost_device, write_down_lost_device
 from .run.claims import Claim, claim_by_recipe
 from .run.remedies import HealingContext
@@ -60,17 +59,15 @@ class Recovery:
             The trainer whose `train()` is entered.
         run ([`Run`]):
             The run.
-        ending ([`RunEnding`]):
-            Where what ends the run is written down.
     """
 
-    def __init__(self, trainer: Any, run: Run, ending: RunEnding) -> None:
+    def __init__(self, trainer: Any, run: Run) -> None:
         self.run = run
         # What ends the run if it cannot go on; an entry that fails before its first batch does not replace it.
         self.cause: BaseException | None = None
         self._trainer = trainer
         self._config = run.context.config
-        self._ending = ending
+        self._ending = run.ending
         self._outside_of_model = MemoryOutsideOfModel(run.context, trainer)
         self._entered_in_vain = False
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .assembly import Run
-from .restarts.ending import RunEnding
 from .restarts.lost_device import write_down_lost_device
 from .run.healer import Healer
 
@@ -15,15 +12,12 @@ class RunEvents(Healer):
     Logs what the incidents of a run come to, and writes down where it goes on before its state is saved or lost.
 
     Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
         run ([`Run`]):
             The run.
     """
 
-    def __init__(self, trainer: Any, run: Run) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._ending = RunEnding(run.context, run.attempts, run.departure, trainer)
 
     def before_optimizer_step(self) -> None:
         self._run.rollback.ring.join()
@@ -37,7 +31,7 @@ class RunEvents(Healer):
         self._run.about_to_save(step)
 
     def device_lost(self, error: BaseException) -> None:
-        write_down_lost_device(self._ending, error)
+        write_down_lost_device(self._run.ending, error)
 
     def broken(self) -> None:
         self._run.context.attachment.broken = True

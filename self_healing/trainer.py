@@ -25,7 +25,6 @@ from .random_state import RandomState
 from .recovery import NextEntry, Recovery
 from .report import HealingReport
 from .restarts.earlier_attempts import take_up
-from .restarts.ending import RunEnding
 from .restarts.record import RunRecord
 from .restarts.start import Start, find_start, note_start
 from .services.reporting import Reporting
@@ -145,7 +144,6 @@ class SelfHealingTrainer:
         self._put_callback_in_force()
         args = self.trainer.args
         run, start = self._open_run(resume_from_checkpoint)
-        ending = RunEnding(run.context, run.attempts, run.departure, self.trainer)
         theirs = args.eval_on_start, args.ignore_data_skip
         reporting = Reporting(run.context)
         guard = ReportingGuard(self.trainer, reporting)
@@ -155,14 +153,14 @@ class SelfHealingTrainer:
             adopt_run(self.trainer, run)
             if self.config.on_preemption == "save":
                 run.departure.preemption.listen()
-            output = self._enter_until_done(Recovery(self.trainer, run, ending), start.checkpoint, kwargs)
+            output = self._enter_until_done(Recovery(self.trainer, run), start.checkpoint, kwargs)
             if run.departure.begun and not self._at_the_end():
                 run.departure.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
         except BaseException as error:
-            ending.note_exception(error)
+            run.ending.note_exception(error)
             raise
         else:
-            ending.finish()
+            run.ending.finish()
         finally:
             args.eval_on_start, args.ignore_data_skip = theirs
             adopt_run(self.trainer, None)
@@ -184,6 +182,7 @@ class SelfHealingTrainer:
         self._run = run = assemble(
             self.config, directory, args.process_index, self._sleep, start.run, consensus.world_size() == 1
         )
+        run.context.attachment.trainer = self.trainer
         record = start.record or RunRecord(Path(args.output_dir), run.context.run_id, kept=not start.beside)
         run.attempts.keep(record, taken_up=start.record is not None)
         if args.process_index == 0:

@@ -29,15 +29,12 @@ class RunEnding:
             The run.
         attempts ([`Attempts`]), departure ([`Departure`]):
             Its processes, and how this one leaves.
-        trainer ([`~transformers.Trainer`]):
-            Its trainer; of its state only numbers are read.
     """
 
-    def __init__(self, run: RunContext, attempts: Attempts, departure: Departure, trainer: Any) -> None:
+    def __init__(self, run: RunContext, attempts: Attempts, departure: Departure) -> None:
         self.run = run
         self.attempts = attempts
         self.departure = departure
-        self._trainer = trainer
 
     # ---- an incident that nothing cures ----
 
@@ -230,6 +227,11 @@ class RunEnding:
         return self.run.journal.write_postmortem(
             verdict, failure, self.step, error, log_history, checkpoint, advice, older_checkpoint
         )
+
+    @property
+    def _trainer(self) -> Any:
+        """The trainer of the run; of its state only numbers are read."""
+        return self.run.attachment.trainer
 
     @property
     def step(self) -> int:

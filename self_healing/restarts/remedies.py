@@ -20,7 +20,6 @@ from ..run.context import RunContext
 from ..run.remedies import CarryOut, HealingContext
 from ..run.went_back import Target
 from .attempts import Attempts
-from .departure import Departure
 from .ending import RunEnding
 
 
@@ -34,17 +33,17 @@ class LastResorts:
     Args:
         run ([`RunContext`]):
             The run; its configuration says how long is waited, and whether an emergency checkpoint is wanted.
-        attempts ([`Attempts`]), departure ([`Departure`]):
-            Its processes, and how this one leaves.
+        attempts ([`Attempts`]), ending ([`RunEnding`]):
+            Its processes, and what writes down how it ends.
         rollback ([`Rollback`]):
             States it can go back to.
     """
 
-    def __init__(self, run: RunContext, attempts: Attempts, departure: Departure, rollback: Rollback) -> None:
+    def __init__(self, run: RunContext, attempts: Attempts, ending: RunEnding, rollback: Rollback) -> None:
         self.run = run
         self.config = run.config
         self.attempts = attempts
-        self.departure = departure
+        self.ending = ending
         self.rollback = rollback
 
     def table(self) -> dict[Action, CarryOut]:
@@ -107,10 +106,8 @@ class LastResorts:
         return {"waited_seconds": round(seconds, 3)}
 
     def _stop(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
-        trainer = context.running.trainer
         verdict = context.verdict or "it was asked to stop"
-        ending = RunEnding(self.run, self.attempts, self.departure, trainer)
-        error = ending.stop(context.incident, verdict, context.error, context.resume_from)
+        error = self.ending.stop(context.incident, verdict, context.error, context.resume_from)
         self.rollback.release()
         raise error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..checkpoints.checksums import ChecksumQueue
 from ..config import HealingConfig
@@ -28,6 +29,8 @@ class Attachment:
             Attached to it; `None` before the first call, and between two.
         healers ([`Healers`], *optional*):
             What heals it.
+        trainer ([`~transformers.Trainer`], *optional*):
+            The trainer itself, from the first of its `train()` calls on, or from where the wrapper's begins.
         broken (`bool`, *optional*, defaults to `False`):
             Whether code of ours has failed: training goes on without it.
         device_lost (`bool`, *optional*, defaults to `False`):
@@ -36,6 +39,7 @@ class Attachment:
 
     instrument: Instrument | None = None
     healers: Healers = field(default_factory=lambda: Healers(()))
+    trainer: Any = None
     broken: bool = False
     device_lost: bool = False
 
