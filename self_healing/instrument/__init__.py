@@ -1,5 +1,5 @@
 """
-The only part that knows the Trainer's internals, and the only one in which versions of it may differ.
+Knows the Trainer's internals, alone: only here may versions of it differ.
 
 It wraps one trainer instance (never a class) so that each optimizer step becomes a [`Window`]: something that can be
 judged between the last backward and `optimizer.step()`, computed again bit for bit, run on some of its rows, or left

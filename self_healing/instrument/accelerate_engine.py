@@ -40,7 +40,7 @@ class AccelerateEngine(StepEngine):
         replaced ([`Replacements`]):
             Its methods that are wrapped.
         hooks ([`Hooks`]):
-            Told of each step.
+            Called before each step.
         failsafe ([`Failsafe`]):
             Looks at what training code raises.
         retry ([`MemoryRetry`]):
@@ -50,7 +50,7 @@ class AccelerateEngine(StepEngine):
         rates ([`Rates`]):
             Sets the rates of a step.
         reentry ([`Reentry`]):
-            Told of the phase.
+            Knows the phase of the step, which is set here.
     """
 
     def __init__(

@@ -29,12 +29,12 @@ class BatchPlan:
 
 
 class CannotReduce(Exception):
-    """The batch cannot be made smaller without changing what is trained; the message says why."""
+    """Raised where a smaller batch would change what is trained; the message says why."""
 
 
 def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
     """
-    The next smaller size, by the smallest factor that divides it.
+    Finds the next smaller size, by the smallest factor that divides it.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -60,7 +60,7 @@ def smaller_batch(trainer: Any, objective: str, refused: str = "") -> BatchPlan:
 
 
 def _why_not_the_same(trainer: Any, objective: str, refused: str) -> str:
-    """Why the loss of smaller micro-batches is not that of the whole, as far as that is known."""
+    """Says why the loss of smaller micro-batches is not that of the whole; empty where nothing speaks against it."""
     if objective == "kto":
         return "KTO subtracts a statistic of the micro-batch"
     kinds = getattr(trainer, "loss_types", None) or []

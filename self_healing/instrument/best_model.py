@@ -1,4 +1,4 @@
-"""The best model of a run, looked at before the Trainer loads it in place of what was trained last."""
+"""Checks the best model of a run before the Trainer loads it in place of what was trained last."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("self_healing")
 @dataclass(frozen=True, slots=True)
 class BestChoice:
     """
-    Which checkpoint holds the best model.
+    The checkpoint that holds the best model.
 
     Args:
         path (`str`, *optional*):
@@ -40,7 +40,7 @@ class BestChoice:
 
 class BestModel:
     """
-    The best model of one run.
+    Chooses the best model of one run among checkpoints that can be loaded, and loads it.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -52,7 +52,7 @@ class BestModel:
         may_be_loaded (`Callable[[Path], bool]`):
             Whether a checkpoint may take the place of one that cannot.
         told (`Callable[[str, BestChoice], None]`):
-            Told of a best checkpoint that is not loaded, and of what is in its place.
+            Called with a best checkpoint that is not loaded, and with what is loaded in its place.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class BestModel:
         self._noted: dict[int, float] = {}
 
     def note_evaluation(self, metrics: Any) -> None:
-        """Takes in what an evaluation gave."""
+        """Notes the metric of an evaluation."""
         value = metrics.get(self._metric) if isinstance(metrics, Mapping) else None
         if isinstance(value, int | float):
             self._noted[int(self._trainer.state.global_step)] = float(value)
@@ -96,7 +96,7 @@ class BestModel:
             try:
                 choice = self._choose()
             except Exception:
-                # The others are waiting to be told.
+                # The other ranks wait for the answer.
                 logger.warning("The best checkpoint could not be looked at.", exc_info=True)
         choice = consensus.from_first_rank(choice)
         if choice is None or not choice.refused or theirs is None:
@@ -119,7 +119,7 @@ class BestModel:
         return BestChoice(None, None, None, refused)
 
     def _evaluations(self) -> list[tuple[float, int]]:
-        """The metric of each evaluation, with its step, the best one first."""
+        """Lists the metric of each evaluation with its step, the best one first."""
         name, history = self._metric, self._trainer.state.log_history
         logged = {int(entry["step"]): entry[name] for entry in history if isinstance(entry.get(name), int | float)}
         found = [(float(value), step) for step, value in (logged | self._noted).items() if math.isfinite(value)]
@@ -139,6 +139,6 @@ class BestModel:
             return None
 
     def _versions(self) -> list[int]:
-        """Changes with every write into a parameter or buffer."""
+        """Version counters of parameters and buffers: each write changes one."""
         model = self._trainer.model
         return [tensor._version for tensor in (*model.parameters(), *model.buffers())]

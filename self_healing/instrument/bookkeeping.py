@@ -69,13 +69,13 @@ class Bookkeeper:
         self._rng: RandomState | None = None
 
     def random_state(self) -> RandomState:
-        """The random states as of now."""
+        """Captures the random states."""
         self._rng = RandomState.capture(self._trainer.accelerator.device, since=self._rng)
         return self._rng
 
     def capture(self, running_loss: torch.Tensor | None = None) -> Bookkeeping:
         """
-        The bookkeeping as of now.
+        Captures the bookkeeping.
 
         Args:
             running_loss (`torch.Tensor`, *optional*):
@@ -97,7 +97,7 @@ class Bookkeeper:
 
     def _copy_moving_buffers(self) -> dict[str, torch.Tensor]:
         """
-        Copies of the buffers a forward pass changes (batch norm statistics, fp8 scales).
+        Copies the buffers a forward pass changes (batch norm statistics, fp8 scales).
 
         Which ones do is seen after the first step, by comparing: version counters are not moved by fused kernels.
         """
@@ -123,21 +123,21 @@ class Bookkeeper:
             buffers[name].copy_(value)
 
     def rewind_step(self, bookkeeping: Bookkeeping) -> None:
-        """Back to where a step began; what the training loop counts around the step stays."""
+        """Goes back to where a step began; what the training loop counts around the step stays."""
         self._rewind(bookkeeping, _SET_BY_THE_LOOP)
         bookkeeping.rng.restore()
 
     def rewind_counts(self, bookkeeping: Bookkeeping) -> None:
-        """What is counted and logged as it was; random states and buffers stay."""
+        """Puts counters and log back as they were; random states and buffers stay."""
         self._set_counts(bookkeeping, _SET_BY_THE_LOOP)
         del self._trainer.state.log_history[bookkeeping.log_length :]
 
     def with_buffers_of_now(self, bookkeeping: Bookkeeping) -> Bookkeeping:
-        """The same moment, with the buffers as they are now."""
+        """Gives the same moment, with the buffers as they are now."""
         return replace(bookkeeping, buffers=self._copy_moving_buffers())
 
     def rewind(self, bookkeeping: Bookkeeping) -> None:
-        """Back to an earlier moment altogether."""
+        """Goes back to an earlier moment altogether."""
         trainer = self._trainer
         self._rewind(bookkeeping, frozenset())
         trainer._tr_loss.copy_(bookkeeping.running_loss)
@@ -161,7 +161,7 @@ class Bookkeeper:
             trainer._buffered_inputs = bookkeeping.generated
 
     def mark_stores(self) -> dict[str, Any]:
-        """Where the containers of metrics stand."""
+        """Notes where the containers of metrics stand."""
         attributes = vars(self._trainer)
         return {name: _mark(attributes[name]) for name in STORES if name in attributes}
 
@@ -171,14 +171,14 @@ class Bookkeeper:
             setattr(self._trainer, name, _unmark(mark))
 
     def continue_from(self, bookkeeping: Bookkeeping) -> None:
-        """In a new `train()` call, which has set its own counters to zero: goes on from those of an earlier one."""
+        """Goes on with the counters of an earlier `train()` call; a new one has set its own to zero."""
         self._set_counts(bookkeeping, _SET_ON_ENTRY)
         self._trainer._tr_loss.copy_(bookkeeping.running_loss)
 
     # ---- in another process ----
 
     def export(self) -> dict[str, Any]:
-        """What another process needs to go on logging where this one stopped, as JSON."""
+        """Gives what another process needs to go on logging where this one stopped, as JSON."""
         attributes = vars(self._trainer)
         return {
             "running_loss": float(self._trainer._tr_loss),

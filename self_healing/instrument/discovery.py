@@ -1,4 +1,4 @@
-"""The Trainer hands callbacks its state, not itself: it is found in the call stack."""
+"""Finds the trainer in the call stack: it hands callbacks its state, not itself."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from transformers import Trainer
 
 def find_trainer(callback: Any) -> Trainer | None:
     """
-    The trainer whose `train()` is calling the callback right now.
-
-    The Trainer hands callbacks its state, not itself. The caller of `on_train_begin` is one of its methods.
+    Finds the trainer whose `train()` is calling the callback right now: the caller of `on_train_begin` is one of its
+    methods.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -34,7 +33,7 @@ def is_training(trainer: Trainer, frame: Any) -> bool:
 
 
 def find_resume_path() -> str | None:
-    """The checkpoint the `train()` call we are in resumes from."""
+    """Finds the checkpoint that the `train()` call under way resumes from."""
     frame = sys._getframe(1)
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), Trainer) and "resume_from_checkpoint" in frame.f_locals:

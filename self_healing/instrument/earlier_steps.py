@@ -99,7 +99,7 @@ class EarlierSteps:
         return StepSignals(recording.step, loss, norm)
 
     def _loss_from_the_start(self, control: Control) -> float:
-        """The loss of an earlier step, from the random states that the step that is judged began with."""
+        """Computes the loss of an earlier step, from the random states that the step that is judged began with."""
 
         def compute() -> float:
             self._window.rewind()
@@ -108,7 +108,7 @@ class EarlierSteps:
         return self._until_it_fits(compute)
 
     def _loss(self, control: Control) -> float:
-        """Forward and backward of an earlier step; its loss, over all ranks."""
+        """Computes forward and backward of an earlier step; its loss, over all ranks."""
         last = len(control.calls) - 1
         with self._engine.accumulating(len(control.calls)):
             losses = [self._window.compute(call, last=index == last) for index, call in enumerate(control.calls)]

@@ -17,7 +17,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 @contextlib.contextmanager
 def entry_hooks_removed_on_exception(trainer: Any) -> Iterator[None]:
     """
-    Around one call of `train()`: an exception takes off what that call put on the model before its first callback
+    Takes off, if an exception leaves a call of `train()`, what that call put on the model before its first callback
     (NEFTune's noise, the hooks of activation checkpointing and of `debug="underflow_overflow"`). The next call puts
     all of it on again, and noise that is added twice is another training. Hooks of callbacks or of the user stay.
 

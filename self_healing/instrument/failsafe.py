@@ -24,11 +24,11 @@ class Failsafe:
         trainer ([`~transformers.Trainer`]):
             The trainer.
         hooks ([`Hooks`]):
-            Told of a lost device, and of a failure of this library.
+            Called when the device is lost, and when this library fails.
         replaced ([`Replacements`]):
             The methods that are wrapped.
         give_back (`Callable[[], None]`):
-            Makes the trainer its plain self again.
+            Gives the trainer back.
     """
 
     def __init__(self, trainer: Any, hooks: Hooks, replaced: Replacements, give_back: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class Failsafe:
         self._hooks = hooks
         self._replaced = replaced
         self.give_back = give_back
-        # Whether code of ours has failed: training goes on without it.
+        # Whether this library has failed: training goes on without it.
         self.switched_off = False
         self._told_of_lost_device: BaseException | None = None
 
@@ -51,7 +51,7 @@ class Failsafe:
         return self._told_of_lost_device is not None
 
     def contained(self) -> OnException:
-        """Logs a failure of ours and makes the trainer its plain self again; training goes on."""
+        """Contains a failure of this library in a block: logs it and gives the trainer back; training goes on."""
         return OnException(self._contain)
 
     def _contain(self, error: BaseException) -> bool:
@@ -62,7 +62,7 @@ class Failsafe:
 
     def lets_pass(self, error: Exception) -> bool:
         """
-        Whether an exception in code of ours is no failure of it, and ends `train()`; the trainer is given back. Torch
+        Whether an exception in this library is no failure of it, and ends `train()`; the trainer is given back. torch
         raises that a data loader worker has died wherever the main thread is, and that the device is lost wherever it
         is waited for.
         """
@@ -73,7 +73,7 @@ class Failsafe:
         return True
 
     def switch_off(self, error: Exception) -> None:
-        """Logs a failure of ours, and makes the trainer its plain self again for the rest of the run."""
+        """Logs a failure of this library, and gives the trainer back for the rest of the run."""
         logger.error(
             "self_healing failed at step %s and has switched itself off; training goes on without it. "
             "Please report this traceback.",
@@ -85,7 +85,7 @@ class Failsafe:
         self._hooks.broken()
 
     def tells_of_lost_device(self, error: BaseException) -> bool:
-        """Whether an exception says so; if it does, that is written down before anything else is done."""
+        """Whether an exception says that the device is lost; if so, that is journaled before anything else is done."""
         if classify_exception(error) is not FailureType.DEVICE:
             return False
         self._told_of_lost_device = self._told_of_lost_device or error
@@ -93,7 +93,7 @@ class Failsafe:
         return True
 
     def leaving_on_exception(self) -> OnException:
-        """Gives the trainer back on any exception: it ends `train()`, and there is no event that says so."""
+        """Gives the trainer back if an exception leaves a block: it ends `train()`, and no event says so."""
         return OnException(self._leave_with)
 
     def _leave_with(self, error: BaseException) -> bool:
@@ -112,5 +112,5 @@ class Failsafe:
             first = self._told_of_lost_device
             if first is None or first is error:
                 raise
-        # What was raised on the way out says less than what came first.
+        # What was raised on the way out says less than the first exception.
         raise first

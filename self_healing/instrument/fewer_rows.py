@@ -57,7 +57,7 @@ class FewerRows:
         return index in self.rows and not self.rows[index]
 
     def select(self, index: int, batch: Any) -> Any:
-        """A prepared micro-batch without the rows that go."""
+        """Takes a prepared micro-batch without the rows that go."""
         if self.dropped is not None and isinstance(batch, Mapping):
             batch = {**batch, "num_items_in_batch": batch["num_items_in_batch"] - self.dropped}
         rows, layout = self.rows.get(index), self.layouts.get(index)

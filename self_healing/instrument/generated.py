@@ -1,4 +1,4 @@
-"""Rows that a trainer has generated and not yet trained on: a checkpoint in the middle of a cycle carries them."""
+"""Saves and loads rows that a trainer has generated and not yet trained on, in a checkpoint within a cycle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 def save_generated(trainer: Any, checkpoint: Path) -> None:
     """
-    Puts what is left of a generation cycle (GRPO, RLOO) into a checkpoint; at the end of one there is nothing.
+    Saves what is left of a generation cycle (GRPO, RLOO) with a checkpoint; at the end of a cycle nothing is.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -36,7 +36,7 @@ def save_generated(trainer: Any, checkpoint: Path) -> None:
 
 def load_generated(trainer: Any, checkpoint: Path) -> None:
     """
-    Takes up the generation cycle in whose middle a checkpoint was written.
+    Goes on with the generation cycle within which a checkpoint was written.
 
     Args:
         trainer ([`~transformers.Trainer`]):

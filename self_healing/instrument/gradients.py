@@ -1,4 +1,4 @@
-"""The gradients of a computation: where they are while a step is judged, and how all of them are discarded."""
+"""Finds the gradients of a computation while its step is judged, and discards all of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 def gradients_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """
-    The gradients a model holds, also those that FSDP2 keeps beside the parameters until they are reduced: under
-    `no_sync`, that is all of them.
+    Collects the gradients a model holds, also those that FSDP2 keeps beside the parameters until they are reduced:
+    under `no_sync`, that is all of them.
     """
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for sharded in _sharded_parameters(model):

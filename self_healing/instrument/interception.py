@@ -1,4 +1,4 @@
-"""A method of one model that is handed to somebody else, and that copies of the model do not have."""
+"""Intercepts a method of one model, and not of its copies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Interception:
         return self._wrapper(self._original, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        # What is read from the file is a model without us: there this is a method of its class again.
+        # A pickled model is read without this library: there it is a method of its class again.
         return getattr, (self._model, self._name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -18,7 +18,7 @@ HOST = torch.device("cpu")
 @dataclass(slots=True)
 class Control:
     """
-    A healthy step, kept to be computed again with other weights.
+    A healthy step that is kept, to be computed again with other weights.
 
     Args:
         calls (`list`):
@@ -34,7 +34,7 @@ class Control:
     nbytes: int
 
     def leave_device(self) -> int:
-        """Moves its inputs to host memory, from where the Trainer prepares them again; how many bytes."""
+        """Moves its inputs to host memory, from where the Trainer prepares them again; the bytes that were moved."""
         moved = sum(nbytes_of(inputs, elsewhere_than=HOST) for _, inputs, _, _ in self.calls)
         if moved:
             # Those of the step itself, which may be under way, stay where they are.
@@ -79,7 +79,7 @@ def nbytes_of(value: Any, elsewhere_than: torch.device | None = None) -> int:
 
 
 def on_host(value: Any) -> Any:
-    """A micro-batch with its tensors in host memory, nested in whatever the Trainer's own preparation knows."""
+    """Copies a micro-batch to host memory, nested in whatever the Trainer's own preparation knows."""
     if isinstance(value, torch.Tensor):
         return value.to(HOST)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""`Leaving`: a run that was asked to end before its last step, and what it leaves to the one that takes it up."""
+"""`Leaving`: ends a run before its last step, and notes what is left to the process that continues it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Leaving:
         self._theirs: tuple[Any, Any] | None = None
         # Whether the run ends with the step that is under way.
         self.begun = False
-        # Whether the evaluation that was due is left to the process that takes the run up.
+        # Whether the evaluation that was due is left to the process that continues the run.
         self.owes_evaluation = False
 
     def leaves(self, asked: bool) -> bool:
@@ -45,7 +45,7 @@ class Leaving:
             window = self._window()
             asked = window is not None and window.leave_wanted
         if self._view.last_step_done:
-            # What is left is the end of the run, with the last evaluation and the best model, and not to be cut short.
+            # Only the end of the run is left, with the last evaluation and the best model: it is not cut short.
             return False
         if asked and not self.begun:
             self.begun = True
@@ -53,7 +53,7 @@ class Leaving:
         return asked
 
     def _keep_what_is_saved(self) -> None:
-        """A run that leaves is not at its end: its newest checkpoint is not to give way to the best one."""
+        """Keeps the newest checkpoint: a run that leaves is not at its end, where the best one would replace it."""
         args = self._trainer.args
         self._theirs = args.load_best_model_at_end, args.save_total_limit
         args.load_best_model_at_end, args.save_total_limit = False, None
@@ -66,11 +66,11 @@ class Leaving:
             self._theirs = None
 
     def owe_evaluation(self) -> None:
-        """Leaves the evaluation that is due, for which there is no time, to the process that takes the run up."""
+        """Leaves the evaluation that is due, for which there is no time, to the process that continues the run."""
         self.owes_evaluation = consensus.world_size() == 1
 
     def epoch_ended(self, control: Any) -> None:
-        """Called once callbacks were told that an epoch is over, which it need not be; the checkpoint is written."""
+        """Called after the callbacks' `on_epoch_end`, which comes in mid-epoch here: the checkpoint is written."""
         if not self.begun:
             return
         if control.should_evaluate and self._position.at_epoch_end():

@@ -9,9 +9,9 @@ from .live_state import innermost
 
 class ActivationCheckpointing:
     """
-    Activation checkpointing of a model in the middle of a run.
+    Switches activation checkpointing of a model on and off in the middle of a run.
 
-    The training arguments for it are read once, when `train()` is entered; after that it is a matter of the model.
+    The training arguments for it are read once, when `train()` is entered; after that it is set on the model.
 
     Args:
         model (`torch.nn.Module`):
@@ -24,7 +24,7 @@ class ActivationCheckpointing:
 
     @property
     def on(self) -> bool:
-        """Whether it is on."""
+        """Whether activation checkpointing is on."""
         # Renamed in transformers 5.2x; the old name warns there.
         for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
             found = getattr(self._model, name, None)
@@ -33,7 +33,7 @@ class ActivationCheckpointing:
         return False
 
     def switch_on(self) -> bool:
-        """Whether it is on now and was not before."""
+        """Switches it on, if the model supports it; whether that changed anything."""
         if self.on or not getattr(self._model, "supports_gradient_checkpointing", False):
             return False
         self._inputs_needed_gradients = hasattr(self._model, "_require_grads_hook")
@@ -42,7 +42,7 @@ class ActivationCheckpointing:
         return self._mine
 
     def switch_off(self) -> None:
-        """Takes [`switch_on`] back."""
+        """Undoes [`switch_on`]."""
         if self._mine:
             self._call("disable")
             if not self._inputs_needed_gradients and hasattr(self._model, "_require_grads_hook"):
@@ -59,7 +59,7 @@ class ActivationCheckpointing:
 
 class UpdateOneByOne:
     """
-    An optimizer of torch that updates parameter by parameter: all at once takes as much memory again as they do.
+    Has an optimizer of torch update parameter by parameter: all at once takes as much memory again as they do.
 
     Args:
         optimizer (`Any`):
@@ -71,7 +71,7 @@ class UpdateOneByOne:
         self._before: list[tuple[dict[str, Any], Any]] = []
 
     def switch_on(self) -> bool:
-        """Whether that changes anything."""
+        """Switches it on; whether that changed anything."""
         for group in getattr(innermost(self._optimizer), "param_groups", []):
             if "foreach" in group and group["foreach"] is not False and not group.get("fused"):
                 self._before.append((group, group["foreach"]))
@@ -79,7 +79,7 @@ class UpdateOneByOne:
         return bool(self._before)
 
     def switch_off(self) -> None:
-        """Takes [`switch_on`] back."""
+        """Undoes [`switch_on`]."""
         for group, foreach in self._before:
             group["foreach"] = foreach
         self._before.clear()

@@ -1,4 +1,4 @@
-"""What training changes: the tensors of a trainer that a snapshot has to hold, and putting a checkpoint back."""
+"""Collects the tensors that training changes, which a snapshot has to hold, and loads a checkpoint into them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LiveState:
 
 
 def live_state_of(trainer: Any) -> LiveState:
-    """What training changes in a trainer."""
+    """Collects the tensors that training changes in a trainer."""
     optimizer = innermost(trainer.optimizer)
     optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     seen: set[int] = set()
@@ -71,7 +71,7 @@ def _changing(trainer: Any, optimizer: torch.optim.Optimizer | None) -> Iterator
 
 def offloaded_tensors(model: torch.nn.Module) -> list[str]:
     """
-    Names of parameters and buffers that lie on no device while nothing is computed: accelerate keeps what they hold
+    Names parameters and buffers that lie on no device while nothing is computed: accelerate keeps what they hold
     elsewhere, and brings it for each call. They can be neither searched nor kept.
     """
     return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
@@ -79,7 +79,7 @@ def offloaded_tensors(model: torch.nn.Module) -> list[str]:
 
 def nonfinite_tensors(model: torch.nn.Module, optimizer: Any) -> list[str]:
     """
-    Names of what is not finite in all that a checkpoint holds of a model and its optimizer.
+    Names what is not finite in all that a checkpoint holds of a model and its optimizer.
 
     Args:
         model (`torch.nn.Module`):
@@ -121,7 +121,7 @@ def _search_in(search: Search, name: str, value: Any, inf: bool) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; a tensor of its own memory otherwise."""
+    """Gives this rank's part of a sharded tensor; any other one detached."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local is not None else tensor.detach()
 
@@ -149,11 +149,11 @@ def optimizer_in_training_mode(trainer: Any) -> None:
 
 def reset_moments(trainer: Any) -> bool:
     """
-    Makes the optimizer forget everything, so that it begins as in the first step.
+    Clears the optimizer's state, so that it begins as in the first step.
 
     Returns:
-        Whether it did: optimizers that make their state in the constructor, or are not known to make it anew, are left
-        alone, because their next step would fail.
+        Whether it did: optimizers that make their state in the constructor, or are not known to make it again, are
+        left alone, because their next step would fail.
     """
     optimizer = innermost(trainer.optimizer)
     known = type(optimizer).__module__.split(".")[0] in ("torch", "transformers", "bitsandbytes", "torchao")

@@ -1,4 +1,4 @@
-"""Worker processes of a data loader that die, and those that the training thread waits for in vain."""
+"""Handles worker processes of a data loader that die, or that the training thread waits for in vain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WorkerDeaths:
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
         """
-        Around the fetching of batches.
+        Marks that batches are fetched inside: a dead worker is raised here.
 
         Raises:
             RuntimeError: What torch says of a worker that has died since, or dies meanwhile.
@@ -57,7 +57,7 @@ class WorkerDeaths:
         self._held = None
 
     def release(self) -> None:
-        """Gives torch its handler back, unless somebody else stands before this one; it passes everything on then."""
+        """Gives torch its handler back, unless another handler calls this one, which passes everything on then."""
         self._fetching, self._held = True, None
         if self._torchs is not None and signal.getsignal(signal.SIGCHLD) == self._handle:
             signal.signal(signal.SIGCHLD, self._torchs)
@@ -128,7 +128,7 @@ def end_workers_that_failed(error: BaseException) -> None:
     try:
         end_awaited_workers(frame)
     except RuntimeError:
-        # It learns of it just now, and says so once.
+        # torch learns just now that it died, and raises once.
         end_awaited_workers(frame)
 
 

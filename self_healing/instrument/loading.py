@@ -1,4 +1,4 @@
-"""The trainer's data loader: what it reads from and collates with, and skipping what a resume has trained on."""
+"""Reads from and replaces what the trainer's data loader reads, and skips what a resumed run has trained on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TrainingLoader:
 
     def read_from(self, dataset: Any, collate: Any) -> None:
         """
-        From here on the loader takes its samples from another dataset, and makes batches of them in another way.
+        Has the loader take its samples from another dataset, and make batches of them in another way.
 
         Args:
             dataset (`Any`):
@@ -80,14 +80,14 @@ class TrainingLoader:
 
     @property
     def samples(self) -> int | None:
-        """How many there are; `None` for a stream."""
+        """Number of samples in the dataset; `None` for a stream."""
         with contextlib.suppress(Exception):
             return len(self.dataset)
         return None
 
     def rows_elsewhere(self, count: int, without: Collection[int]) -> list[Any]:
         """
-        Batches of one sample, twice, from all over the data.
+        Loads batches of one sample, twice, from all over the data.
 
         Args:
             count (`int`):
@@ -106,7 +106,7 @@ class TrainingLoader:
 @contextlib.contextmanager
 def skipping_any_loader(trainer: Any) -> Iterator[None]:
     """
-    Around a call of `train()` that resumes: what `get_train_dataloader` gives can be skipped into, whatever it is.
+    Lets a call of `train()` that resumes skip into whatever `get_train_dataloader` returns.
 
     accelerate's `skip_first_batches` (1.15) makes a loader of the same dataset and batch sampler. A list of batches
     has neither, and a loader with a loop of its own makes its batches in another way.
@@ -131,8 +131,8 @@ def skipping_any_loader(trainer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def loading_twice_at_most(trainer: Any) -> Iterator[None]:
     """
-    Around a call of `train()` that resumes: what of a checkpoint cannot be loaded is loaded once more, from its
-    beginning. A file system that fails for a moment, or memory that is short for one, ends no run.
+    Loads what a call of `train()` that resumes cannot load of its checkpoint once more, from its beginning. A file
+    system that fails for a moment, or memory that is short for one, ends no run.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -179,7 +179,7 @@ class IteratedLoader:
             The trainer.
     """
 
-    # What accelerate hands to the loader that it makes; those of the loader inside have done their work by then.
+    # What accelerate hands to the loader that it makes; the wrapped loader has applied its own by then.
     batch_size = None
     drop_last = pin_memory = persistent_workers = False
     num_workers = timeout = 0

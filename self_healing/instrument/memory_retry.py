@@ -1,4 +1,4 @@
-"""`MemoryRetry`: what ran out of memory is computed again, in whatever way fits."""
+"""`MemoryRetry`: computes again, in whatever way fits, what ran out of memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 class MemoryRetry:
     """
-    Asks whether to try again where memory ran out.
+    Has memory freed where it ran out, and computes again what failed.
 
     Args:
         view ([`TrainerView`]):
@@ -36,7 +36,7 @@ class MemoryRetry:
         failsafe ([`Failsafe`]):
             Around them.
         heartbeat ([`Heartbeat`]):
-            Told that parts of a step take longer from here on.
+            Expects parts of a step to take longer from here on.
         window (`Callable[[], Window | None]`):
             Gives the step that is being computed; `None` once the trainer was given back.
     """
@@ -54,7 +54,7 @@ class MemoryRetry:
         self._failsafe = failsafe
         self._heartbeat = heartbeat
         self._window = window
-        # Whether what is computed is an experiment, which may come to nothing: the run must not.
+        # Whether what is computed is an experiment, which may fail where the run must not.
         self.experimenting = False
 
     def caught(self, error: Exception, place: Place | None = None) -> OutOfMemory | None:
@@ -90,7 +90,7 @@ class MemoryRetry:
         return handled
 
     def on_success(self) -> None:
-        """Tells that something that may have run out of memory before has been computed."""
+        """Called when something that may have run out of memory before has been computed."""
         with self._failsafe.contained():
             self._hooks.on_success()
 
@@ -133,8 +133,8 @@ class MemoryRetry:
 
     def _may_have_passed(self, error: Exception) -> bool:
         """
-        Whether a computation that is to heal another fault is tried once more after an exception. Not for memory,
-        about which all has been done that can be, nor on several processes, where the others are waiting.
+        Whether a computation that is to heal another fault is tried once more after an exception: not where memory
+        ran out and all has been tried, nor on several processes, where the others are waiting.
         """
         if consensus.world_size() > 1:
             return False
@@ -152,7 +152,7 @@ class MemoryRetry:
     @contextlib.contextmanager
     def experiment(self) -> Iterator[None]:
         """
-        Marks what is computed inside as not needed by the run: where memory runs out in it, it comes to nothing.
+        Marks what is computed inside as not needed by the run: where memory runs out in it, it is given up.
 
         Raises:
             TrainingFault: Also where memory ran out in code of ours.

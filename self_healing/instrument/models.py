@@ -1,4 +1,4 @@
-"""The models of a trainer, and what identifies what is trained where."""
+"""Finds the models of a trainer, and identifies what is trained on which device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 def models_of(trainer: Any) -> list[torch.nn.Module]:
     """
-    The models a trainer calls: what it trains, its reference, teachers and reward models. Inside of what spreads them
-    over processes, without parts of others among them, and without modules that are no models (losses).
+    Finds the models a trainer calls: what it trains, its reference, teachers and reward models. Unwrapped (DDP),
+    without parts of others among them, and without modules that are no models (losses).
     """
     wrapped = _inside(getattr(trainer, "model_wrapped", trainer.model))
     held: list[Any] = [wrapped if type(wrapped).__name__ == "OptimizedModule" else trainer.model]
@@ -41,7 +41,7 @@ def _inside(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def fingerprint(trainer: Any) -> dict[str, Any]:
-    """Figures that have to be the same for a size that fitted in one process to fit in another."""
+    """Gives facts that have to be the same for a size that fitted in one process to fit in another."""
     parameters = list(trainer.model.parameters())
     device = trainer.accelerator.device
     return {
@@ -64,8 +64,8 @@ def autocast_dtype(trainer: Any) -> torch.dtype | None:
 
 def names_in_checkpoints(trainer: Any) -> ModelNames | None:
     """
-    What the model of a trainer calls its tensors in a checkpoint; `None` where the Trainer's own way of loading them,
-    by exactly these names, is not the one that is used, or if it cannot be known.
+    Gives the names of the model's tensors in a checkpoint; `None` where the Trainer's own way of loading them, by
+    exactly these names, is not the one that is used, or if it cannot be known.
     """
     shared_out = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if shared_out or type(trainer)._load_from_checkpoint is not Trainer._load_from_checkpoint:

@@ -8,7 +8,7 @@ from types import TracebackType
 
 class OnException:
     """
-    Around a block of code: asks a method about the exception that leaves it.
+    Asks a method about the exception that leaves a block.
 
     A training step goes through a dozen of these, and a generator of `contextlib` takes four times as long.
 

@@ -27,7 +27,7 @@ class OptimizerStep:
         trainer ([`~transformers.Trainer`]):
             The trainer.
         hooks ([`Hooks`]):
-            Told of each step.
+            Called before and after each step.
         failsafe ([`Failsafe`]):
             Around them.
         retry ([`MemoryRetry`]):
@@ -35,7 +35,7 @@ class OptimizerStep:
         rates ([`Rates`]):
             The rates in force.
         reentry ([`Reentry`]):
-            Told of the phase.
+            Knows the phase of the step, which is set here.
         window (`Callable[[], Window | None]`):
             Gives the step that is applied.
     """
@@ -66,13 +66,13 @@ class OptimizerStep:
         self.weights_moved = self._optimizer is None
 
     def attach(self) -> None:
-        """Follows the optimizer from inside, where also steps are seen that do not go through [`step`]."""
+        """Hooks into the optimizer itself, which sees steps that do not go through [`step`] as well."""
         if self._optimizer is not None:
             self._handles.append(self._optimizer.register_step_pre_hook(self._begins))
             self._handles.append(self._optimizer.register_step_post_hook(self._ends))
 
     def detach(self) -> None:
-        """Leaves the optimizer as it was."""
+        """Gives the optimizer back as it was."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

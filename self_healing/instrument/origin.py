@@ -1,4 +1,4 @@
-"""Where a computation first gives a number that is not finite: in the batch, in a module, in the loss or backward."""
+"""Finds where a computation first gives a number that is not finite: batch, module, loss or backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..extents import extent_of
 @dataclass(frozen=True, slots=True)
 class Origin:
     """
-    Where a computation first gave a number that is not finite.
+    The place where a computation first gave a number that is not finite.
 
     Args:
         place (`str`):
@@ -104,7 +104,7 @@ def _note(name: str, found: list[Origin]) -> Callable[..., None]:
 
 
 def nonfinite_in(batch: Any) -> list[str]:
-    """Names of the entries of a batch that hold NaN or Inf."""
+    """Names the entries of a batch that hold NaN or Inf."""
     entries = batch.items() if isinstance(batch, Mapping) else [("batch", batch)]
     return [str(name) for name, value in entries if any(_is_bad(each) for each in _floats(value))]
 

@@ -1,4 +1,4 @@
-"""What is known of an out-of-memory error when it is caught: where it struck, and the memory there was."""
+"""Reads an out-of-memory error as it is caught (where it struck, the memory there was), and frees memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class OutOfMemory:
 
 def caught(error: Exception, device: torch.device, place: Place | None = None) -> OutOfMemory | None:
     """
-    Takes an exception for what it is; `None` if it does not say that memory ran out.
+    Reads an out-of-memory error; `None` if the exception is none.
 
     Args:
         error (`Exception`):
@@ -84,7 +84,7 @@ def caught(error: Exception, device: torch.device, place: Place | None = None) -
 
 
 def _place_of(error: BaseException) -> Place:
-    """Generation inside of a training step, by a model or by vLLM, the step's backward, or else its forward."""
+    """Tells the part of a training step: generation by a model or by vLLM, the backward, or else the forward."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if any(_ENGINE.match(frame.f_globals.get("__name__", "")) for frame in frames):
         return "vLLM"
@@ -115,8 +115,8 @@ def _requested(error: BaseException) -> int | None:
 
 def let_go(error: BaseException | None) -> None:
     """
-    Empties the frames of an exception and of those it came from, which keep what failed alive as long as the exception
-    is: whoever collects log records keeps it.
+    Clears the frames of an exception and of those it came from, which keep what failed alive as long as the exception
+    is: a handler that collects log records keeps it.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -127,11 +127,11 @@ def let_go(error: BaseException | None) -> None:
 
 def with_room(compute: Callable[[], _T], device: torch.device, give_up: Callable[[], None] | None = None) -> _T:
     """
-    What a computation gives; where memory runs out in it, memory is freed and it is begun once more.
+    Computes something; where memory runs out in it, frees memory and begins once more.
 
     Args:
         compute (`Callable`):
-            The computation, which can be begun anew, and in which no other process takes part.
+            The computation, which can be begun again, and in which no other process takes part.
         device (`torch.device`):
             Where it computes.
         give_up (`Callable`, *optional*):
@@ -158,7 +158,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def free_memory(device: torch.device) -> None:
     """
     Gives back what nothing refers to: Python's cycles, and then what the allocator of the device keeps for later.
-    Whatever is to go, gradients and exceptions among it, has to be let go of before.
+    What is to be freed, gradients and exceptions included, must have no reference left.
     """
     gc.collect()
     if device.type != "cpu":
@@ -167,9 +167,9 @@ def free_memory(device: torch.device) -> None:
 
 def memory_figures(device: torch.device) -> dict[str, int]:
     """
-    Memory in use, in bytes. On the device: allocated by tensors, reserved by the allocator, the peak of the former,
-    free and total, and how often the allocator had to give back its reserve and ask again. On the host: of this
-    process, and available.
+    Reads the memory in use, in bytes. On the device: allocated by tensors, reserved by the allocator, the peak of the
+    former, free and total, and how often the allocator had to give back its reserve and ask again. On the host: of
+    this process, and available.
     """
     found = {"host_used": psutil.Process().memory_info().rss, "host_available": psutil.virtual_memory().available}
     if device.type == "cuda":
@@ -188,7 +188,7 @@ def memory_figures(device: torch.device) -> dict[str, int]:
 
 class DeviceRoom:
     """
-    The memory of a CUDA device, as far as this process may have it.
+    Reads how much memory of a CUDA device this process holds, and may still have.
 
     Args:
         device (`torch.device`):
@@ -211,23 +211,23 @@ class DeviceRoom:
 
 
 def room_of(device: torch.device) -> DeviceRoom | None:
-    """The memory of the device; `None` where it cannot be asked."""
+    """Gives the reader of a device's memory; `None` where it cannot be read."""
     return DeviceRoom(device) if device.type == "cuda" else None
 
 
 def alloc_retries(device: torch.device) -> int:
-    """How often `cudaMalloc` failed at first: the memory is nearly full, and the step waits for it."""
+    """Counts how often `cudaMalloc` failed at first: the memory is nearly full, and the step waits for it."""
     return 0 if device.type != "cuda" else int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def record_memory_history(device: torch.device) -> None:
-    """From here on the allocator notes where its memory goes, for [`write_memory_snapshot`]."""
+    """Has the allocator record its history from here on, for [`write_memory_snapshot`]."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=100_000)
 
 
 def write_memory_snapshot(path: str, device: torch.device) -> bool:
-    """The allocator's history (https://docs.pytorch.org/memory_viz); whether there is one."""
+    """Writes the allocator's history (https://docs.pytorch.org/memory_viz); whether there is one."""
     if device.type != "cuda":
         return False
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]

@@ -1,10 +1,10 @@
-"""Where in the optimizer step the Trainer is."""
+"""`Phase`: the part of an optimizer step that the Trainer is in."""
 
 from enum import Enum
 
 
 class Phase(Enum):
-    """Where in the optimizer step the Trainer is."""
+    """The part of an optimizer step that the Trainer is in, as it is told to people."""
 
     IDLE = "before the first step"
     FETCHING = "while batches were fetched"

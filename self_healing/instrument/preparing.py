@@ -1,4 +1,4 @@
-"""The preparation of a micro-batch by its trainer, looked at or replaced for one call of `training_step`."""
+"""Looks at, changes or replaces the micro-batch that a trainer prepares, for one call of `training_step`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer put back as it was, for dry runs."""
+"""Puts a trainer back as it was, after a dry run."""
 
 from __future__ import annotations
 

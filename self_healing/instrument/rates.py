@@ -1,4 +1,4 @@
-"""The learning rates that optimizer steps are taken with, put in place for one step."""
+"""Sets the learning rates that an optimizer step is taken with, for that step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaving `train()` by an exception and entering it again as if it had never been left."""
+"""Leaves `train()` by an exception, and enters it again as if it had never been left."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Reentry:
     # ---- what the Trainer is doing ----
 
     def epoch_begins(self) -> None:
-        """A resume at an epoch boundary loads its random state here, before the data iterator is made."""
+        """Called in `on_epoch_begin`: the random state of an epoch that is entered again has to be there by now."""
         left, self._left = self._left, None
         if left is not None and left.epoch_rng is not None and self._position.micro_batches > 0:
-            # In mid-epoch it is loaded later; samplers that draw from the global generators need this one first.
+            # The Trainer loads that of mid-epoch later; samplers that draw from the global generators need this first.
             left.epoch_rng.restore()
-        # Where the end is owed before the first step of an epoch, that of the epoch before has been told already.
+        # Where the run ends before the first step of an epoch, the end of the epoch before was delivered already.
         self._epoch_end_done = self._epoch_end_done or (self._stop and self._position.micro_batches == 0)
         self._epoch_rng = self._ledger.random_state()
         self._epoch_began = True
@@ -86,14 +86,14 @@ class Reentry:
         self._epoch_began = self._epoch_ended = self._step_ended = self._epoch_end_begun = False
 
     def fetched(self, window: Window | None) -> None:
-        """Called once they are there; a resume in mid-epoch loads its random state at this point."""
+        """Called once they are fetched; a resume in mid-epoch loads its random state at this point."""
         self.phase = Phase.COMPUTING
         self.has_fetched = True
         self._window = window
         self._after_fetch_rng = self._ledger.random_state()
 
     def step_begins(self) -> None:
-        """Only here, in the first step after it was entered in mid-epoch, has a resume loaded its random state."""
+        """Called in `on_step_begin`: only here has a resume in mid-epoch loaded the random state of its first step."""
         if int(self._trainer.state.global_step) == self._entry_step and self.phase is Phase.COMPUTING:
             self._after_fetch_rng = self._ledger.random_state()
 
@@ -103,12 +103,12 @@ class Reentry:
         self._learning_rate = self._trainer._get_learning_rate()
 
     def step_ends(self) -> None:
-        """Called when all of a step is done but what follows from it: logging, evaluating, saving."""
+        """Called in `on_step_end`: all of a step is done but what follows from it (logging, evaluating, saving)."""
         self._count_data()
         self._note_random_state()
 
     def epoch_ends(self) -> None:
-        """As [`step_ends`], for an epoch."""
+        """Called in `on_epoch_end`, as [`step_ends`] for a step."""
         self._epoch_ended = True
         if self._epoch_end_done:
             # A run that was left at its very end: what follows from the epoch's end is done already.
@@ -121,7 +121,7 @@ class Reentry:
         self._epoch_end_begun = True
 
     def evaluation_begins(self, ignore_keys: Any) -> None:
-        """An evaluation, and what the Trainer does with its result, is owed until [`evaluation_ends`]."""
+        """Called before an evaluation, which is owed until all is done with its result ([`evaluation_ends`])."""
         self._evaluating, self._ignore_keys = True, ignore_keys
 
     def evaluation_ends(self) -> None:
@@ -160,7 +160,7 @@ class Reentry:
 
     @property
     def interrupted(self) -> Window | None:
-        """The step that `train()` was left in, if its first forward had begun."""
+        """The step that `train()` was left in; `None` if its first forward had not begun."""
         window = self._window
         return window if window is not None and window.started else None
 
@@ -174,7 +174,7 @@ class Reentry:
 
     def rewind_to_last_step(self) -> tuple[Bookkeeping, Pending, Leave] | None:
         """
-        After an exception left `train()`: brings the trainer to the end of its last finished step.
+        Brings the trainer to the end of its last finished step, after an exception left `train()`.
 
         Returns:
             The bookkeeping as of then, what the Trainer still owed that step, and where in the epoch it was; or `None`
@@ -202,7 +202,7 @@ class Reentry:
 
     def _resume_rng(self, finished: Bookkeeping) -> RandomState:
         """
-        The random state a resume has to load to draw what the interrupted step would have drawn.
+        Gives the random state a resume has to load to draw what the interrupted step would have drawn.
 
         At an epoch boundary it is loaded before the data iterator is made, elsewhere after the window was fetched.
         """
@@ -218,7 +218,7 @@ class Reentry:
         self._count_data()
         control, history = trainer.control, trainer.state.log_history
         if self._epoch_end_begun and not self._epoch_ended:
-            # The epoch's end is told again, and decides again what follows from it.
+            # `on_epoch_end` is delivered again, and decides again what follows from it.
             control.should_log = control.should_evaluate = control.should_save = False
         ended = self._epoch_ended or self._epoch_began or self._epoch_end_done
         pending = Pending(
@@ -234,7 +234,7 @@ class Reentry:
         if self._finalizing and history and "train_runtime" in history[-1]:
             history.pop()
         if trainer._globalstep_last_logged == trainer.state.global_step and not control.should_log:
-            # TRL empties its metrics after the trackers were told; one of them may have raised before that.
+            # TRL empties its metrics after the trackers were called; one of them may have raised before that.
             self._clear_metrics("train")
         if pending.evaluate:
             while history and history[-1]["step"] == trainer.state.global_step and "eval_runtime" in history[-1]:
@@ -252,7 +252,7 @@ class Reentry:
             getattr(self._trainer, name, {}).get(mode, {}).clear()
 
     def _count_the_step(self) -> None:
-        """An exception came between `optimizer.step()` and the count: the step is done, so it is counted."""
+        """Counts a step that is done: the exception came between `optimizer.step()` and the count."""
         trainer, window = self._trainer, self._window
         scheduler = trainer.lr_scheduler
         by_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -283,8 +283,8 @@ class Reentry:
 
     def continue_from(self, point: ResumePoint, started_at: float) -> bool:
         """
-        Called in `on_train_begin` of a re-entry: running loss, metrics and token counts of the interrupted call go on,
-        and what it still owed its last step is done.
+        Goes on with running loss, metrics and token counts of the interrupted call, and delivers what it owed its last
+        step. Called in `on_train_begin` of a re-entry.
 
         Args:
             point ([`ResumePoint`]):
@@ -293,7 +293,7 @@ class Reentry:
                 When it began, in seconds since the epoch.
 
         Returns:
-            Whether something was owed; its checkpoint has to be written again then.
+            Whether something was owed; the checkpoint has to be written again then.
 
         Raises:
             TrainingFault: An exception of the training code.
@@ -309,7 +309,7 @@ class Reentry:
             point.pending.deliver(self._trainer, started_at)
         except Exception as error:
             raise TrainingFault(error) from error
-        # The next exception may come before the next step: it must not bring back what is paid.
+        # The next exception may come before the next step: nothing may be delivered twice.
         control = self._trainer.control
         self._stop = self._stop or control.should_training_stop
         point.leave.stop = self._stop
@@ -318,10 +318,10 @@ class Reentry:
         point.bookkeeping = self._ledger.capture()
         return True
 
-    def pay_first(self, path: str, pending: Pending, leave: Leave, started_at: float) -> Leave:
+    def deliver_pending(self, path: str, pending: Pending, leave: Leave, started_at: float) -> Leave:
         """
-        Called in `on_train_begin` of another process, which resumes from a checkpoint that was written before all that
-        follows from its step was done.
+        Delivers what is owed to the step of a checkpoint that was written before all that follows from it was done.
+        Called in `on_train_begin` of the process that resumes from it.
 
         Args:
             path (`str`):
@@ -344,8 +344,8 @@ class Reentry:
         self._epoch_end_done = leave.epoch_ended and self.stop_owed
         try:
             trainer._load_rng_state(path)
-            # The callbacks of this process are told of the steps that it trains; what follows from this one is what
-            # the schedule says.
+            # The callbacks of this process get the events of the steps that it trains; of this one only the schedule
+            # decides what follows.
             pending.deliver(trainer, started_at, tell=DefaultFlowCallback())
         except Exception as error:
             raise TrainingFault(error) from error
@@ -356,7 +356,7 @@ class Reentry:
         return Leave(None, self._stop, leave.epoch_ended)
 
     def _note_best(self) -> None:
-        """A checkpoint is the best only once it is saved, and this one was saved before anybody could know."""
+        """Notes a checkpoint as the best that was saved before it could be known to be."""
         args, state = self._trainer.args, self._trainer.state
         checkpoint = os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         is_best = args.save_strategy != SaveStrategy.NO and state.best_global_step == state.global_step
@@ -365,7 +365,7 @@ class Reentry:
 
 
 def _end_scaled_step(trainer: Any) -> None:
-    """A step under a `GradScaler` that was left half-way is over: gradients that are unscaled twice are an error."""
+    """Ends a step under a `GradScaler` that was left half-way: gradients that are unscaled twice are an error."""
     scaler, optimizer = trainer.accelerator.scaler, trainer.optimizer
     if scaler is not None:
         scaler._per_optimizer_states.clear()

@@ -1,4 +1,4 @@
-"""Attributes of objects of the run that are replaced for a while, and given back as they were."""
+"""Replaces attributes of the run's objects for a while, and gives them back as they were."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Replaced(NamedTuple):
 
 
 class Replacements:
-    """What was replaced, of which objects. No class is touched."""
+    """Replaces attributes of objects, and gives them back. No class is touched."""
 
     def __init__(self) -> None:
         self._replaced: list[_Replaced] = []
@@ -40,7 +40,7 @@ class Replacements:
         self.put(holder, name, replaced)
 
     def original(self, holder: Any, name: str) -> Any:
-        """An attribute as it was before it was first replaced."""
+        """Gives an attribute as it was before it was first replaced."""
         for each in self._replaced:
             if each.holder is holder and each.name == name:
                 return each.original
@@ -48,11 +48,11 @@ class Replacements:
 
     def give_back(self, holders: Iterable[Any] | None = None) -> None:
         """
-        Takes back what was done, the last first.
+        Gives attributes back, the last replaced first.
 
         Args:
             holders (`Iterable`, *optional*):
-                To which objects. Defaults to all of them.
+                The objects to give them back to. Defaults to all.
         """
         wanted = None if holders is None else {id(holder) for holder in holders}
         replaced, self._replaced = self._replaced, []

@@ -28,7 +28,7 @@ class Pending:
 
     def deliver(self, trainer: Any, started_at: float, tell: Any = None) -> None:
         """
-        Delivers them, in the Trainer's order.
+        Delivers the events, in the Trainer's order.
 
         Args:
             trainer ([`~transformers.Trainer`]):
@@ -36,7 +36,7 @@ class Pending:
             started_at (`float`):
                 When the run began, in seconds since the epoch.
             tell ([`~transformers.TrainerCallback`], *optional*):
-                Told of the end of the step and of the epoch; defaults to all callbacks of the trainer.
+                Gets `on_step_end` and `on_epoch_end`; defaults to all callbacks of the trainer.
         """
         tell = tell or trainer.callback_handler
 
@@ -64,7 +64,7 @@ class Pending:
             log_evaluate_save()
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, for the process that takes the run up."""
+        """Gives them as JSON, for the process that continues the run."""
         keys = self.ignore_keys
         return {
             **asdict(replace(self, grad_norm=None, ignore_keys=None)),
@@ -81,7 +81,7 @@ class Pending:
 @dataclass(slots=True)
 class Leave:
     """
-    Where in its epoch a run was left.
+    The place in its epoch where a run was left.
 
     Args:
         epoch_rng ([`RandomState`], *optional*):

@@ -1,4 +1,4 @@
-"""Where the rows of a batch came from: positions in the dataset, segments of a packed row, ordinals of a stream."""
+"""Finds where the rows of a batch came from: index in the dataset, segment of a packed row, ordinal in a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Where a row of a batch came from; `None` where that is unknown."""
+    """The place in the data that a row of a batch came from; `None` where that is unknown."""
 
     dataset_index: int | None = None
     segment: int | None = None
@@ -67,7 +67,7 @@ class DataPosition:
         self._began_at = self.micro_batches
 
     def advance(self, batches: Sequence[Any]) -> None:
-        """A step with these micro-batches is finished."""
+        """Counts the micro-batches of a finished step."""
         self.micro_batches += len(batches)
         for position in [position for position in self._sampled if position < self.micro_batches]:
             del self._sampled[position]
@@ -81,7 +81,7 @@ class DataPosition:
         return length is not None and self.micro_batches >= length
 
     def epoch_after(self, batches: int) -> float | None:
-        """The Trainer's `epoch` once so many more micro-batches are done, `None` where it cannot be known."""
+        """The Trainer's `epoch` after that many more micro-batches; `None` where it cannot be known."""
         length = self._length()
         if length is None:
             return None
@@ -137,13 +137,13 @@ class DataPosition:
     # ---- where rows came from ----
 
     def sampled(self, size: int) -> set[int]:
-        """Samples that the micro-batches of the current step were made of, as far as that is known."""
+        """Indices of the samples that the micro-batches of the current step were made of, as far as they are known."""
         positions = range(self.micro_batches, self.micro_batches + size)
         return {int(index) for position in positions for index in self._sampled.get(position, ())}
 
     def sources(self, layout: Layout, index: int, earlier: Sequence[Any]) -> list[RowSource]:
         """
-        Where each row of a micro-batch of the current step came from.
+        Finds where each row of a micro-batch of the current step came from.
 
         Args:
             layout ([`Layout`]):

@@ -1,4 +1,4 @@
-"""`SaveSchedule`: the checkpoints that the Trainer's schedule asks for, written once their state is vouched for."""
+"""`SaveSchedule`: writes the checkpoints that the Trainer's schedule asks for, once their state is vouched for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SaveSchedule:
         failsafe ([`Failsafe`]):
             Around them.
         leaving ([`Leaving`]):
-            Whether the run ends with this checkpoint.
+            Knows whether the run ends with this checkpoint.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SaveSchedule:
         self._hooks = hooks
         self._failsafe = failsafe
         self._leaving = leaving
-        # Where a checkpoint that cannot be written does not end the run.
+        # Set where a checkpoint that cannot be written does not end the run.
         self.writer: CheckpointSaving | None = None
         self.longest = 0.0
         # Whether one is being written right now.
@@ -85,7 +85,7 @@ class SaveSchedule:
         return None
 
     def on_save(self, original: Callable[..., Any], args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Wraps the callbacks' `on_save`, which is not called where there is no checkpoint to tell of."""
+        """Wraps the callbacks' `on_save`, which is not called where no checkpoint was written."""
         if self._on_schedule and self._held_back:
             control.should_save = False
             return control
@@ -94,7 +94,7 @@ class SaveSchedule:
     def _must_wait(self) -> bool:
         """
         Whether a checkpoint that the Trainer's schedule asks for has to wait. The one at the end of the run has
-        nothing to wait for, and the one of the best evaluation so far is vouched for by it.
+        nothing to wait for, and the best evaluation so far vouches for its own.
         """
         state = self._trainer.state
         vouched_for = state.best_global_step is not None and state.best_global_step == state.global_step
@@ -120,7 +120,7 @@ class SaveSchedule:
 
     @contextlib.contextmanager
     def _whole_if_leaving(self) -> Iterator[None]:
-        """A checkpoint that a run which leaves is to go on from holds everything, whatever the user's hold."""
+        """Has a run that leaves save everything it needs to continue, whatever the user's checkpoints hold."""
         args = self._trainer.args
         theirs = args.save_only_model
         args.save_only_model = theirs and not self._leaving.begun
@@ -129,7 +129,7 @@ class SaveSchedule:
         finally:
             args.save_only_model = theirs
 
-    # ---- used by those who judge ----
+    # ---- for healers ----
 
     def write_checkpoint(self) -> None:
         """Writes a checkpoint of the trainer as it stands, as if its schedule had asked for one."""

@@ -1,4 +1,4 @@
-"""A checkpoint that the Trainer cannot write because of the disk: its state is put back, and training goes on."""
+"""Handles checkpoints that the Trainer cannot write because of the disk: puts its state back, and training goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..random_state import RandomState
 
 
 class SaveOutcomes(Protocol):
-    """Told how each save of a checkpoint went."""
+    """The events of saving checkpoints."""
 
     def failed(self, error: Exception, checkpoint: Path, step: int, best: str | None, untouched: bool) -> bool:
         """
@@ -42,7 +42,7 @@ class CheckpointSaving:
         outcomes ([`SaveOutcomes`]):
             Decides what happens when one cannot be written.
         contained (`Callable[[], ContextManager]`):
-            Around what may fail of ours.
+            Contains failures of this library in a block.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class CheckpointSaving:
                 if written:
                     return True
                 if again is None:
-                    # What was to deal with it has failed as well.
+                    # Handling it has failed as well.
                     raise
                 if not again:
                     if trainer.state.best_global_step == step:

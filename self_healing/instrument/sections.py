@@ -1,4 +1,4 @@
-"""Which part of a step is going on, since when, and how long each part has taken: what a watchdog looks at."""
+"""`Heartbeat`: which part of a step is going on, since when, and how long each has taken, for a watchdog."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FLOORS_AT_FIRST = 30.0
 @dataclass(slots=True)
 class Section:
     """
-    What is known of one part of a step.
+    The times that one part of a step has taken.
 
     Args:
         name (`str`):
@@ -62,7 +62,7 @@ class Section:
 
 class Heartbeat:
     """
-    Signs of life of the training thread: begin and end of each part of a step.
+    Notes signs of life of the training thread: begin and end of each part of a step.
 
     Args:
         learning_steps (`int`, *optional*, defaults to 3):
@@ -94,7 +94,7 @@ class Heartbeat:
     # ---- the training thread ----
 
     def enter(self, name: str) -> None:
-        """A part of a step begins; it may lie within another one."""
+        """Begins a part of a step; it may lie within another one."""
         # Spelt out here and in `leave`, because each call of a method would cost as much as all of the rest.
         outer, since, beats = self.last
         now = self.clock()
@@ -108,7 +108,7 @@ class Heartbeat:
         self.last = (self.sections.get(name) or self._section(name), now, beats + 1)
 
     def leave(self) -> None:
-        """It is over, and what it lies within goes on."""
+        """Ends the part; what it lies within goes on."""
         section, since, beats = self.last
         now = self.clock()
         if now - since > section.longest:
@@ -135,7 +135,7 @@ class Heartbeat:
             section.longest_at_first = max(section.longest_at_first, seconds)
 
     def begin(self) -> None:
-        """`train()` was entered: nothing is going on yet, and whatever was before may take longer once more."""
+        """Called when `train()` is entered: nothing is going on yet, and each part may take longer once more."""
         self._outer.clear()
         for section in self.sections.values():
             section.patient = _BETWEEN_PER_STEP if section.name == BETWEEN else 1
@@ -143,16 +143,16 @@ class Heartbeat:
         self.start_over(self._section(BETWEEN))
 
     def be_patient(self, name: str, at_least: float = 0.0) -> None:
-        """The next time of a part may take longer than any before it, so many seconds in any case."""
+        """Lets a part take longer the next time than any time before, and `at_least` these seconds."""
         section = self._section(name)
         section.patient, section.at_least = max(section.patient, 1), max(section.at_least, at_least)
 
     def allow(self, name: str, seconds: float) -> None:
-        """A part may take so many seconds each time, whatever it usually takes."""
+        """Lets a part take these seconds each time, whatever it usually takes."""
         self._section(name).allowed = seconds
 
     def has_taken(self, name: str, seconds: float) -> None:
-        """An earlier process has waited so long for a part: it is given twice that, should it come back."""
+        """Notes how long an earlier process has waited for a part, which may take twice that here."""
         section = self._section(name)
         section.longest_at_first = max(section.longest_at_first, seconds)
 
@@ -163,7 +163,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around a wait on purpose, from any thread: nothing that takes long meanwhile is a hang."""
+        """Marks a wait on purpose, from any thread: nothing that takes long meanwhile is a hang."""
         with self._lock:
             self._pauses += 1
         try:
@@ -174,7 +174,7 @@ class Heartbeat:
             self.start_over()
 
     def pausing(self, wait: Callable[[float], None]) -> Callable[[float], None]:
-        """A way of waiting for so many seconds that counts as [`paused`]."""
+        """Wraps a function that waits for some seconds, so that it counts as [`paused`]."""
 
         def wait_on_purpose(seconds: float) -> None:
             with self.paused():
@@ -204,5 +204,5 @@ class Heartbeat:
 
     @staticmethod
     def limit_at_first(section: Section, floor: float) -> float:
-        """Seconds after which somebody should be told of a part that is not known yet, though it may well be fine."""
+        """Seconds after which to warn of a part that is not known yet, though it may well be fine."""
         return max(_FLOORS_AT_FIRST * floor, 2 * section.longest_at_first, section.at_least, section.allowed)

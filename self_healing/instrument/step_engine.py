@@ -136,7 +136,7 @@ class StepEngine(ABC):
 
     @abstractmethod
     def experiment(self) -> contextlib.AbstractContextManager[None]:
-        """Marks what is computed inside as not needed by the run: where memory runs out in it, it comes to nothing."""
+        """Marks what is computed inside as not needed by the run: where memory runs out in it, it is given up."""
 
     # ---- discard ----
 

@@ -1,4 +1,4 @@
-"""What is noted before `optimizer.step()`, to tell afterwards whether one that raised has changed anything."""
+"""Tells whether an `optimizer.step()` that raised has changed anything, from what is noted before it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepMark:
         self._before: dict[torch.Tensor, int] | None = None
 
     def set(self) -> None:
-        """Right before the step."""
+        """Notes the versions, right before the step."""
         self._before = None
         if self._optimizer is not None and not self._optimizer.state:
             self._before = {
@@ -42,7 +42,7 @@ class StepMark:
 
     def undo(self) -> bool:
         """
-        After a step that raised: takes away the state it has made, which may be incomplete.
+        Clears the state that a step which raised has made, which may be incomplete.
 
         Returns:
             Whether the step has changed nothing else.
@@ -59,7 +59,7 @@ class StepMark:
 
     @property
     def _fused(self) -> bool:
-        """Fused kernels write to tensors without torch counting it; what they count themselves is the step."""
+        """Whether kernels are fused: they write to tensors without torch counting it, but count their steps."""
         return self._optimizer is not None and any(group.get("fused") for group in self._optimizer.param_groups)
 
 

@@ -27,7 +27,7 @@ class StepRecord:
     Records one optimizer step, micro-batch by micro-batch: the state it began with, its calls of `training_step`,
     their losses, its gradient norm, and where its rows came from.
 
-    A base class of [`Window`], and no part of it, so that a healthy step costs one object.
+    A base class of [`Window`], and no attribute of it, so that a healthy step costs one object.
 
     Args:
         engine ([`StepEngine`]):
@@ -168,11 +168,11 @@ class StepRecord:
         ]
 
     def layout(self, index: int) -> Layout | None:
-        """The way to tell the rows of a micro-batch apart. Known once the step has been re-executed."""
+        """Tells the rows of a micro-batch apart; `None` where that cannot be, or before the step is computed again."""
         return layout_of(self.prepared.get(index), self.objective)
 
     def sources(self, index: int) -> list[RowSource]:
-        """The place in the data that each row (pair, segment) of a micro-batch came from."""
+        """Finds the place in the data that each row (pair, segment) of a micro-batch came from."""
         layout = self.layout(index)
         if layout is None:
             return []
@@ -183,7 +183,7 @@ class StepRecord:
         return self._position.sampled(self.size)
 
     def export(self) -> dict[str, Any]:
-        """What is needed to compute the step elsewhere, on the CPU: prepared batches and random states."""
+        """Gives what is needed to compute the step elsewhere, on the CPU: prepared batches and random states."""
         assert self.start is not None
         rng = self.start.rng
         return {
@@ -194,7 +194,7 @@ class StepRecord:
 
 
 def as_tensor(norm: Any, device: torch.device) -> torch.Tensor:
-    """A gradient norm as a tensor, on all ranks the same: of sharded gradients it is a collective."""
+    """Makes a tensor of a gradient norm: collective where gradients are sharded."""
     full = getattr(norm, "full_tensor", None)
     return torch.as_tensor(full() if full is not None else norm, device=device)
 

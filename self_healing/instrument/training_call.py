@@ -1,4 +1,4 @@
-"""One call of the trainer's own `training_step`."""
+"""`TrainingCall`: calls the trainer's own `training_step`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainingCall:
         hooks ([`Hooks`]):
             Asked for the passes.
         heartbeat ([`Heartbeat`]):
-            Told when a step is computed again.
+            Notes when a step is computed again.
         heals_exceptions (`bool`):
             Whether an exception that only says "NaN" is treated as a non-finite loss.
     """
@@ -96,7 +96,7 @@ class TrainingCall:
             self.running = False
 
     def _in_passes(self, passes: StepPasses, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A training step of which only the last pass is counted, and rows are prepared in the first alone."""
+        """Computes a training step in passes: rows are prepared in the first alone, and only the last is counted."""
         trainer, ledger = self._trainer, self._ledger
         state, noted = trainer.state, list[tuple[Any, Bookkeeping, int]]()
         looked_at = Replacements()

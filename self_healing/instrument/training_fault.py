@@ -1,4 +1,4 @@
-"""An exception of the user's training code, on its way out of code of this library."""
+"""`TrainingFault`: an exception of the user's training code, on its way out of this library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..classify import text_of
 
 
 class TrainingFault(Exception):
-    """Carries an exception of the user's training code out of our own, so that it is not taken for a bug of ours."""
+    """Carries an exception of the user's training code out of this library, so that it is not taken for our bug."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(text_of(error))

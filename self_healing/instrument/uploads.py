@@ -13,10 +13,10 @@ from transformers import trainer as trainer_module
 
 def leave_out_of_uploads(folder: str, patterns: Sequence[str]) -> None:
     """
-    Has whatever the Trainer uploads from a folder, or from one inside of it, leave out some files, from here on.
+    Leaves some files out of what the Trainer uploads from a folder, or from one inside of it, from here on.
 
-    The Trainer gives `upload_folder` the patterns of what it ignores as a constant, and a callback is told that an
-    upload begins but not that it is over: so the uploading itself is replaced, in the one place the Trainer takes it
+    The Trainer gives `upload_folder` the patterns of what it ignores as a constant, and a callback learns when an
+    upload begins but not when it is over: so the uploading itself is replaced, in the one place the Trainer takes it
     from. Uploads of other folders are as before.
 
     Args:
@@ -35,14 +35,14 @@ def leave_out_of_uploads(folder: str, patterns: Sequence[str]) -> None:
 
 class _Upload:
     """
-    `upload_folder` with more patterns to ignore. They hold as long as it is in place, which is beyond the end of
+    Calls `upload_folder` with more patterns to ignore. They hold as long as it is in place, which is beyond the end of
     training: a trainer may be asked to push long after.
 
     Args:
         holder (`Any`):
             What it belongs to: the client of the Hub, or a module.
         original (`Callable`):
-            What was there.
+            The function it replaces.
     """
 
     def __init__(self, holder: Any, original: Callable[..., Any]) -> None:

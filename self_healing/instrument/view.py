@@ -1,4 +1,4 @@
-"""`TrainerView`: the questions about a trainer, none of which changes anything in it."""
+"""`TrainerView`: answers questions about a trainer, and changes nothing in it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class TrainerView:
         return known and not own and consensus.world_size() == 1
 
     def may_empty_micro_batches(self, keep: Mapping[int, Sequence[int]]) -> bool:
-        """With several processes every one must run every micro-batch: the loss may contain collectives."""
+        """Whether micro-batches may be left out; not on one of several ranks, as a loss may contain collectives."""
         if consensus.world_size() == 1:
             return True
         return not consensus.any_rank(any(not rows for rows in keep.values()), self.device)
@@ -160,7 +160,7 @@ class TrainerView:
         return device
 
     def models(self) -> list[torch.nn.Module]:
-        """The models the trainer calls: what it trains, its reference, teachers and reward models."""
+        """Lists the models the trainer calls: what it trains, its reference, teachers and reward models."""
         return models_of(self._trainer)
 
     @property
@@ -189,16 +189,16 @@ class TrainerView:
         return live_state_of(self._trainer)
 
     def nonfinite_tensors(self) -> list[str]:
-        """Names of parameters, buffers and optimizer states that hold NaN or Inf."""
+        """Names parameters, buffers and optimizer states that hold NaN or Inf."""
         model, optimizer = self._trainer.model, innermost(self._trainer.optimizer)
         return with_room(lambda: nonfinite_tensors(model, optimizer), self.device)
 
     def offloaded_tensors(self) -> list[str]:
-        """Names of what can be neither searched nor kept: it lies on no device."""
+        """Names tensors that can be neither searched nor kept: they lie on no device."""
         return offloaded_tensors(self._trainer.model)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Facts that have to be the same for sizes that fitted in one process to fit in another."""
+        """Gives facts that have to be the same for sizes that fitted in one process to fit in another."""
         return fingerprint(self._trainer)
 
     # ---- its data and arguments ----

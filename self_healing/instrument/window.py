@@ -206,7 +206,7 @@ class Window(StepRecord):
             self._trainer._step += 1
 
     def discard(self) -> None:
-        """Drops what there is of its gradients: it is computed again, or left out."""
+        """Drops its gradients: it is computed again, or left out."""
         self._touched = True
         self.engine.discard()
 
@@ -221,13 +221,13 @@ class Window(StepRecord):
         self._tokens_inside = 0
 
     def restore_buffers(self) -> None:
-        """Buffers that a forward pass changes (batch norm statistics) as they were when the step began."""
+        """Puts buffers that a forward pass changes (batch norm statistics) back to where the step began."""
         if self.start is not None:
             self.ledger.restore_buffers(self.start)
 
     def control(self, loss: float, largest: int) -> Control | None:
         """
-        This step, to be computed again later; `None` if its rows are generated again each time, or are too many.
+        Keeps the step, to be computed again later; `None` if its rows are generated again each time, or are too many.
 
         Args:
             loss (`float`):
@@ -241,7 +241,7 @@ class Window(StepRecord):
         return Control(self._calls, loss, nbytes)
 
     def recording(self, control: Control) -> Recording | None:
-        """This step, to be applied later, again or for the first time; `None` if rows of it were left out."""
+        """Records the step, to be applied later, again or for the first time; `None` if rows of it were left out."""
         if self.start is None or not self._recordable or getattr(self._trainer.args, "sync_ref_model", False):
             # A reference model that follows the model does so in a callback, which is not called again.
             return None
@@ -307,7 +307,7 @@ class Window(StepRecord):
         return math.isfinite(float(loss)) and not gradient_is_finite
 
     def _catch_up_generation(self) -> None:
-        """A trainer that generates its rows counts the micro-batches it has used up: those of a skipped step, too."""
+        """Counts the micro-batches of a skipped step, too, where a trainer generates its rows."""
         if self.objective.online and self.start is not None and "_step" in self.start.scalars:
             self._trainer._step = self.start.scalars["_step"] + self.size
             if self._raised:
@@ -325,7 +325,7 @@ class Window(StepRecord):
 
     def abandon(self, leave_out_nonfinite: bool) -> None:
         """
-        After a failure of our own: leaves a step out whose gradients are not the Trainer's.
+        Leaves the step out after a failure of this library, if its gradients are not the Trainer's.
 
         Args:
             leave_out_nonfinite (`bool`):

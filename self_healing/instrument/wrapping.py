@@ -49,19 +49,20 @@ class Instrument:
 
     Each part has one job: [`TrainerView`] answers questions about the trainer, [`StepEngine`] runs its steps,
     [`OptimizerStep`] and [`SaveSchedule`] wrap what applies and saves them, [`Reentry`] and [`Bookkeeper`] know where
-    the run is, [`Leaving`] ends it early, and [`Failsafe`] keeps failures of this library away from it.
+    the run is, [`Leaving`] ends it early, and [`Failsafe`] keeps failures of this library away from it. The wrappers
+    of the methods that a step calls stay here together, because its window passes from one to the next.
 
     Args:
         trainer ([`~transformers.Trainer`]):
             The trainer, in `on_train_begin` or later. Only this object is touched, and [`detach`] undoes it.
         hooks ([`Hooks`]):
-            Told of every event, and asked.
+            Called for every event and question.
         heals_exceptions (`bool`):
             Whether an exception that only says "NaN" is treated as a non-finite loss.
         started_at (`float`):
             When the run began, in seconds since the epoch; earlier than this call if it is a re-entry.
         heartbeat ([`Heartbeat`], *optional*):
-            Told when each part of a step begins and ends.
+            Notes when each part of a step begins and ends.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ class Instrument:
         self.started_at = started_at
         self._hooks = hooks
         self._heals_exceptions = heals_exceptions
-        # Looked at before it takes the place of what was trained last.
+        # Checked before it takes the place of what was trained last.
         self.best_model: BestModel | None = None
-        # What others have done to the trainer, and take back with what we have.
+        # Undo what healers have done to the trainer, when it is given back.
         self.on_detach: list[Callable[[], None]] = []
 
     @property
@@ -137,9 +138,9 @@ class Instrument:
     # ---- attaching and detaching ----
 
     def attach(self) -> None:
-        """Called in `on_train_begin`: the optimizer, the data loader and the running loss exist by then."""
+        """Wraps the trainer's methods, in `on_train_begin`: optimizer, data loader and running loss exist by then."""
         trainer = self.trainer
-        # Around all the others: what is raised between them is seen as well.
+        # These call all the others: what is raised between them is seen as well.
         self.replace(trainer, "_run_epoch", self.failsafe.watch_the_device)
         self.replace(trainer, "_finalize_training", self.failsafe.watch_the_device)
         self.replace(trainer, "get_batch_samples", self._in_section("data", self._get_batch_samples))
@@ -182,7 +183,7 @@ class Instrument:
         self.window = None
 
     def _in_section(self, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        """A wrapper whose calls are a part of a step of their own, for the watchdog."""
+        """Makes the calls of a wrapper a part of a step of their own, for the watchdog."""
         enter, leave = self.heartbeat.enter, self.heartbeat.leave
 
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -316,7 +317,7 @@ class Instrument:
         return loss
 
     def _noting_what_is_generated(self, window: Window) -> contextlib.AbstractContextManager[None]:
-        """Rows that a trainer has generated for the first call of a step need not be generated twice."""
+        """Keeps the rows that a trainer generates for the first call of a step: they need not be generated twice."""
         if not self.objective.online or window.losses:
             return contextlib.nullcontext()
 
@@ -328,7 +329,7 @@ class Instrument:
         return self.engine.preparing(note)
 
     def _until_it_fits(self, window: Window, ran_out: OutOfMemory, tokens: int) -> tuple[torch.Tensor, int]:
-        """The step up to where memory ran out, computed again in whatever way fits; its last loss, and its tokens."""
+        """Computes the step again up to where memory ran out, in whatever way fits; its last loss, and its tokens."""
         before_the_step = tokens - window.tokens_inside
         while True:
             if not self.retry.handled(ran_out):
@@ -434,7 +435,7 @@ class Instrument:
         return self.best_model.load(original, *args, **kwargs)
 
     def _cover_the_whole_run(self, logs: dict[str, float]) -> None:
-        """The Trainer's final speed metrics know only the last entry into `train()`."""
+        """Corrects the Trainer's final speed metrics, which know only the last entry into `train()`."""
         runtime, whole = logs["train_runtime"], time.time() - self.started_at
         if whole <= runtime:
             return

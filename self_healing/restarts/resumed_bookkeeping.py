@@ -52,7 +52,7 @@ def continue_bookkeeping(
             owes = owed_in(bookkeeping)
             if owes is not None:
                 # A process that had to leave, or was killed after an exception, had no time for it.
-                leave = instrument.reentry.pay_first(resumed_from, *owes, run.started_at)
+                leave = instrument.reentry.deliver_pending(resumed_from, *owes, run.started_at)
                 write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums.put)
 
 
