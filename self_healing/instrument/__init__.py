@@ -32,10 +32,11 @@ from .out_of_memory import (
 )
 from .own_checkpoints import emergency_path, write_beside, write_checkpoint
 from .preservation import preserved
+from .reporting import ReportingGuard
 from .resume_point import Leave, Pending, ResumePoint
 from .row_sources import RowSource
 from .saving import CheckpointSaving
-from .services import ReportingGuard, ServiceGuard
+from .services import ServiceGuard
 from .step_engine import StepEngine, StepPasses
 from .training_fault import TrainingFault
 from .uploads import leave_out_of_uploads

@@ -51,7 +51,7 @@ class BestModel:
             Why the weights of a checkpoint cannot be loaded; `None` if they can.
         may_be_loaded (`Callable[[Path], bool]`):
             Whether a checkpoint may take the place of one that cannot.
-        told (`Callable[[str, BestChoice], None]`):
+        on_refused (`Callable[[str, BestChoice], None]`):
             Called with a best checkpoint that is not loaded, and with what is loaded in its place.
     """
 
@@ -61,13 +61,13 @@ class BestModel:
         places: list[Path],
         refusal: Callable[[Path], str | None],
         may_be_loaded: Callable[[Path], bool],
-        told: Callable[[str, BestChoice], None],
+        on_refused: Callable[[str, BestChoice], None],
     ) -> None:
         self._trainer = trainer
         self._places = places
         self._refusal = refusal
         self._may_be_loaded = may_be_loaded
-        self._told = told
+        self._on_refused = on_refused
         # By step; callbacks may have changed what was logged.
         self._noted: dict[int, float] = {}
 
@@ -103,7 +103,7 @@ class BestModel:
             return
         state.best_model_checkpoint = choice.path
         state.best_global_step, state.best_metric = choice.step, choice.metric
-        self._told(theirs, choice)
+        self._on_refused(theirs, choice)
 
     def _choose(self) -> BestChoice:
         state = self._trainer.state
@@ -135,7 +135,7 @@ class BestModel:
                 raise
             state = self._trainer.state
             theirs, state.best_model_checkpoint = str(state.best_model_checkpoint), None
-            self._told(theirs, BestChoice(None, None, None, f"{type(error).__name__}: {error}"))
+            self._on_refused(theirs, BestChoice(None, None, None, f"{type(error).__name__}: {error}"))
             return None
 
     def _versions(self) -> list[int]:

@@ -38,7 +38,7 @@ class Failsafe:
         self.give_back = give_back
         # Whether this library has failed: training goes on without it.
         self.switched_off = False
-        self._told_of_lost_device: BaseException | None = None
+        self._lost_device_error: BaseException | None = None
 
     @property
     def attached(self) -> bool:
@@ -48,7 +48,7 @@ class Failsafe:
     @property
     def device_lost(self) -> bool:
         """Whether nothing can be computed any more, not even to put back what an experiment has changed."""
-        return self._told_of_lost_device is not None
+        return self._lost_device_error is not None
 
     def contained(self) -> OnException:
         """Contains a failure of this library in a block: logs it and gives the trainer back; training goes on."""
@@ -88,7 +88,7 @@ class Failsafe:
         """Whether an exception says that the device is lost; if so, that is journaled before anything else is done."""
         if classify_exception(error) is not FailureType.DEVICE:
             return False
-        self._told_of_lost_device = self._told_of_lost_device or error
+        self._lost_device_error = self._lost_device_error or error
         self._hooks.device_lost(error)
         return True
 
@@ -109,7 +109,7 @@ class Failsafe:
             if not self.tells_of_lost_device(error):
                 raise
             self.give_back()
-            first = self._told_of_lost_device
+            first = self._lost_device_error
             if first is None or first is error:
                 raise
         # What was raised on the way out says less than the first exception.

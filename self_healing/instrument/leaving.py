@@ -23,7 +23,7 @@ class Leaving:
         position ([`DataPosition`]):
             Where it is in its data.
         window (`Callable[[], Window | None]`):
-            Gives the step, in which the ranks have told whether they have to leave.
+            Gives the step, which knows whether any rank has to leave.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """The part of an optimizer step that the Trainer is in, as it is told to people."""
+    """The part of an optimizer step that the Trainer is in; verdicts quote the values."""
 
     IDLE = "before the first step"
     FETCHING = "while batches were fetched"

@@ -214,7 +214,7 @@ class Reentry:
         trainer = self._trainer
         if int(trainer.state.global_step) == self._finished_step:
             self._count_the_step()
-        told = self._step_ended
+        delivered = self._step_ended
         self._count_data()
         control, history = trainer.control, trainer.state.log_history
         if self._epoch_end_begun and not self._epoch_ended:
@@ -222,7 +222,7 @@ class Reentry:
             control.should_log = control.should_evaluate = control.should_save = False
         ended = self._epoch_ended or self._epoch_began or self._epoch_end_done
         pending = Pending(
-            step_end=not told,
+            step_end=not delivered,
             log=control.should_log and trainer.state.global_step > trainer._globalstep_last_logged,
             evaluate=control.should_evaluate or self._evaluating,
             save=control.should_save,

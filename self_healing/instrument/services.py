@@ -1,33 +1,27 @@
-"""Which callables of a trainer are services: found, put through somebody who can deal with failures, given back."""
+"""`ServiceGuard`: finds the services that training calls, and has calls that fail made again."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from accelerate.utils import DistributedType
-from transformers import Trainer, TrainerCallback
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ..classify import is_error
 from ..failures import NonFiniteReward
 from ..random_state import RandomState
 from .interception import Interception
-from .replacing import Replacements
 from .wrapping import Instrument
 
 
 logger = logging.getLogger(__name__)
 
-# Of a vLLM client: what can be asked twice. Weights are sent by collectives, which cannot be begun anew by one side.
+# Of a vLLM client: what can be asked twice. Weights are sent by collectives, which one side cannot begin again.
 _VLLM_REQUESTS = (
     "generate",
     "chat",
@@ -37,20 +31,18 @@ _VLLM_REQUESTS = (
     "get_server_info",
     "get_world_size",
 )
-# Trackers to which TRL's online trainers log completions by themselves, beside the callbacks.
-_TABLE_LOGGERS = frozenset({"trackio", "wandb", "pandas", "pyarrow"})
 
 
 class Retrying(Protocol):
     """
-    Makes calls again that fail for a reason that may pass; `rewind` takes back what a failed attempt left. The answer
-    that a [`NonFiniteReward`] carries is what is returned where calling again does not help.
+    Makes calls again that fail for a reason that may pass; `rewind` takes back what a failed attempt left. Where
+    calling again does not help, the answer that a [`NonFiniteReward`] carries is returned.
     """
 
     def call(
         self, service: str, rewind: Callable[[], None], function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """A function."""
+        """Calls a function."""
 
     async def call_async(
         self,
@@ -61,32 +53,13 @@ class Retrying(Protocol):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """A coroutine function."""
-
-
-class Containing(Protocol):
-    """Makes calls that nothing depends on; what they raise is reported and does not reach the caller."""
-
-    def call(
-        self,
-        service: str,
-        step: int,
-        rewind: Callable[[], None],
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """A function; `None` if it failed."""
-
-    def failed(self, service: str, step: int, error: BaseException) -> None:
-        """It failed already, in the background."""
+        """Calls a coroutine function."""
 
 
 class ServiceGuard:
     """
-    Puts the services that training needs through somebody who makes their calls again: reward functions, rewards that
-    are modules, a rollout function, the requests to a vLLM server.
+    Passes the calls of services that training needs to [`Retrying`]: reward functions, rewards that are modules, a
+    rollout function, the requests to a vLLM server.
 
     Args:
         instrument ([`Instrument`]):
@@ -101,7 +74,7 @@ class ServiceGuard:
         self._rewards: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
 
     def attach(self) -> None:
-        """Called with the instrument attached."""
+        """Wraps the services, once the instrument is attached."""
         trainer, instrument = self._instrument.trainer, self._instrument
         rewards = getattr(trainer, "reward_funcs", None)
         if isinstance(rewards, list):
@@ -131,7 +104,7 @@ class ServiceGuard:
         originals = {id(guarded): original for guarded, original in self._rewards}
         rewards = self._instrument.trainer.reward_funcs
         for place, reward in enumerate(rewards):
-            # Not by its place: somebody may have changed the list meanwhile.
+            # Not by its place: the list may have been changed meanwhile.
             rewards[place] = originals.get(id(reward), reward)
         self._rewards.clear()
 
@@ -194,7 +167,7 @@ class ServiceGuard:
         self._instrument.replace(holder, name, guarded)
 
     def _mark(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Callable[[], None]:
-        """Where arguments, random states and the metrics a reward may log stand; what it gives goes back there."""
+        """Notes arguments, random states and the metrics a reward may log; the function it returns puts them back."""
         put_back = _remember(args, kwargs or {})
         rng = RandomState.capture(self._instrument.view.device)
         stores = self._instrument.ledger.mark_stores()
@@ -208,127 +181,8 @@ class ServiceGuard:
         return rewind
 
 
-class ReportingGuard:
-    """
-    Keeps what trackers and the Hub raise away from training, for as long as it is attached.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        containing ([`Containing`]):
-            Makes the calls.
-    """
-
-    def __init__(self, trainer: Trainer, containing: Containing) -> None:
-        self._trainer: Any = trainer
-        self._containing = containing
-        self._replaced = Replacements()
-        self._followed: list[Future[Any]] = []
-
-    def attach(self) -> None:
-        """Called before `train()`, or in `on_train_begin`."""
-        try:
-            self._attach()
-        except Exception as error:
-            logger.error(
-                "self_healing could not guard trackers and Hub; what they raise ends the run. Please report this "
-                "traceback.",
-                exc_info=error,
-            )
-            self.detach()
-
-    def _attach(self) -> None:
-        trainer = self._trainer
-        for callback in trainer.callback_handler.callbacks:
-            if _is_tracker(callback):
-                for event in _events_of(callback):
-                    self._guard(callback, event, type(callback).__name__)
-        if trainer.args.push_to_hub:
-            self._replaced.wrap(trainer, "_push_from_checkpoint", self._push)
-            self._replaced.wrap(trainer, "_finish_current_push", self._finish_push)
-        if getattr(trainer, "log_completions", False):
-            self._replaced.wrap(trainer, "log", self._log)
-
-    def detach(self) -> None:
-        """Gives the trainer and its callbacks back as they were."""
-        self._replaced.give_back()
-        self._report_pushes()
-        for job in self._followed:
-            # It ends when nobody looks any more: at least it is said.
-            job.add_done_callback(_say_if_it_failed)
-        self._followed.clear()
-
-    def _guard(self, callback: TrainerCallback, event: str, service: str) -> None:
-        def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return self._call(service, original, *args, **kwargs)
-
-        self._replaced.wrap(callback, event, guarded)
-
-    def _call(self, service: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # A client that fails may have drawn the jitter of its own retries from the run's generators.
-        rng = RandomState.capture(self._trainer.accelerator.device)
-        return self._containing.call(service, self._step, rng.restore, function, *args, **kwargs)
-
-    @property
-    def _step(self) -> int:
-        return int(self._trainer.state.global_step)
-
-    # ---- the Hub ----
-
-    def _push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._report_pushes()
-        self._call("Hub", original, *args, **kwargs)
-        self._follow_pushes()
-
-    def _finish_push(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._call("Hub", original, *args, **kwargs)
-        self._report_pushes()
-
-    def _follow_pushes(self) -> None:
-        jobs = getattr(getattr(self._trainer, "push_in_progress", None), "jobs", None)
-        known = {id(job) for job in self._followed}
-        self._followed.extend(job for job in jobs or () if isinstance(job, Future) and id(job) not in known)
-
-    def _report_pushes(self) -> None:
-        """Uploads run in the background, and the Trainer never asks what became of them."""
-        done = [job for job in self._followed if job.done()]
-        self._followed = [job for job in self._followed if not job.done()]
-        for job in done:
-            error = None if job.cancelled() else job.exception()
-            if error is not None:
-                self._containing.failed("Hub", self._step, error)
-
-    # ---- completions ----
-
-    def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        rng = RandomState.capture(self._trainer.accelerator.device)
-        try:
-            return original(*args, **kwargs)
-        except BaseException as error:
-            if not is_error(error) or not from_the_table_of_completions(error):
-                raise
-            rng.restore()
-            self._containing.failed("table of completions", self._step, error)
-
-
-def from_the_table_of_completions(error: BaseException) -> bool:
-    """
-    Whether an exception that left `trainer.log` of a TRL trainer came from the table of completions, which it writes
-    and sends to trackers once everything else is logged.
-    """
-    in_log = False
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame, traceback = traceback.tb_frame, traceback.tb_next
-        module = str(frame.f_globals.get("__name__", ""))
-        if in_log and module.split(".")[0] in _TABLE_LOGGERS:
-            return True
-        in_log = frame.f_code.co_name == "log" and module.split(".")[0] == "trl"
-    return False
-
-
 def _remember(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], None]:
-    """What lists among the arguments hold; what it gives puts that back in place of what an attempt made of it."""
+    """Notes what lists among the arguments hold; the function it returns puts that back after an attempt."""
     # Not handed over as copies: what a reward leaves in a list that it is given is seen by the next one.
     kept = [(given, list(given)) for given in (*args, *kwargs.values()) if type(given) is list]
 
@@ -340,7 +194,7 @@ def _remember(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], No
 
 
 def _checked(answer: Any) -> Any:
-    """The answer of a reward function, if none of its rewards is NaN or infinite."""
+    """Returns the answer of a reward function, if none of its rewards is NaN or infinite."""
     if isinstance(answer, (torch.Tensor, np.ndarray)):
         rewards = answer.tolist()
     elif isinstance(answer, (list, tuple)):
@@ -356,7 +210,7 @@ def _checked(answer: Any) -> Any:
 
 
 def _checked_logits(outputs: Any) -> Any:
-    """What a reward model gives, if the reward it gives each completion is finite."""
+    """Returns what a reward model returns, if the reward of each completion is finite."""
     logits = getattr(outputs, "logits", None)
     if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
         return outputs
@@ -372,16 +226,6 @@ def _is_not_finite(reward: Any) -> bool:
     except (TypeError, ValueError):
         # No number at all: the trainer says so better.
         return False
-
-
-def _is_tracker(callback: Any) -> bool:
-    return isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values()))
-
-
-def _events_of(callback: TrainerCallback) -> Iterator[str]:
-    for name in dir(TrainerCallback):
-        if name.startswith("on_") and getattr(type(callback), name) is not getattr(TrainerCallback, name):
-            yield name
 
 
 def _is_async(function: Any) -> bool:
@@ -400,9 +244,3 @@ def _named_after(function: Any, guarded: Callable[..., Any]) -> Callable[..., An
     # Partials and callable objects have no name that `functools.wraps` could copy; metrics are named after it.
     guarded.__name__ = _name(function)
     return guarded
-
-
-def _say_if_it_failed(job: Future[Any]) -> None:
-    with contextlib.suppress(Exception):
-        if not job.cancelled() and job.exception() is not None:
-            logger.warning("A push to the Hub failed after training had ended: %s", job.exception())
