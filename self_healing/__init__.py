@@ -19,7 +19,7 @@ from .journal.incident import Incident
 from .report import HealingReport
 from .rollback.ring import SnapshotRing
 from .rollback.snapshots import Snapshot
-from .run.remedies import HealingContext
+from .run.dispatch import HealingContext
 from .run.went_back import Target
 from .signals import StepSignals
 from .trainer import SelfHealingTrainer

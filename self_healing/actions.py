@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from .assembly import Run
 from .failures import Action
-from .run.remedies import HealingContext
+from .run.dispatch import HealingContext
 
 
 class HasRun(Protocol):

@@ -34,8 +34,8 @@ from .restarts.remedies import LastResorts
 from .rollback.rollback import Rollback
 from .run.budget import RecoveryBudget
 from .run.context import RunContext
+from .run.dispatch import Remedies
 from .run.outcomes import Outcomes
-from .run.remedies import Remedies
 from .saved_state import take_over_whole
 from .storage.healer import SaveHealer
 

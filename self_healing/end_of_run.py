@@ -40,10 +40,10 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
     healers.run_ends(step)
     if context.stop.incident is not None:
         # Seen in the last log: there is no step left to stop before.
-        run.journal.dealt_with(context.stop.incident)
-        run.journal.closed(context.stop.incident, "reported")
+        context.journal.dealt_with(context.stop.incident)
+        context.journal.closed(context.stop.incident, "reported")
         context.stop.incident = None
-    run.journal.event("run_ended", step, incidents=len(run.journal.incidents), **run.numerics.rate_in_force())
+    context.journal.event("run_ended", step, incidents=len(context.journal.incidents), **run.numerics.rate_in_force())
     if run.attempts.status is not None and not leaves:
         run.attempts.status.end(RunState.ENDED, step)
     _tell_what_to_know(run.numerics, step)
@@ -57,18 +57,23 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
         run.departure.leave(step, str(args.output_dir))
 
 
-def tell_of_best_model(run: RunContext, best: str, choice: BestChoice) -> None:
+def tell_of_best_model(context: RunContext, best: str, choice: BestChoice) -> None:
     """
     Tells that the best checkpoint could not be loaded, and what the model holds in its place.
 
     Args:
-        run ([`RunContext`]):
+        context ([`RunContext`]):
             The run.
         best (`str`), choice ([`BestChoice`]):
             That checkpoint, and what was loaded.
     """
-    run.journal.event(
-        "best_model_passed_over", run.step, path=best, reason=choice.refused, instead=choice.path, metric=choice.metric
+    context.journal.event(
+        "best_model_passed_over",
+        context.step,
+        path=best,
+        reason=choice.refused,
+        instead=choice.path,
+        metric=choice.metric,
     )
     instead = "they are those of the last step"
     if choice.path is not None:
@@ -76,7 +81,7 @@ def tell_of_best_model(run: RunContext, best: str, choice: BestChoice) -> None:
     logger.error(
         "Step %d: the best checkpoint, %s, is not loaded, because its weights are no good: %s. The weights at the "
         "end of this run are not the best: %s. Nothing of the run is lost; evaluate them before you use them.",
-        run.step,
+        context.step,
         best,
         choice.refused,
         instead,

@@ -41,13 +41,13 @@ def refuse_unwritable_output(args: Any) -> None:
         raise ConfigurationError(refusal)
 
 
-def refuse_damaged_checkpoint(run: RunContext, checkpoint: Path) -> None:
+def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
     """
     Looks at the checkpoint that was resumed from: the Trainer takes the newest, whatever it lacks. It has loaded it
     by now, and trained no step. Collective.
 
     Args:
-        run ([`RunContext`]):
+        context ([`RunContext`]):
             The run.
         checkpoint (`Path`):
             What was resumed from.
@@ -59,24 +59,24 @@ def refuse_damaged_checkpoint(run: RunContext, checkpoint: Path) -> None:
     refusal: CheckpointError | None = None
     if consensus.is_first_rank():
         try:
-            told = check_resumed(checkpoint, str(run.instrument.trainer.args.output_dir))
+            told = check_resumed(checkpoint, str(context.instrument.trainer.args.output_dir))
         except CheckpointError as error:
             refusal = error
     told, reason = consensus.from_first_rank((told, None if refusal is None else str(refusal)))
     if reason is not None:
-        run.journal.event("checkpoint_passed_over", run.step, path=str(checkpoint), reason=reason)
+        context.journal.event("checkpoint_passed_over", context.step, path=str(checkpoint), reason=reason)
         raise refusal or CheckpointError(reason)
     if told is not None and consensus.is_first_rank():
         logger.warning("%s is resumed from all the same: %s.", checkpoint, told)
 
 
-def refuse_nonfinite_weights(run: RunContext, resumed_from: str | None) -> bool:
+def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> bool:
     """
     Ends a run that would begin with weights or an optimizer state that are not finite: no step can heal them.
     Collective.
 
     Args:
-        run ([`RunContext`]):
+        context ([`RunContext`]):
             The run.
         resumed_from (`str`, *optional*):
             The checkpoint they come from.
@@ -87,21 +87,21 @@ def refuse_nonfinite_weights(run: RunContext, resumed_from: str | None) -> bool:
     Raises:
         UnrecoverableTrainingError: If they are not, unless `on_nonfinite="warn"`.
     """
-    instrument = run.instrument
+    instrument = context.instrument
     found = instrument.view.nonfinite_tensors()
     if not consensus.any_rank(bool(found), instrument.view.device):
         return True
     step, names = instrument.view.step, ", ".join(found[:5]) or "on another rank"
     origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"
-    incident = run.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
-    run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
+    incident = context.journal.open(step, "nonfinite_weights", {"tensors": found[:20], "from": resumed_from})
+    context.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
     text = f"The weights or the optimizer state that training would begin with are not finite ({names}; {origin})."
-    if run.config.on_nonfinite == "warn":
+    if context.config.on_nonfinite == "warn":
         logger.warning("%s Training goes on all the same, because on_nonfinite='warn'.", text)
-        run.journal.closed(incident, "reported")
+        context.journal.closed(incident, "reported")
         return False
     trusted = find_trusted_checkpoint(str(instrument.trainer.args.output_dir))
-    run.journal.closed(incident, "fatal")
+    context.journal.closed(incident, "fatal")
     advice = (
         "Please load other weights: there is no trusted checkpoint in the output_dir."
         if trusted is None

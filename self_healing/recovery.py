@@ -25,7 +25,7 @@ from .journal.incident import Incident
 from .memory.outside_of_model import MemoryOutsideOfModel
 from .restarts.lost_device import leave_lost_device, write_down_lost_device
 from .run.claims import Claim, claim_by_recipe
-from .run.remedies import HealingContext
+from .run.dispatch import HealingContext
 
 
 logger = logging.getLogger("self_healing")

@@ -19,8 +19,8 @@ from ..journal.incident import Incident
 from ..retry import RetryPolicy
 from ..run.claims import Claim
 from ..run.context import RunContext
+from ..run.dispatch import HealingContext
 from ..run.healer import Healer
-from ..run.remedies import HealingContext
 from .bad_sample import BadSample
 from .collator import GuardedCollator
 from .dataset import GuardedDataset

@@ -11,7 +11,7 @@ from ..batch_layout import content_hash, row_text
 from ..config import HealingConfig
 from ..failures import Action
 from ..instrument import RowSource, Window
-from ..run.remedies import CarryOut, HealingContext
+from ..run.dispatch import CarryOut, HealingContext
 from .quarantine import Quarantine, QuarantinedRow
 
 

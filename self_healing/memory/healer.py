@@ -34,8 +34,8 @@ from ..journal.incident import Incident
 from ..rollback.ring import SnapshotRing
 from ..run.claims import Claim, claim_by_recipe
 from ..run.context import RunContext
+from ..run.dispatch import HealingContext
 from ..run.healer import Healer
-from ..run.remedies import HealingContext
 from .remedies import MemoryState
 from .splitting import CallShape, ComputedOtherwise, Passes, SplitCalls, SplitGeneration
 

@@ -1,4 +1,4 @@
-"""What is done about memory: free it, split calls, keep fewer activations, make batches smaller."""
+"""The actions of this family: frees memory, splits calls, keeps fewer activations, makes batches smaller."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from ..failures import Action
 from ..instrument import change_batch, free_memory
-from ..run.remedies import CarryOut, HealingContext
+from ..run.dispatch import CarryOut, HealingContext
 from .splitting import SizeMemory
 
 

@@ -11,7 +11,7 @@ from ..instrument import TrainingFault, Window
 from ..journal.incident import Incident
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
-from ..run.remedies import HealingContext
+from ..run.dispatch import HealingContext
 from ..run.went_back import Target, WentBack
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .healer import NumericsHealer

@@ -10,7 +10,7 @@ from ..instrument import Window
 from ..journal.incident import Incident
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
-from ..run.remedies import HealingContext
+from ..run.dispatch import HealingContext
 from ..run.went_back import Target, WentBack
 from .climb import RollbackClimb
 from .healer import NumericsHealer

@@ -9,7 +9,7 @@ from .. import consensus
 from ..checkpoints.choice import mark_suspect, older_checkpoints
 from ..failures import Action, DamagedCheckpointError, FailureType
 from ..instrument import Window
-from ..run.remedies import HealingContext
+from ..run.dispatch import HealingContext
 from .healer import NumericsHealer
 from .resume_trial import try_older_checkpoints
 

@@ -8,8 +8,8 @@ from typing import Any
 from ..instrument import Window
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
+from ..run.dispatch import HealingContext
 from ..run.healer import Healer
-from ..run.remedies import HealingContext
 from ..signals import StepSignals
 from .climb import RollbackClimb
 from .corrupted_state import CorruptedStateHealer

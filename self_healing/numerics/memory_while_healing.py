@@ -18,7 +18,7 @@ from ..instrument import (
     memory_figures,
 )
 from ..journal.incident import Incident
-from ..run.remedies import HealingContext
+from ..run.dispatch import HealingContext
 from .healer import NumericsHealer
 
 

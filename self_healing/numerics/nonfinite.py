@@ -11,7 +11,7 @@ from ..instrument import Window
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
 from ..run.diagnosis import Diagnosis
-from ..run.remedies import HealingContext
+from ..run.dispatch import HealingContext
 from .climb import RollbackClimb
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .diagnosis import diagnose, diagnose_start

@@ -1,4 +1,4 @@
-"""What is done about numbers: to the step in hand, to weights and optimizer state, and to the learning rate."""
+"""The actions of this family: on the step in hand, on weights and optimizer state, and on the learning rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..inspection import check_data_quality, check_model_init
 from ..instrument import Instrument, reset_moments
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
-from ..run.remedies import CarryOut, HealingContext
+from ..run.dispatch import CarryOut, HealingContext
 from .state import NumericsState
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..failures import Action, FailureType
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
-from ..run.remedies import HealingContext
+from ..run.dispatch import HealingContext
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .healer import NumericsHealer
 from .state import NumericsState

@@ -1,4 +1,4 @@
-"""What a run does when nothing else helps: save what can be resumed from, wait, and stop with directions."""
+"""The actions of this family, when nothing else helps: saves an emergency checkpoint, waits, stops the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..instrument import Instrument
 from ..retry import RetryPolicy
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
-from ..run.remedies import CarryOut, HealingContext
+from ..run.dispatch import CarryOut, HealingContext
 from ..run.went_back import Target
 from .attempts import Attempts
 from .ending import RunEnding

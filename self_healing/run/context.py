@@ -14,9 +14,9 @@ from ..instrument.sections import Heartbeat
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from .budget import RecoveryBudget
+from .dispatch import Remedies
 from .healer import Healers
 from .outcomes import Outcomes
-from .remedies import Remedies
 
 
 @dataclass(slots=True)
@@ -60,7 +60,8 @@ class StopRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
     """
-    One run, however often `train()` is entered.
+    One run, however often `train()` is entered. Families call it `run`; above them, `run` is the whole [`Run`] and
+    this its `context`.
 
     Args:
         config ([`HealingConfig`]):

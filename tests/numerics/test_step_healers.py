@@ -24,7 +24,7 @@ from self_healing.numerics.memory_while_healing import MemoryWhileHealing
 from self_healing.numerics.observer import StepObserver
 from self_healing.numerics.red_flags import RedFlagHealer
 from self_healing.numerics.untrained_run import UntrainedRunHealer
-from self_healing.run.remedies import HealingContext
+from self_healing.run.dispatch import HealingContext
 from self_healing.signals import StepSignals
 
 

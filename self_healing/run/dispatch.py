@@ -1,4 +1,4 @@
-"""Carrying out what was decided: which code does which action, in order, with each written to the journal."""
+"""Dispatches actions to the families that carry them out: in order, each with its result into the journal."""
 
 from __future__ import annotations
 
