@@ -69,6 +69,7 @@ class GuardedDataset(Proxy):
         guard = self.guard
         loaded = guard.attempt(self._load, indices)
         if loaded.error is None:
+            guard.names = indices
             return loaded.value
         alone = [index for index in indices if guard.attempt(self._load, [index]).error is not None]
         named = ", ".join(str(index) for index in alone or indices)

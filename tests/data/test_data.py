@@ -964,6 +964,15 @@ def test_on_request_the_error_surfaces_and_names_the_sample(tmp_path: Path, toke
     assert not quarantined(tmp_path)
 
 
+def test_on_request_the_error_of_the_collator_names_the_sample(tmp_path: Path) -> None:
+    data = guarded(Rows([{"number": number} for number in range(32)]), tmp_path, names_only=True)
+    collate = GuardedCollator(Picky({5}), data.guard, data)
+    with pytest.raises(ValueError, match="ragged: 5") as caught:
+        collate(data.__getitems__([4, 5, 6, 7]))
+    assert caught.value.__notes__ == ["self_healing: raised by the collator, for the sample with index 5."]
+    assert not quarantined(tmp_path)
+
+
 # ---- our own failures ----
 
 
