@@ -7,7 +7,7 @@ are interleaved, and one that is shuffled after `map` end the run: 859 to 1,019 
 that is shuffled before `map` loses 127 of them and gives 17 twice; with two workers it does not come to its end.
 """
 
-from .functions import Tracked, guarded
+from .guarding import Tracked, guarded
 
 
 __all__ = ["Tracked", "guarded"]

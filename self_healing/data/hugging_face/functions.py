@@ -1,303 +1,37 @@
-"""The functions of a Hugging Face stream, guarded one by one. Read against datasets 5.2."""
+"""Functions of `map` and `filter`, made to leave out the examples they raise for. Read against datasets 5.2."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pyarrow as pa  # type: ignore[import-untyped]
-from datasets import IterableDataset
-from datasets.iterable_dataset import (
-    ArrowExamplesIterable,
-    BufferShuffledExamplesIterable,
-    ExamplesIterable,
-    FilteredExamplesIterable,
-    FormattedExamplesIterable,
-    InterleavedShardsExamplesIterable,
-    MappedExamplesIterable,
-    RebatchedArrowExamplesIterable,
-    SkipExamplesIterable,
-    StepExamplesIterable,
-    TakeExamplesIterable,
-    _BaseExamplesIterable,
-)
+from datasets.iterable_dataset import FilteredExamplesIterable, MappedExamplesIterable
 
 from ...classify import is_error
 from ..bad_sample import BadSample, preview_of
 from ..guard import MAX_BAD_IN_A_ROW, DataSourceError, Guard, LetPass, worker_id
-from ..reading import SourceReader
 from ..sample_names import is_simple, place
-
-
-# The keyword in which a source learns which of the shards it was made from it reads.
-_SHARDS = "_self_healing_shards"
-# The column in which the rows of tables carry their names, from the source to where they become examples: the keys of
-# tables get lost when they are cut and shuffled.
-_NAMES = "_self_healing_names"
-# What tables may pass through on that way: it does not look at their columns.
-_KEEPS_COLUMNS = (
-    RebatchedArrowExamplesIterable,
-    InterleavedShardsExamplesIterable,
-    BufferShuffledExamplesIterable,
-    StepExamplesIterable,
-    SkipExamplesIterable,
-    TakeExamplesIterable,
-)
-_ORDINAL_BITS = 40
-
-
-class Tracked:
-    """
-    A copy of a stream that only the loader sees: its samples have names, its functions leave out what they cannot map.
-
-    Args:
-        guard ([`Guard`]):
-            What the guards of the loader share.
-    """
-
-    def __init__(self, guard: Guard) -> None:
-        self.guard = guard
-        self.dataset: Any = None
-        # `shard:ordinal` of the sample it gave last, and how many functions it has.
-        self.key: str | None = None
-        self.stages = 0
-        self.shards = 0
-
-
-def guarded(dataset: Any, guard: Guard) -> Tracked | None:
-    """
-    A stream with its functions guarded; `None` if it is none of Hugging Face's, or one whose rows are tables.
-
-    Args:
-        dataset (`Any`):
-            The stream.
-        guard ([`Guard`]):
-            What the guards of the loader share.
-    """
-    if type(dataset) is not IterableDataset or guard.names_only:
-        return None
-    if dataset._ex_iterable.iter_arrow or (dataset._formatting and dataset._formatting.is_table):
-        return None
-    tracked = Tracked(guard)
-    # Not by `copy`, which would share its attributes.
-    copied = object.__new__(type(dataset))
-    vars(copied).update(vars(dataset))
-    copied._ex_iterable = _Noting(_guarded_node(dataset._ex_iterable, tracked), tracked)
-    tracked.dataset = copied
-    return tracked
-
-
-def _guarded_node(node: Any, tracked: Tracked) -> Any:
-    node = copy.copy(node)
-    if hasattr(node, "ex_iterable"):
-        node.ex_iterable = _guarded_node(node.ex_iterable, tracked)
-    if hasattr(node, "ex_iterables"):
-        node.ex_iterables = [_guarded_node(each, tracked) for each in node.ex_iterables]
-    if type(node) in (MappedExamplesIterable, FilteredExamplesIterable):
-        stage, tracked.stages = tracked.stages, tracked.stages + 1
-        as_table = node.formatting and node.formatting.is_table
-        # What a batch's indices are good for cannot be told: left out, a sample would shift those behind it.
-        counted = node.batched and node.with_indices
-        function = getattr(node, "mask_function", node.function)
-        if (
-            as_table
-            or counted
-            or inspect.iscoroutinefunction(function)
-            or node.is_batch_accumulate_arrow_table_function
-        ):
-            return node
-        node.__class__ = GuardedFilter if type(node) is FilteredExamplesIterable else GuardedMap
-        node.healing = tracked.guard, stage
-    elif type(node) is FormattedExamplesIterable and not (node.formatting and node.formatting.is_table):
-        source = node.ex_iterable
-        while type(source) in _KEEPS_COLUMNS:
-            source = source.ex_iterable
-        if source is not node.ex_iterable and type(source) is NamedTables:
-            source.in_a_column = True
-            node.__class__ = NamingFormat
-    elif type(node) in (ExamplesIterable, ArrowExamplesIterable):
-        arrow = type(node) is ArrowExamplesIterable
-        name = "generate_tables_fn" if arrow else "generate_examples_fn"
-        setattr(node, name, _Source(getattr(node, name), tracked.guard, arrow))
-        shards = node.num_shards
-        node.kwargs = node.kwargs | {_SHARDS: list(range(tracked.shards, tracked.shards + shards))}
-        tracked.shards += shards
-        node.__class__ = NamedTables if arrow else NamedExamples
-    return node
-
-
-class _Source:
-    """What opens a shard: read past samples that raise, as far as that is possible."""
-
-    def __init__(self, function: Callable[..., Iterator[Any]], guard: Guard, arrow: bool) -> None:
-        self._function = function
-        self._guard = guard
-        self._arrow = arrow
-
-    def __call__(self, **kwargs: Any) -> Iterator[Any]:
-        shard = kwargs.pop(_SHARDS)[0]
-
-        def where(ordinal: int) -> dict[str, Any]:
-            return {"shard": shard, "stream_ordinal": ordinal, "worker": worker_id()}
-
-        size = (lambda given: len(given[1])) if self._arrow else None
-        return SourceReader(lambda: iter(self._function(**kwargs)), self._guard, where, size=size)
-
-
-# ---- nodes, which make others of their kind when shards are shuffled or given to workers ----
-
-
-class _Kept(_BaseExamplesIterable):  # type: ignore[misc]
-    """What a node makes of itself is guarded as well."""
-
-    def _again(self, node: Any) -> Any:
-        if node is not self:
-            node.__class__ = type(self)
-            for name in ("healing", "in_a_column"):
-                if name in vars(self):
-                    setattr(node, name, getattr(self, name))
-        return node
-
-    def shuffle_data_sources(self, generator: Any) -> Any:
-        return self._again(super().shuffle_data_sources(generator))
-
-    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> Any:
-        return self._again(super().shard_data_sources(num_shards, index, contiguous=contiguous))
-
-    def reshard_data_sources(self) -> Any:
-        # Numbered already: the shards stay what they are.
-        return self
-
-
-class _Named(_Kept):
-    """Gives `shard:ordinal` as the keys of its examples."""
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for key, example in super().__iter__():
-            at = self._state_dict
-            if isinstance(at, dict):
-                shards = self.kwargs[_SHARDS]
-                key = f"{shards[at['shard_idx']]}:{at['shard_example_idx'] - 1}"
-            yield key, example
-
-
-class NamedExamples(_Named, ExamplesIterable):  # type: ignore[misc]
-    """A source of examples with names."""
-
-
-class NamedTables(_Named, ArrowExamplesIterable):  # type: ignore[misc]
-    """A source of tables whose rows have names."""
-
-    in_a_column = False
-
-    def _iter_arrow(self) -> Iterator[tuple[Any, Any]]:
-        for key, table in super()._iter_arrow():
-            at = self._state_dict
-            if self.in_a_column and isinstance(at, dict):
-                first = self.kwargs[_SHARDS][at["shard_idx"]] << _ORDINAL_BITS | at["shard_example_idx"] - len(table)
-                table = table.append_column(_NAMES, pa.array(range(first, first + len(table)), pa.int64()))
-            yield key, table
-
-
-class _Stripped:
-    """Tables without the names of their rows, which are noted in the order they come in."""
-
-    def __init__(self, ex_iterable: Any, names: deque[str | None]) -> None:
-        self._wrapped = ex_iterable
-        self._names = names
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._wrapped, name)
-
-    @property
-    def iter_arrow(self) -> Any:
-        return self._iter_arrow
-
-    def _iter_arrow(self) -> Iterator[tuple[Any, Any]]:
-        for key, table in self._wrapped._iter_arrow():
-            if _NAMES in table.column_names:
-                numbers = table[_NAMES].to_pylist()
-                ordinals = (1 << _ORDINAL_BITS) - 1
-                self._names.extend(f"{number >> _ORDINAL_BITS}:{number & ordinals}" for number in numbers)
-                table = table.drop([_NAMES])
-            else:
-                self._names.extend([None] * len(table))
-            yield key, table
-
-
-class NamingFormat(_Kept, FormattedExamplesIterable):  # type: ignore[misc]
-    """Makes examples of the rows of tables, with their names as keys."""
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        names: deque[str | None] = deque()
-        inner = copy.copy(self)
-        inner.ex_iterable = _Stripped(self.ex_iterable, names)
-        for key, example in FormattedExamplesIterable.__iter__(inner):
-            name = names.popleft() if names else None
-            yield key if name is None else name, example
-
-
-class _Noting(_BaseExamplesIterable):  # type: ignore[misc]
-    """The last node: notes the name of each example it gives."""
-
-    def __init__(self, ex_iterable: Any, tracked: Tracked) -> None:
-        super().__init__()
-        self.ex_iterable = ex_iterable
-        self.tracked = tracked
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for key, example in self.ex_iterable:
-            self.tracked.key = str(key)
-            yield key, example
-
-    def _init_state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.ex_iterable._init_state_dict()
-        self._state_dict = state
-        return state
-
-    @property
-    def is_typed(self) -> bool:
-        return bool(self.ex_iterable.is_typed)
-
-    @property
-    def features(self) -> Any:
-        return self.ex_iterable.features
-
-    @property
-    def num_shards(self) -> int:
-        return int(self.ex_iterable.num_shards)
-
-    def shuffle_data_sources(self, generator: Any) -> Any:
-        return _Noting(self.ex_iterable.shuffle_data_sources(generator), self.tracked)
-
-    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> Any:
-        return _Noting(self.ex_iterable.shard_data_sources(num_shards, index, contiguous=contiguous), self.tracked)
-
-    def reshard_data_sources(self) -> Any:
-        return self
+from .nodes import KeptNode
 
 
 class _Feed:
     """
-    The examples a function is applied to. It outlives what asks for them, and can be given some back.
+    Feeds examples to a function. It outlives the iterators that ask for them, and takes examples back.
 
     Args:
         ex_iterable (`Any`):
             Where they come from.
         known (`Callable[[Any], bool]`):
             Whether one, by its key, is left out.
-        went_well (`Callable[[], None]`):
-            Told when the function has been applied to what it was given.
+        on_success (`Callable[[], None]`):
+            Called once the function has been applied to what it was given.
     """
 
-    def __init__(self, ex_iterable: Any, known: Callable[[Any], bool], went_well: Callable[[], None]) -> None:
+    def __init__(self, ex_iterable: Any, known: Callable[[Any], bool], on_success: Callable[[], None]) -> None:
         self._wrapped = ex_iterable
-        self._went_well = went_well
+        self._on_success = on_success
         self._known = known
         self._source: Iterator[Any] | None = None
         self._again: deque[tuple[Any, Any]] = deque()
@@ -324,7 +58,7 @@ class _Feed:
         if self.applied:
             self.applied = False
             self.taken.clear()
-            self._went_well()
+            self._on_success()
         while True:
             if self._again:
                 item = self._again.popleft()
@@ -341,34 +75,35 @@ class _Feed:
                 return item
 
     def take_back(self) -> list[tuple[Any, Any]]:
-        """What the function was applied to when it raised."""
+        """Takes back what the function was applied to when it raised."""
         self.applied = False
         taken, self.taken = self.taken, []
         return taken
 
     def put_back(self, examples: list[tuple[Any, Any]]) -> None:
-        """They come next."""
+        """Gives these examples next."""
         self._again.extendleft(reversed(examples))
 
 
 class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
     """Applies a function, and leaves out the examples for which it raises twice."""
 
+    # The guard, and the number of the function in its stream.
     healing: tuple[Guard, int]
 
     def _iter(self) -> Iterator[tuple[Any, Any]]:
-        guard, stage = self.healing
+        guard = self.healing[0]
         again: BaseException | None = None
         bad: list[BadSample] = []
 
-        def went_well() -> None:
+        def on_success() -> None:
             nonlocal again
             bad.clear()
             if again is not None:
                 guard.known.loaded_on_retry("A sample of the stream", again)
                 again = None
 
-        feed = _Feed(self.ex_iterable, lambda key: not self.with_indices and self._is_known(key), went_well)
+        feed = _Feed(self.ex_iterable, lambda key: not self.with_indices and self._is_known(key), on_success)
 
         def applied(*args: Any, **kwargs: Any) -> Any:
             if self.with_indices and self._is_known(feed.taken[-1][0]):
@@ -408,30 +143,28 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
             culprits = self._culprits(examples)
             if not culprits:
                 raise LetPass(failure)
-            for key, example in culprits:
-                where = place(f"{key}@{stage}")
-                raised = BadSample.that_raised(
-                    "loading", failure, **where, preview=preview_of(example), worker=worker_id()
-                )
-                bad.append(guard.known.as_written(raised))
-                guard.known.add(bad[-1])
+            bad.extend(self._leave_out(key, example, failure) for key, example in culprits)
             if len(bad) > MAX_BAD_IN_A_ROW:
-                last = "; ".join(str(each) for each in bad[-3:])
-                raise LetPass(
-                    DataSourceError(
-                        f"{len(bad)} samples of the stream in a row could not be mapped: it is not the samples but "
-                        f"the function or the storage. The last ones: {last}."
-                    )
-                )
+                raise LetPass(_too_many(bad))
             left = {id(example) for _, example in culprits}
             feed.put_back([each for each in examples if id(each[1]) not in left])
 
+    def _leave_out(self, key: Any, example: Any, error: BaseException) -> BadSample:
+        guard, stage = self.healing
+        raised = BadSample.that_raised(
+            "loading", error, **place(f"{key}@{stage}"), preview=preview_of(example), worker=worker_id()
+        )
+        bad = guard.known.as_written(raised)
+        guard.known.add(bad)
+        return bad
+
     def _step_back(self, examples: int) -> None:
-        """The function that is given indices gives the same example the same one again."""
+        """Has a function that is given indices see the same index again at the second attempt."""
         if self._state_dict and not self.batched:
             self._state_dict["previous_state_example_idx"] -= examples
 
     def _culprits(self, examples: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Finds the examples that raise by themselves or, if none does, the one without which the others do not."""
         if len(examples) == 1:
             return examples
         alone = [each for each in examples if self._raises([each])]
@@ -466,13 +199,25 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
         return f"{key}@{self.healing[1]}"
 
 
+def _too_many(bad: list[BadSample]) -> DataSourceError:
+    last = "; ".join(str(each) for each in bad[-3:])
+    return DataSourceError(
+        f"{len(bad)} samples of the stream in a row could not be mapped: it is not the samples but the function or "
+        f"the storage. The last ones: {last}."
+    )
+
+
 class _Known(Exception):
     """An example that is known to raise."""
 
 
-class GuardedMap(_Kept, _LeavingOut):
-    """A function of `map`."""
+class GuardedMap(KeptNode, _LeavingOut):
+    """Guarded function of `map`."""
+
+    handed_on = ("healing",)
 
 
-class GuardedFilter(_Kept, FilteredExamplesIterable, _LeavingOut):  # type: ignore[misc]
-    """A function of `filter`."""
+class GuardedFilter(KeptNode, FilteredExamplesIterable, _LeavingOut):  # type: ignore[misc]
+    """Guarded function of `filter`."""
+
+    handed_on = ("healing",)
