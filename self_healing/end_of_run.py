@@ -40,8 +40,7 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
     healers.run_ends(step)
     if context.stop.incident is not None:
         # Seen in the last log: there is no step left to stop before.
-        context.journal.dealt_with(context.stop.incident)
-        context.journal.closed(context.stop.incident, "reported")
+        context.dealing_with(context.stop.incident).close("reported")
         context.stop.incident = None
     context.journal.event("run_ended", step, incidents=len(context.journal.incidents), **run.numerics.rate_in_force())
     if run.attempts.status is not None and not leaves:

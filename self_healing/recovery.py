@@ -117,14 +117,12 @@ class Recovery:
         run, incident = self.run, entry.incident
         if incident.failure is FailureType.DAMAGED_CHECKPOINT:
             run.start_over(entry.resume_from, step_of(entry.resume_from, default=0))
-        began = time.perf_counter()
+        opened = run.context.dealing_with(incident)
         if entry.wait:
             run.context.remedies.apply(Action.WAIT_AND_RESUME, HealingContext(incident), self._trainer.args)
             if run.departure.asked:
                 run.departure.leave(self._step, self._output_dir)
-        incident.seconds_lost += time.perf_counter() - began
-        run.journal.dealt_with(incident)
-        run.context.outcomes.wait_for(incident)
+        opened.done()
 
     # ---- whose it is, and what cures it ----
 

@@ -17,7 +17,7 @@ from self_healing.detectors import DetectorPanel
 from self_healing.journal.journal import Journal
 from self_healing.numerics.state import NumericsState
 from self_healing.run.budget import RecoveryBudget
-from self_healing.run.context import Attachment, StopRequest
+from self_healing.run.context import Attachment, RunContext, StopRequest
 from self_healing.run.outcomes import Outcomes
 from self_healing.run.went_back import WentBack
 from self_healing.signals import StepSignals
@@ -202,6 +202,8 @@ class MadeUpRun:
     def parts(self) -> tuple[Any, ...]:
         """What every healer of steps is built from."""
         return self, self.numerics, self.rollback
+
+    incident, dealing_with = RunContext.incident, RunContext.dealing_with
 
     def leave_asked(self) -> bool:
         return False

@@ -192,8 +192,7 @@ class SampleHealer(Healer):
         given_up = self.calls.take_back() if new else None
         if given_up is not None:
             # The call was that of a sample which has been replaced: nobody enters again for it.
-            self.run.journal.dealt_with(given_up)
-            self.run.journal.closed(given_up, "resolved")
+            self.run.dealing_with(given_up).close("resolved")
         self._report(new, retried)
         bad, limit = known.bad, self._limit(loading)
         if len(bad) > limit:
@@ -204,21 +203,19 @@ class SampleHealer(Healer):
         return self.config.max_bad_data_fraction * min(whole, max(self._drawn, _AT_LEAST))
 
     def _report(self, new: Sequence[BadSample], retried: Sequence[str]) -> None:
-        journal, step = self.run.journal, self._instrument.view.step
         evidence: dict[str, Any] = {"samples": [asdict(sample) for sample in new]}
         if retried:
             evidence["retried"] = list(retried)
-        incident = journal.open(step, "bad_sample", evidence)
         named = [str(sample) for sample in new] or list(retried)
         cause = "; ".join(named[:5]) + (f"; and {len(named) - 5} more" if len(named) > 5 else "")
-        journal.diagnosed(incident, FailureType.BAD_DATA, cause, {})
-        journal.acted(incident, Action.RETRY_CALL.value)
-        if new:
-            path = str(self._quarantine.path)
-            journal.acted(incident, Action.QUARANTINE_SAMPLE.value, file=path, samples=[each.name for each in new])
-            journal.acted(incident, Action.REPLACE_SAMPLE.value, by=[each.replaced_by for each in new])
-        journal.dealt_with(incident)
-        journal.closed(incident, "resolved")
+        with self.run.incident(self._instrument.view.step, "bad_sample", evidence) as opened:
+            opened.diagnosed(FailureType.BAD_DATA, cause)
+            opened.acted(Action.RETRY_CALL)
+            if new:
+                path = str(self._quarantine.path)
+                opened.acted(Action.QUARANTINE_SAMPLE, file=path, samples=[each.name for each in new])
+                opened.acted(Action.REPLACE_SAMPLE, by=[each.replaced_by for each in new])
+            opened.close("resolved")
 
     # ---- the end ----
 
@@ -236,11 +233,11 @@ class SampleHealer(Healer):
         self._end("broken_data_source", {"message": str(error)[:2000]}, str(error), error)
 
     def _end(self, symptom: str, evidence: dict[str, Any], verdict: str, error: Exception | None) -> None:
-        instrument, journal = self._instrument, self.run.journal
-        incident = journal.open(instrument.view.step, symptom, evidence)
-        journal.diagnosed(incident, FailureType.BAD_DATA, symptom.replace("_", " "), {})
-        context = HealingContext(incident, instrument, verdict=verdict, error=error)
-        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, instrument.trainer.args)
+        instrument = self._instrument
+        with self.run.incident(instrument.view.step, symptom, evidence) as opened:
+            opened.diagnosed(FailureType.BAD_DATA, symptom.replace("_", " "))
+            context = HealingContext(opened.incident, instrument, verdict=verdict, error=error)
+            self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, instrument.trainer.args)
 
 
 def _nothing() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ from ..run.claims import Claim, claim_by_recipe
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
 from ..run.healer import Healer
+from ..run.incidents import OpenIncident
 from .remedies import MemoryState
 from .splitting import CallShape, ComputedOtherwise, Passes, SplitCalls, SplitGeneration
 
@@ -88,13 +88,14 @@ class MemoryHealer(Healer):
         self._splits: list[SplitCalls] = []
         self._models: list[torch.nn.Module] = []
         self._passes: Passes | None = None
+        # What is being dealt with, over several attempts, and what actions need to know of it.
+        self._opened: OpenIncident | None = None
         self._context: HealingContext | None = None
         # Whether the incident is about an `optimizer.step()`, which ends with the step and not with what is computed.
         self._stepping = False
         self._attempts = 0
         self._failed: set[CallShape] = set()
         self._passed: deque[int] = deque(maxlen=_OFTEN)
-        self._began = 0.0
         # The state right before the step that is being taken.
         self._backup: SnapshotRing | None = None
         self._snapshot_written = False
@@ -273,7 +274,7 @@ class MemoryHealer(Healer):
             else:
                 # The wrapper takes it from here: it has to enter `train()` again. What did not help is taken back.
                 self._state.checkpointing_activations = False
-                self._claim = Claim(self._end(), Action.REDUCE_BATCH_SIZE, batch=plan)
+                self._claim = Claim(self._end().incident, Action.REDUCE_BATCH_SIZE, batch=plan)
                 return False
         context.verdict = f"out of memory in {ran_out.place}: {_sizes(shape)}; {why}; {_memory(ran_out)}"
         incident.evidence["remedy"] = _advice(ran_out, in_training and not run.may_enter_again)
@@ -312,8 +313,7 @@ class MemoryHealer(Healer):
         if self._claim is not None:
             # The user's code has let the error pass that a smaller batch was to cure.
             claim, self._claim = self._claim, None
-            self.run.journal.dealt_with(claim.incident)
-            self.run.journal.closed(claim.incident, "self_recovered")
+            self.run.dealing_with(claim.incident).close("self_recovered")
         if self._splits:
             sizes.on_success()
         for calls in self._splits:
@@ -324,9 +324,7 @@ class MemoryHealer(Healer):
                 if self._context.window is not None:
                     self._note_recomputed(self._context.incident)
             self._say_what_was_split(self._context)
-            incident = self._end()
-            self.run.journal.dealt_with(incident)
-            self.run.journal.closed(incident, "resolved")
+            self._end().close("resolved")
             if not sizes.limits and not self._passes_often:
                 self._leave_calls_alone()
         if sizes.changed:
@@ -365,9 +363,7 @@ class MemoryHealer(Healer):
     def stepped(self) -> None:
         """The step is done."""
         if self._context is not None:
-            incident = self._end()
-            self.run.journal.dealt_with(incident)
-            self.run.outcomes.wait_for(incident)
+            self._end().done()
 
     def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """
@@ -458,10 +454,9 @@ class MemoryHealer(Healer):
         self._attempts += 1
         if self._context is not None:
             return self._context
-        self._began = time.perf_counter()
         for calls in self._splits:
             calls.refused = ""
-        instrument, journal = self._instrument, self.run.journal
+        instrument = self._instrument
         evidence: dict[str, Any] = {
             "place": ran_out.place,
             "raised_in": ran_out.raised_in,
@@ -475,11 +470,11 @@ class MemoryHealer(Healer):
             path = str(self.run.directory / "memory_snapshot.pickle")
             self._snapshot_written = write_memory_snapshot(path, instrument.view.device)
             evidence["memory_snapshot"] = path if self._snapshot_written else "only for CUDA"
-        incident = journal.open(instrument.view.step, "out_of_memory", evidence)
+        self._opened = self.run.incident(instrument.view.step, "out_of_memory", evidence)
         cause = f"out of {'host' if ran_out.on_host else 'device'} memory in {ran_out.place}"
-        journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
-        incident.figures.append(_memory(ran_out))
-        self._context = HealingContext(incident, instrument, window)
+        self._opened.diagnosed(FailureType.OUT_OF_MEMORY, cause)
+        self._opened.incident.figures.append(_memory(ran_out))
+        self._context = HealingContext(self._opened.incident, instrument, window)
         return self._context
 
     def _free(self, context: HealingContext, ran_out: OutOfMemory) -> None:
@@ -494,14 +489,14 @@ class MemoryHealer(Healer):
         else:
             free_memory(self._instrument.view.device)
 
-    def _end(self) -> Incident:
+    def _end(self) -> OpenIncident:
         """The incident is over, one way or another."""
-        assert self._context is not None
-        incident = self._context.incident
-        incident.seconds_lost = time.perf_counter() - self._began
+        assert self._opened is not None
+        opened, self._opened = self._opened, None
+        opened.stop_clock()
         self._context, self._attempts, self._stepping = None, 0, False
         self._failed.clear()
-        return incident
+        return opened
 
     # ---- across processes ----
 

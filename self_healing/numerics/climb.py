@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from .. import consensus
 from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
-from ..instrument import TrainingFault, Window
-from ..journal.incident import Incident
+from ..instrument import TrainingFault
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
@@ -92,6 +90,8 @@ class RollbackClimb(NumericsHealer):
                 f"{FAILURE_RECIPES[failure].diagnosis.rstrip('.')}, and no state tried was any better{frozen}"
             )
             self.actions.apply((Action.STOP,), context, self.args)
+        if not window.skipped:
+            self.clip(window, window.signals())
 
     def _try_rates(self, context: HealingContext) -> float | None:
         """A run that fails in its first steps: the factor with which it learns, if there is one within reach."""
@@ -120,14 +120,6 @@ class RollbackClimb(NumericsHealer):
         found = {f"{scale:.4g}": loss for scale, loss in trial.losses.items()}
         context.incident.evidence["loss_by_rate_scale"] = found
         return trial.scale
-
-    def rolled_back(self, incident: Incident, began: float, window: Window) -> None:
-        """Takes in that the run has gone back in this step: its outcome is waited for."""
-        if not window.skipped:
-            self.clip(window, window.signals())
-        incident.seconds_lost += time.perf_counter() - began
-        self.run.outcomes.wait_for(incident)
-        self.run.journal.dealt_with(incident)
 
     def owe_checkpoint(self, went: WentBack | None) -> None:
         """Checkpoints that are suspect now have to be replaced as soon as the loss is back."""

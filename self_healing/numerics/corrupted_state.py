@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from .. import consensus
 from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
 from ..instrument import Window
@@ -11,6 +9,7 @@ from ..journal.incident import Incident
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
+from ..run.incidents import OpenIncident
 from ..run.went_back import Target, WentBack
 from .climb import RollbackClimb
 from .healer import NumericsHealer
@@ -30,49 +29,45 @@ class CorruptedStateHealer(NumericsHealer):
 
     def heal_silent(self, window: Window, tensors: list[str]) -> None:
         """Goes back from a state that is not finite, which no loss has shown yet: a row of an embedding, a mean."""
-        run, instrument = self.run, self.instrument
+        instrument = self.instrument
         found = instrument.view.nonfinite_tensors()
         if self.config.on_nonfinite != "heal" or not self.on_any_rank(bool(found)):
             return
-        began = time.perf_counter()
-        incident = run.journal.open(window.step, "nonfinite_state", {"tensors": found[:20] or tensors})
-        run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
-        self._climb.take_rung(HealingContext(incident, instrument, window), FailureType.CORRUPTED_STATE)
-        self._climb.rolled_back(incident, began, window)
+        with self._open(window.step, found[:20] or tensors) as opened:
+            context = HealingContext(opened.incident, instrument, window)
+            self._climb.take_rung(context, FailureType.CORRUPTED_STATE)
 
     def heal_the_end(self) -> None:
         """After the last step: weights that turned NaN with it would be handed over as trained."""
-        run, instrument = self.run, self.instrument
+        instrument = self.instrument
         window, step = instrument.window, instrument.view.step
         if self.config.on_nonfinite != "heal" or not instrument.view.can_reexecute or window is None:
             return
         found = instrument.view.nonfinite_tensors()
         if not self.on_any_rank(bool(found)):
             return
-        incident = run.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
-        run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
         best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
-        if best is not None and not self.on_any_rank(any(not name.startswith("optimizer:") for name in found)):
-            incident.evidence["why"] = (
-                f"The best model ({best}) is loaded, and finite: nothing was changed. A checkpoint that was written "
-                "with this optimizer state is refused at a resume"
-            )
-            run.journal.dealt_with(incident)
-            run.journal.closed(incident, "reported")
-            return
-        went = self._undo_corruption(incident, window, step)
-        if went is None:
-            context = HealingContext(incident, instrument, window)
-            context.verdict = "the weights at the end of the run are not finite, and there is no trusted state"
-            self.actions.apply((Action.STOP,), context, self.args)
-            return
-        if best is not None:
-            reached = went.step if incident.steps_lost else step
-            incident.evidence["why"] = (
-                f"The best model ({best}) was not finite: the weights are those of step {reached}"
-            )
-        run.journal.dealt_with(incident)
-        run.journal.closed(incident, "resolved")
+        with self._open(step, found[:20]) as opened:
+            incident = opened.incident
+            if best is not None and not self.on_any_rank(any(not name.startswith("optimizer:") for name in found)):
+                self._report(
+                    opened,
+                    f"The best model ({best}) is loaded, and finite: nothing was changed. A checkpoint that was "
+                    "written with this optimizer state is refused at a resume",
+                )
+                return
+            went = self._undo_corruption(incident, window, step)
+            if went is None:
+                context = HealingContext(incident, instrument, window)
+                context.verdict = "the weights at the end of the run are not finite, and there is no trusted state"
+                self.actions.apply((Action.STOP,), context, self.args)
+                return
+            if best is not None:
+                reached = went.step if incident.steps_lost else step
+                incident.evidence["why"] = (
+                    f"The best model ({best}) was not finite: the weights are those of step {reached}"
+                )
+            opened.close("resolved")
         if consensus.from_first_rank(bool(went.suspects) and not self.rollback.checkpoints.has_good(step)):
             # Otherwise a resume would go back to before the fault.
             instrument.saves.write_checkpoint()
@@ -114,20 +109,19 @@ class CorruptedStateHealer(NumericsHealer):
         self._told_of_state = not finite
 
     def _heal_state_to_be_saved(self, found: list[str]) -> bool:
-        run, instrument = self.run, self.instrument
-        window, step = instrument.window or instrument.reentry.interrupted, instrument.view.step
         if self._told_of_state:
             # Nothing could be done about it at the save before this one.
             return False
-        began = time.perf_counter()
-        incident = run.journal.open(step, "nonfinite_state", {"tensors": found[:20]})
-        run.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
+        with self._open(self.instrument.view.step, found[:20]) as opened:
+            return self._heal_before_a_save(opened)
+
+    def _heal_before_a_save(self, opened: OpenIncident) -> bool:
+        run, instrument, incident = self.run, self.instrument, opened.incident
+        window, step = instrument.window or instrument.reentry.interrupted, instrument.view.step
         if self.config.on_nonfinite != "heal" or window is None or instrument.leaving.begun:
-            return self._report_state(incident, "It is not healed here; no checkpoint of it is trusted")
+            return self._report(opened, "It is not healed here; no checkpoint of it is trusted")
         if not self.rollback.can_go_back():
-            return self._report_state(
-                incident, "There is no trusted state to go back to; no checkpoint of it is trusted"
-            )
+            return self._report(opened, "There is no trusted state to go back to; no checkpoint of it is trusted")
         context = HealingContext(incident, instrument, window)
         if not run.budget.spend(step):
             context.verdict = (
@@ -147,17 +141,20 @@ class CorruptedStateHealer(NumericsHealer):
             instrument.saves.disown_best()
             self.rollback.give_up_steps(step - 1)
             self.numerics.went_back(incident)
-            run.outcomes.wait_for(incident)
+            opened.wait()
         else:
-            run.journal.closed(incident, "resolved")
-        incident.seconds_lost += time.perf_counter() - began
-        run.journal.dealt_with(incident)
+            opened.close("resolved")
         return True
 
-    def _report_state(self, incident: Incident, why: str) -> bool:
-        incident.evidence["why"] = why
-        self.run.journal.dealt_with(incident)
-        self.run.journal.closed(incident, "reported")
+    def _open(self, step: int, tensors: list[str]) -> OpenIncident:
+        opened = self.run.incident(step, "nonfinite_state", {"tensors": tensors})
+        opened.diagnosed(FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE)
+        return opened
+
+    def _report(self, opened: OpenIncident, why: str) -> bool:
+        """Says why nothing was done. Gives `False`: the state is not finite."""
+        opened.incident.evidence["why"] = why
+        opened.close("reported")
         return False
 
     def heal_interrupted_step(self, context: HealingContext) -> None:

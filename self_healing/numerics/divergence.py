@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 from statistics import median
 
 from ..failures import INSPECTIONS, Action, Cause, FailureType
 from ..instrument import Window
-from ..journal.incident import Incident
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
 from ..run.diagnosis import Diagnosis
 from ..run.dispatch import HealingContext
+from ..run.incidents import OpenIncident
 from .climb import RollbackClimb
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .diagnosis import diagnose_rise, diagnose_stillness
@@ -41,10 +40,17 @@ class DivergenceHealer(NumericsHealer):
         super().__init__(run, numerics, rollback)
         self._damaged, self._climb = damaged, climb
 
-    def heal(self, incident: Incident, failure: FailureType, window: Window) -> None:
+    def heal(self, opened: OpenIncident, failure: FailureType, window: Window) -> None:
         """Acts on what was seen in applied steps, by its failure."""
-        if self._heal_told(incident, failure, window):
-            return
+        with opened:
+            if self.numerics.watch.incident is opened.incident:
+                opened.leave_open()
+            if not self._heal_told(opened, failure, window):
+                self._act(opened, failure, window)
+
+    def _act(self, opened: OpenIncident, failure: FailureType, window: Window) -> None:
+        """Does what can be done without knowing the cause."""
+        incident = opened.incident
         if self.numerics.schedule.raised_lately(incident.step, self.config.divergence_patience):
             incident.evidence["why"] = "The schedule has just raised the learning rate again: it may well pass"
         decision = self.numerics.policy.decide_watched(failure)
@@ -56,59 +62,56 @@ class DivergenceHealer(NumericsHealer):
             verdict = f"The loss has risen and stays up; that it is the weights is not shown ({incident.cause})"
         context = HealingContext(incident, self.instrument, window, verdict=verdict)
         self.actions.apply(decision.actions, context, self.args)
-        self.run.journal.dealt_with(incident)
         if INSPECTIONS.issuperset(decision.actions):
-            self.run.journal.closed(incident, "reported")
+            opened.close("reported")
 
-    def _heal_told(self, incident: Incident, failure: FailureType, window: Window) -> bool:
+    def _heal_told(self, opened: OpenIncident, failure: FailureType, window: Window) -> bool:
         """Heals what going back can cure; whether the incident is dealt with."""
         if failure is FailureType.DIVERGENCE:
-            return self._heal_divergence(incident, window)
+            return self._heal_divergence(opened, window)
         if failure is FailureType.VANISHING_GRADIENT and self.may_go_back(window.step):
-            return self._heal_stillness(incident, window)
+            return self._heal_stillness(opened, window)
         return False
 
-    def _heal_divergence(self, incident: Incident, window: Window) -> bool:
+    def _heal_divergence(self, opened: OpenIncident, window: Window) -> bool:
         """
         Finds out what made the loss rise, whatever is done about it; back to a trusted state if it was the weights.
         Harder data are left alone: only then is it dealt with here, too.
         """
-        run, began = self.run, time.perf_counter()
         if not self._may_try_trusted_weights(window.step):
             return False
+        incident = opened.incident
         if self.config.on_divergence == "heal":
             self._damaged.suspect(HealingContext(incident, self.instrument, window))
         found = self.diagnose_rise(window, window.signals().loss)
         if self.config.on_divergence != "warn" or found.failure is FailureType.HARDER_DATA:
-            run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+            opened.diagnosed(found.failure, found.cause, found.evidence)
         if found.cause in _MAY_GO_BACK and self.config.on_divergence == "heal":
             self._climb.take_rung(HealingContext(incident, self.instrument, window, found), FailureType.DIVERGENCE)
-            self._climb.rolled_back(incident, began, window)
+            opened.wait()
             return True
         # Computed again for the experiment, its gradient is as it came out of the backward.
         self.clip(window, window.signals())
-        incident.seconds_lost += time.perf_counter() - began
         if found.failure is not FailureType.HARDER_DATA:
             # What is not known is no reason to change a run: it is watched.
             return False
         self.panel.divergence.prove_harmless()
         self.numerics.watch.forget()
-        run.journal.dealt_with(incident)
-        run.journal.closed(incident, "reported")
+        opened.close("reported")
         return True
 
-    def _heal_stillness(self, incident: Incident, window: Window) -> bool:
+    def _heal_stillness(self, opened: OpenIncident, window: Window) -> bool:
         """Weights that were driven where there is no gradient are a divergence, however slow the loss shows it."""
-        began = time.perf_counter()
-        self._damaged.suspect(HealingContext(incident, self.instrument, window))
+        self._damaged.suspect(HealingContext(opened.incident, self.instrument, window))
         panel, still = self.panel, window.signals()
         first = median(panel.divergence.first or [math.nan])
         found = diagnose_stillness(window, self.rollback.trials, still, first, panel.loss_trend.scale)
         if found.cause != Cause.WEIGHTS:
             return False
-        self.run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
-        self._climb.take_rung(HealingContext(incident, self.instrument, window, found), FailureType.DIVERGENCE)
-        self._climb.rolled_back(incident, began, window)
+        opened.diagnosed(found.failure, found.cause, found.evidence)
+        context = HealingContext(opened.incident, self.instrument, window, found)
+        self._climb.take_rung(context, FailureType.DIVERGENCE)
+        opened.wait()
         return True
 
     def may_go_back(self, step: int) -> bool:

@@ -12,6 +12,7 @@ from ..instrument import Instrument, Window
 from ..journal.incident import Incident
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
+from ..run.incidents import OpenIncident
 from ..signals import StepSignals
 from .offending_batch import save_offending_batch
 from .state import NumericsState
@@ -69,11 +70,11 @@ class NumericsHealer:
             ceiling = min(self.instrument.view.max_grad_norm or math.inf, clipped_to)
             self.numerics.clipping.apply(window, signals, ceiling, may_clip=self.instrument.view.can_reexecute)
 
-    def open(self, symptom: Symptom, failure: FailureType, cause: str) -> Incident:
+    def open(self, symptom: Symptom, failure: FailureType, cause: str) -> OpenIncident:
         """Opens an incident whose failure and cause are clear from what was seen."""
-        incident = self.run.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
-        self.run.journal.diagnosed(incident, failure, cause, {})
-        return incident
+        opened = self.run.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity)
+        opened.diagnosed(failure, cause)
+        return opened
 
     def keep_batch(self, window: Window, incident: Incident) -> None:
         """Keeps the batch of a step for replay, if that is asked for."""

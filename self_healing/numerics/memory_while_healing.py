@@ -78,7 +78,7 @@ class MemoryWhileHealing(NumericsHealer):
         return error if is_out_of_memory(error) else None
 
     def _stop_without_memory(self, error: Exception, window: Window | None, opened: Sequence[Incident]) -> NoReturn:
-        run, instrument = self.run, self.instrument
+        instrument = self.instrument
         if window is not None:
             # No gradient of it is applied, and their memory is there for what is left to do.
             window.skip(None, keep_buffers=True)
@@ -90,20 +90,16 @@ class MemoryWhileHealing(NumericsHealer):
             "remedy": "Please leave a little more room beside training, which by itself fits: a smaller "
             "per_device_train_batch_size with more gradient_accumulation_steps, or look for who else uses the device.",
         }
-        incident = run.journal.open(instrument.view.step, "out_of_memory", evidence)
-        cause = "out of memory in what self_healing does beside training"
-        run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, cause, {})
+        ran_out = self.run.incident(instrument.view.step, "out_of_memory", evidence)
+        ran_out.diagnosed(FailureType.OUT_OF_MEMORY, "out of memory in what self_healing does beside training")
         own = self.rollback.fall_back()
         held = "those of the last finished step" if own else "not those of the last finished step, and are not saved"
         wrong = ", ".join(each.cause for each in opened if each.cause != Cause.UNKNOWN) or "the step is not sound"
-        context = HealingContext(incident, instrument, window)
+        context = HealingContext(ran_out.incident, instrument, window)
         context.verdict = (
             f"memory ran out, twice, while self_healing looked into something that was wrong ({wrong}); without that "
             f"the weights would have been lost. They are {held}"
         )
-        for each in opened:
-            if each.outcome == "open":
-                run.journal.closed(each, "unresolved")
         self.numerics.policy.reset()
         if own:
             self.actions.apply(Action.EMERGENCY_CHECKPOINT, context, self.args)

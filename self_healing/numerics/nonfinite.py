@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import NoReturn
 
 from ..detectors import Symptom
@@ -12,6 +11,7 @@ from ..rollback.rollback import Rollback
 from ..run.context import RunContext
 from ..run.diagnosis import Diagnosis
 from ..run.dispatch import HealingContext
+from ..run.incidents import OpenIncident
 from .climb import RollbackClimb
 from .damaged_checkpoint import DamagedCheckpointHealer
 from .diagnosis import diagnose, diagnose_start
@@ -51,63 +51,64 @@ class NonfiniteHealer(NumericsHealer):
 
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Diagnoses a step that is not finite, and acts on it."""
-        run = self.run
-        began = time.perf_counter()
         if not self.acts and self.numerics.reported_step == symptom.step - 1:
             # Nothing is done about it, so it stays that way: one incident for all of it.
             self.numerics.reported_step = symptom.step
             return
         self.numerics.reported_step = symptom.step
-        incident = run.journal.open(symptom.step, symptom.name, symptom.evidence)
-        diagnosis = self._diagnose(window)
-        run.journal.diagnosed(incident, diagnosis.failure, diagnosis.cause, diagnosis.evidence)
+        with self.run.incident(symptom.step, symptom.name, symptom.evidence) as opened:
+            self._heal(opened, window)
+
+    def _heal(self, opened: OpenIncident, window: Window) -> None:
+        run, incident, diagnosis = self.run, opened.incident, self._diagnose(window)
+        opened.diagnosed(diagnosis.failure, diagnosis.cause, diagnosis.evidence)
         context = HealingContext(incident, self.instrument, window, diagnosis)
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
             self._climb.take_rung(context, diagnosis.failure)
-            self._climb.rolled_back(incident, began, window)
             return
         if diagnosis.everywhere and not self.instrument.optimizer_step.weights_moved:
-            self._stop_at_the_start(context, began)
+            self._stop_at_the_start(opened, context)
         decision = self.numerics.policy.decide(diagnosis, acts=self.acts)
         if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT:
             self.keep_batch(window, incident)
         context.verdict = decision.verdict
         self.actions.apply(decision.actions, context, self.args)
-        incident.seconds_lost = time.perf_counter() - began
         if not window.skipped and decision.actions:
+            # What the healed step shows has incidents of its own.
+            opened.stop_clock()
             healed = window.signals()
             run.outcomes.take_in(healed.loss, self.instrument.view.step)
             self._observer.observe(window, healed)
-        run.outcomes.wait_for(incident)
+        opened.wait()
         stop = self.numerics.policy.note(
             window.skipped,
             explained=diagnosis.failure is FailureType.NONFINITE_POISON_ROWS,
             rows=diagnosis.rows,
             dropped=diagnosis.poison_rows,
         )
-        if stop is not None:
-            if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and self.numerics.policy.out_of_patience:
-                if not self.instrument.optimizer_step.weights_moved:
-                    self._stop_at_the_start(context, began)
-                self._climb.take_rung(context, diagnosis.failure, verdict=stop)
-                self._climb.rolled_back(incident, began, window)
-                return
-            context.verdict = stop
-            self.numerics.policy.reset()
-            self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
-        run.journal.dealt_with(incident)
+        if stop is None:
+            return
+        if diagnosis.failure is FailureType.NONFINITE_NUMERICAL and self.numerics.policy.out_of_patience:
+            if not self.instrument.optimizer_step.weights_moved:
+                self._stop_at_the_start(opened, context)
+            self._climb.take_rung(context, diagnosis.failure, verdict=stop)
+            opened.wait()
+            return
+        context.verdict = stop
+        self.numerics.policy.reset()
+        self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
 
-    def _stop_at_the_start(self, context: HealingContext, began: float) -> NoReturn:
+    def _stop_at_the_start(self, opened: OpenIncident, context: HealingContext) -> NoReturn:
         """
         Ends a run whose weights no update has changed: they are what they were given as, and no state to go back to
         and no lower rate makes them others.
         """
-        run, incident, window = self.run, context.incident, context.window
+        incident, window = opened.incident, context.window
         if window is None:
             raise ValueError("ending a run at its start needs `context.window`")
         self._damaged.suspect(context)
         found = diagnose_start(window, str(incident.evidence.get("why", "")))
-        run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+        opened.diagnosed(found.failure, found.cause, found.evidence)
         incident.evidence.pop("why", None)
         window.skip(None)
         context.verdict = (
@@ -115,7 +116,7 @@ class NonfiniteHealer(NumericsHealer):
             f"rate nor the optimizer, but {_NOT_THE_RATE[found.cause]}. {found.evidence['diagnosis']}"
         )
         incident.steps_lost = max(incident.steps_lost, 1)
-        incident.seconds_lost = time.perf_counter() - began
+        opened.stop_clock()
         self.numerics.policy.reset()
         self.actions.apply(FAILURE_RECIPES[found.failure].ladder, context, self.args)
         raise AssertionError("the last of these actions raises")

@@ -96,7 +96,8 @@ class StepObserver(NumericsHealer):
                 return
             if symptom.name in ("loss_spike", "divergence"):
                 self.numerics.watch.begin(
-                    symptom, lambda incident, failure: self._divergence.heal(incident, failure, window)
+                    symptom,
+                    lambda incident, failure: self._divergence.heal(run.dealing_with(incident), failure, window),
                 )
             elif symptom.name == "second_rise":
                 self.numerics.watch.rises_further(symptom)

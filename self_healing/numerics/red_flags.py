@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,16 +37,15 @@ class RedFlagHealer(NumericsHealer):
             if symptom.severity == "info":
                 run.journal.noticed(symptom)
                 continue
-            incident = self.open(symptom, FailureType.RED_FLAG, symptom.name.removeprefix("rule:").replace("_", " "))
+            opened = self.open(symptom, FailureType.RED_FLAG, symptom.name.removeprefix("rule:").replace("_", " "))
             action = str(symptom.evidence.get("action"))
             acts = numerics.policy.acts_on(action)
             if acts and action == "stop" and run.stop.incident is None:
-                run.stop.incident = incident
+                run.stop.incident = opened.incident
             elif acts and action == "rollback" and numerics.roll_back_for is None:
-                numerics.roll_back_for = incident
+                numerics.roll_back_for = opened.incident
             else:
-                run.journal.dealt_with(incident)
-                run.journal.closed(incident, "reported")
+                opened.close("reported")
 
     def stop(self, window: Window) -> None:
         """Ends the run before a step is applied."""
@@ -63,20 +61,17 @@ class RedFlagHealer(NumericsHealer):
 
     def roll_back(self, window: Window) -> None:
         """Goes back instead of applying a step."""
-        run = self.run
-        began = time.perf_counter()
         incident = self.numerics.roll_back_for or self._seen_elsewhere(window)
         self.numerics.roll_back_for = None
-        if not self.instrument.view.can_reexecute or not self.rollback.can_go_back():
+        with self.run.dealing_with(incident) as opened:
+            if self.instrument.view.can_reexecute and self.rollback.can_go_back():
+                self._climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.RED_FLAG)
+                return
             incident.evidence["why"] = "Its action is to roll back, and there is no trusted state to go back to"
-            run.journal.dealt_with(incident)
-            run.journal.closed(incident, "reported")
-            return
-        self._climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.RED_FLAG)
-        self._climb.rolled_back(incident, began, window)
+            opened.close("reported")
 
     def _seen_elsewhere(self, window: Window) -> Incident:
         """A red flag that another rank has seen, in a metric that is not the same everywhere."""
-        incident = self.run.journal.open(window.step, "red_flag_on_another_rank", {})
-        self.run.journal.diagnosed(incident, FailureType.RED_FLAG, "seen by another rank", {})
-        return incident
+        opened = self.run.incident(window.step, "red_flag_on_another_rank", {})
+        opened.diagnosed(FailureType.RED_FLAG, "seen by another rank")
+        return opened.incident

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 
 from ..detectors import Symptom
 from ..failures import Action, Cause, FailureType
 from ..instrument import Window
-from ..journal.incident import Incident
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
+from ..run.incidents import OpenIncident
 from ..signals import StepSignals
 from .climb import RollbackClimb
 from .divergence import DivergenceHealer
@@ -42,10 +41,11 @@ class SpikeHealer(NumericsHealer):
 
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Computes the step again before anything is decided about it."""
-        run = self.run
-        began = time.perf_counter()
-        incident = run.journal.open(symptom.step, symptom.name, symptom.evidence, symptom.severity)
-        again = window.compute_again()
+        with self.run.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity) as opened:
+            self._heal(opened, window, symptom)
+
+    def _heal(self, opened: OpenIncident, window: Window, symptom: Symptom) -> None:
+        incident, again = opened.incident, window.compute_again()
         transient = again.finite and self.panel.spike(again) is None
         if again.finite:
             # As it is without the passing fault: faults that come again and again are not what is usual.
@@ -53,19 +53,17 @@ class SpikeHealer(NumericsHealer):
         failure = FailureType.SPIKE_TRANSIENT if transient else FailureType.GRADIENT_SPIKE
         cause = Cause.TRANSIENT if transient else Cause.SAME_AGAIN if again.finite else Cause.NOT_FINITE_AGAIN
         evidence = {"again": {"loss": again.loss, "grad_norm": again.grad_norm}}
-        run.journal.diagnosed(incident, failure, cause, evidence)
+        opened.diagnosed(failure, cause, evidence)
         if not transient:
             self.keep_batch(window, incident)
-        if not transient and again.finite and self._weights_spike(incident, window, symptom, again):
+        if not transient and again.finite and self._weights_spike(opened, window, symptom, again):
             self._climb.take_rung(HealingContext(incident, self.instrument, window), FailureType.DIVERGENCE)
-            self._climb.rolled_back(incident, began, window)
             return
         usual = self.panel.gradient_level
         decision = self.numerics.policy.decide_spike(symptom, transient, again.finite, may_clip=usual is not None)
         context = HealingContext(incident, self.instrument, window, clip_to=usual)
         self.actions.apply(decision.actions, context, self.args)
-        incident.seconds_lost = time.perf_counter() - began
-        run.outcomes.wait_for(incident)
+        opened.wait()
         if window.skipped:
             context.verdict = self.numerics.policy.note(skipped=True, explained=True) or ""
             if context.verdict:
@@ -74,7 +72,6 @@ class SpikeHealer(NumericsHealer):
         else:
             clipped = Action.CLIP_GRADIENT in decision.actions and usual is not None
             self._observer.take_in(window, again, usual if clipped and usual is not None else math.inf)
-        run.journal.dealt_with(incident)
 
     def report(self, symptom: Symptom) -> None:
         """Journals a spike that nothing is done about."""
@@ -82,11 +79,9 @@ class SpikeHealer(NumericsHealer):
             # The loss spike in the same step is an incident already.
             self.run.journal.noticed(symptom)
             return
-        incident = self.open(symptom, FailureType.GRADIENT_SPIKE, Cause.NOT_LOOKED_FOR)
-        self.run.journal.dealt_with(incident)
-        self.run.journal.closed(incident, "reported")
+        self.open(symptom, FailureType.GRADIENT_SPIKE, Cause.NOT_LOOKED_FOR).close("reported")
 
-    def _weights_spike(self, incident: Incident, window: Window, symptom: Symptom, again: StepSignals) -> bool:
+    def _weights_spike(self, opened: OpenIncident, window: Window, symptom: Symptom, again: StepSignals) -> bool:
         """
         Whether it is the weights: a batch that is left out does not come back in the next step. One such step is left
         to pass; that of the step after is held against trusted weights.
@@ -96,5 +91,5 @@ class SpikeHealer(NumericsHealer):
             return False
         found = self._divergence.diagnose_rise(window, again.loss)
         if found.cause == Cause.WEIGHTS:
-            self.run.journal.diagnosed(incident, found.failure, found.cause, found.evidence)
+            opened.diagnosed(found.failure, found.cause, found.evidence)
         return found.cause == Cause.WEIGHTS

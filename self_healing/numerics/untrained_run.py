@@ -29,18 +29,18 @@ class UntrainedRunHealer(NumericsHealer):
         At the end of the run: one most of whose steps are not in the weights, or none of those since it was resumed,
         has failed, however well it seems to have come to its end.
         """
-        run, instrument, step = self.run, self.instrument, self.instrument.view.step
+        instrument, step = self.instrument, self.instrument.view.step
         missing = self.numerics.missing
         trained, since = missing.trained(step), step - missing.entry_step
         none_since = since > 0 and trained <= missing.trained_at_entry
         if trained >= _LEAST_TRAINED * step and not none_since:
             return
         evidence = {"steps": step, "trained": trained, "since_entry": since}
-        incident = run.journal.open(step, "steps_missing", evidence)
-        run.journal.diagnosed(incident, FailureType.NOT_TRAINED, "most steps are not in the weights", {})
         of_these = f", none of the {since} since step {missing.entry_step} among them" if none_since else ""
         verdict = f"the run has come to its end, but only {trained} of its {step} steps are in the weights{of_these}"
-        context = HealingContext(incident, instrument, instrument.window, verdict=verdict)
-        if none_since:
-            self._damaged.suspect(context)
-        self.actions.apply((Action.STOP,), context, self.args)
+        with self.run.incident(step, "steps_missing", evidence) as opened:
+            opened.diagnosed(FailureType.NOT_TRAINED, "most steps are not in the weights")
+            context = HealingContext(opened.incident, instrument, instrument.window, verdict=verdict)
+            if none_since:
+                self._damaged.suspect(context)
+            self.actions.apply((Action.STOP,), context, self.args)

@@ -79,17 +79,16 @@ class Departure:
             SystemExit: With 143 after SIGTERM and 75 after SIGUSR1, or whatever a handler that was there before ours
                 has raised.
         """
-        preemption, journal, attempts = self.preemption, self._run.journal, self._attempts
+        preemption, attempts = self.preemption, self._attempts
         name = "another process was asked to leave" if preemption.requested is None else preemption.requested.name
         checkpoint = checkpoint or newest_checkpoint_of(self._run.run_id, output_dir)
-        incident = journal.open(step, "preempted", {"signal": name})
-        journal.diagnosed(incident, FailureType.PREEMPTED, name, {})
-        code = preemption.exit_code
-        journal.acted(incident, Action.SAVE_AND_LEAVE.value, checkpoint=checkpoint, exit_code=code)
-        incident.steps_repeated = step if checkpoint is None else max(step - step_of(checkpoint, default=step), 0)
-        attempts.steps.close_outcomes()
-        journal.dealt_with(incident)
-        journal.closed(incident, "unresolved" if checkpoint is None else "resolved")
+        code, saved_at = preemption.exit_code, 0 if checkpoint is None else step_of(checkpoint, default=step)
+        with self._run.incident(step, "preempted", {"signal": name}) as opened:
+            opened.diagnosed(FailureType.PREEMPTED, name)
+            opened.acted(Action.SAVE_AND_LEAVE, checkpoint=checkpoint, exit_code=code)
+            opened.incident.steps_repeated = max(step - saved_at, 0)
+            attempts.steps.close_outcomes()
+            opened.close("unresolved" if checkpoint is None else "resolved")
         attempts.end(Ending.PREEMPTED, name)
         if attempts.status is not None:
             attempts.status.end(RunState.LEFT, step, name)

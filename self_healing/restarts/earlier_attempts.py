@@ -140,12 +140,10 @@ def _infer_death(run: RunContext, start: Start, earlier: Attempt) -> None:
         "attempt": earlier.number,
         "resumed_from": start.checkpoint,
     }
-    incident = run.journal.open(earlier.last_step, "process_died", evidence)
-    run.journal.diagnosed(incident, FailureType.PROCESS_DIED, "killed, or crashed in native code", {})
-    incident.steps_repeated = start.steps_to_repeat
-    run.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
-    run.journal.dealt_with(incident)
-    run.outcomes.wait_for(incident)
+    with run.incident(earlier.last_step, "process_died", evidence) as opened:
+        opened.diagnosed(FailureType.PROCESS_DIED, "killed, or crashed in native code")
+        opened.incident.steps_repeated = start.steps_to_repeat
+        opened.acted(Action.RESUME, checkpoint=start.checkpoint, from_step=start.step)
     earlier.ending, earlier.why = Ending.RESTART, "killed, or crashed in native code"
 
 

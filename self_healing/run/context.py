@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..checkpoints.checksums import ChecksumQueue
 from ..config import HealingConfig
+from ..detectors.symptom import Severity
 from ..instrument import Instrument
 from ..instrument.sections import Heartbeat
 from ..journal.incident import Incident
@@ -16,6 +17,7 @@ from ..journal.journal import Journal
 from .budget import RecoveryBudget
 from .dispatch import Remedies
 from .healer import Healers
+from .incidents import OpenIncident
 from .outcomes import Outcomes
 
 
@@ -121,3 +123,25 @@ class RunContext:
         if self.attachment.instrument is None:
             raise RuntimeError("the callback is not attached to a running trainer")
         return self.attachment.instrument
+
+    def incident(
+        self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Severity | None = None
+    ) -> OpenIncident:
+        """
+        Opens an incident, for the `with` block that deals with it.
+
+        Args:
+            step (`int`), symptom (`str`), evidence (`Mapping[str, Any]`), severity (`str`, *optional*):
+                As of [`Incident`].
+        """
+        return self.dealing_with(self.journal.open(step, symptom, evidence, severity))
+
+    def dealing_with(self, incident: Incident) -> OpenIncident:
+        """
+        Goes on with an incident that was opened before.
+
+        Args:
+            incident ([`Incident`]):
+                It is open.
+        """
+        return OpenIncident(self.journal, self.outcomes, incident)

@@ -164,8 +164,7 @@ class ServiceCalls(Healer):
             run.stop.incident = incident
         elif lasting is None:
             run.journal.acted(incident, Action.GO_ON_WITHOUT.value, rewards=len(error.places))
-            run.journal.dealt_with(incident)
-            run.journal.closed(incident, "unresolved")
+            run.dealing_with(incident).close("unresolved")
 
     def _succeeded(self, failures: _Failures) -> None:
         with self._contained():
@@ -173,12 +172,10 @@ class ServiceCalls(Healer):
             passed = self.take_back()
             if passed is not None:
                 # The exception of an earlier call has not left train(): the user's code has let it pass.
-                self._run.journal.dealt_with(passed)
-                self._run.journal.closed(passed, "self_recovered")
+                self._run.dealing_with(passed).close("self_recovered")
             if failures.incident is not None:
                 self._acted(failures, failures.incident)
-                self._run.journal.dealt_with(failures.incident)
-                self._run.journal.closed(failures.incident, "resolved")
+                self._run.dealing_with(failures.incident).close("resolved")
 
     def _gave_up(self, failures: _Failures, error: BaseException) -> None:
         incident, run = failures.incident, self._run
@@ -189,8 +186,7 @@ class ServiceCalls(Healer):
             if isinstance(error, Exception) and may_pass(error) and run.may_enter_again:
                 self._claimed = incident
             else:
-                run.journal.dealt_with(incident)
-                run.journal.closed(incident, "unresolved")
+                run.dealing_with(incident).close("unresolved")
 
     @property
     def has_claim(self) -> bool:

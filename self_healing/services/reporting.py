@@ -133,16 +133,15 @@ class Reporting:
         if known.incident is not None:
             known.incident.evidence["missed"] = known.missed
             return
-        journal = self._run.journal
         evidence = {"service": service, "message": text_of(error)[:500], "missed": 1}
-        known.incident = incident = journal.open(step, type(error).__name__, evidence)
-        journal.diagnosed(incident, FailureType.REPORTING, service, {})
-        if retried:
-            journal.acted(incident, Action.RETRY_CALL.value, service=service, attempts=retried + 1)
-        journal.acted(incident, Action.GO_ON_WITHOUT.value, service=service)
-        logger.debug("The traceback of incident %s:", incident.id, exc_info=error)
-        journal.dealt_with(incident)
-        journal.closed(incident, "reported")
+        with self._run.incident(step, type(error).__name__, evidence) as opened:
+            known.incident = opened.incident
+            opened.diagnosed(FailureType.REPORTING, service)
+            if retried:
+                opened.acted(Action.RETRY_CALL, service=service, attempts=retried + 1)
+            opened.acted(Action.GO_ON_WITHOUT, service=service)
+            logger.debug("The traceback of incident %s:", opened.incident.id, exc_info=error)
+            opened.close("reported")
 
     def sum_up(self, step: int) -> None:
         """

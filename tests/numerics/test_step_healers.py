@@ -279,7 +279,7 @@ class TestMemoryWhileHealing:
 def test_an_incident_is_opened_with_what_was_seen(tmp_path: Path) -> None:
     run = MadeUpRun(tmp_path)
     symptom = Symptom("dead_loss", 7, {"value": 0.0})
-    incident = NumericsHealer(*run.parts).open(symptom, FailureType.DEAD_LOSS, "dead loss")
+    incident = NumericsHealer(*run.parts).open(symptom, FailureType.DEAD_LOSS, "dead loss").incident
     assert (incident.step, incident.failure, incident.cause) == (7, FailureType.DEAD_LOSS, "dead loss")
 
 

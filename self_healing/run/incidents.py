@@ -1,0 +1,135 @@
+"""`OpenIncident`: one incident while it is dealt with, timed, and told of in the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from ..classify import classify_exception
+from ..failures import Action, DamagedCheckpointError, FailureType
+from ..journal.incident import Incident
+from ..journal.journal import Journal
+from .outcomes import Outcomes
+
+
+# Where the process leaves, the next one takes up what is open.
+_GOES_ON_ELSEWHERE = frozenset({FailureType.PREEMPTED, FailureType.INTERRUPTED})
+
+
+class OpenIncident:
+    """
+    One incident while it is dealt with: its clock runs, and no way out of a `with` block leaves it without an outcome.
+
+    - The end of the block tells everybody about it. What was not closed inside waits for the healthy steps that
+      follow it.
+    - An exception closes it as unresolved, whether training code or code of this library has raised it, unless it is
+      closed already (`STOP` closes it as fatal), waits somewhere, or is carried on by the exception
+      ([`DamagedCheckpointError`]). Where the process is interrupted or leaves, it stays open for the next one.
+
+    Args:
+        journal ([`Journal`]):
+            Where it is written down.
+        outcomes ([`Outcomes`]):
+            Where it waits for its outcome.
+        incident ([`Incident`]):
+            The incident.
+    """
+
+    __slots__ = ("_journal", "_outcomes", "_since", "_told", "_waits", "incident")
+
+    def __init__(self, journal: Journal, outcomes: Outcomes, incident: Incident) -> None:
+        self.incident = incident
+        self._journal = journal
+        self._outcomes = outcomes
+        self._since: float | None = time.perf_counter()
+        self._waits = self._told = False
+
+    def diagnosed(self, failure: FailureType, cause: str, evidence: Mapping[str, Any] | None = None) -> None:
+        """
+        Records what it is.
+
+        Args:
+            failure ([`FailureType`]), cause (`str`):
+                What the experiments showed.
+            evidence (`Mapping[str, Any]`, *optional*):
+                What they gave.
+        """
+        self._journal.diagnosed(self.incident, failure, cause, {} if evidence is None else evidence)
+
+    def acted(self, action: Action, **result: Any) -> None:
+        """
+        Records one action.
+
+        Args:
+            action ([`Action`]):
+                What was done.
+            result:
+                What came of it; `happened=False` if nothing did.
+        """
+        self._journal.acted(self.incident, action.value, **result)
+
+    def stop_clock(self) -> None:
+        """What follows is not counted as time lost."""
+        self._take_time()
+        self._since = None
+
+    def close(self, outcome: str, **evidence: Any) -> None:
+        """
+        Tells of it, and closes it.
+
+        Args:
+            outcome (`str`):
+                One of those of [`Incident`].
+            evidence:
+                For the journal.
+        """
+        self._take_time()
+        self._tell()
+        self._journal.closed(self.incident, outcome, **evidence)
+
+    def wait(self) -> None:
+        """Waits for the healthy steps that follow; told of at the end of the block."""
+        self._take_time()
+        self._outcomes.wait_for(self.incident)
+        self._waits = True
+
+    def leave_open(self) -> None:
+        """Leaves its outcome to what has it already, the watch of a loss."""
+        self._waits = True
+
+    def done(self) -> None:
+        """Tells of it; what is not closed waits for the healthy steps that follow."""
+        if not self._waits and self.incident.outcome == "open":
+            self.wait()
+        if not self._told:
+            self._tell()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.done()
+        elif not self._waits and self.incident.outcome == "open" and not self._goes_on_after(error):
+            self._take_time()
+            self._journal.closed(self.incident, "unresolved")
+
+    def _goes_on_after(self, error: BaseException) -> bool:
+        """Whether an exception leads to where it is dealt with further."""
+        if isinstance(error, DamagedCheckpointError) and error.incident is self.incident:
+            return True
+        return classify_exception(error) in _GOES_ON_ELSEWHERE
+
+    def _tell(self) -> None:
+        self._told = True
+        self._journal.dealt_with(self.incident)
+
+    def _take_time(self) -> None:
+        if self._since is not None:
+            now = time.perf_counter()
+            self.incident.seconds_lost += now - self._since
+            self._since = now
