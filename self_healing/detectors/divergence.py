@@ -8,21 +8,17 @@ from operator import sub
 from statistics import median
 from typing import Any
 
+from .loss_in_nats import AboveChance, EarlyRise
 from .symptom import Symptom
 from .trend import MAD_TO_SIGMA, Reading
 from .usual import UsualRises
 
 
-# Before there is a baseline, the loss is held against the median of this many first steps.
-_FIRST_STEPS = 5
-_EARLY_WINDOW = 10
-# In nats, from one batch to another: the very first loss is that of one batch.
-_FIRST_LOSS_VARIES = 0.5
-# The noise of so many losses is held against the scale of all; chance alone makes it half as large again.
+# The noise of this many losses is held against the scale of all; chance alone makes it half as large again.
 _NOISE_WINDOW, _NOISIER = 20, 1.5
 _LAST_LOSSES = 3
 # Chance gets more opportunities the longer a run: with slack and limit this much larger for each factor e in length,
-# from so many steps on, simulated runs of 20,000 steps have a tenth of the false alarms, and a loss that doubles is
+# from this many steps on, simulated runs of 20,000 steps have a tenth of the false alarms, and a loss that doubles is
 # seen a step or two later. At this slack the limit alone would have to grow by 1 / slack = 2 for the rate to fall with
 # the square of the length (Siegmund 1985, Sequential Analysis, chapter 2).
 _CAUTION, _CAUTIOUS_FROM = 0.2, 1_000
@@ -48,7 +44,9 @@ class DivergenceDetector:
     for `recover_steps` in a row. Where the loss rises further meanwhile, by a CUSUM of the distance from the median of
     the first 20 losses of the alarm, with twice the slack as that is not known well, it is a `"second_rise"`, once for
     each alarm. After `patience` steps it is [`overdue`]: the loss may have found another level for good
-    ([`LogTrend.relearn`], then [`settle`]). Costs O(1).
+    ([`LogTrend.relearn`], then [`accept_new_level`]). Costs O(1).
+
+    One class, because the tests share the alarm and the recovery from it.
 
     Args:
         slack (`float`, *optional*, defaults to 0.5):
@@ -69,7 +67,7 @@ class DivergenceDetector:
         recover_steps (`int`, *optional*, defaults to 5):
             Steps in a row it has to be back.
         patience (`int`, *optional*, defaults to 100):
-            Steps after which a loss that has not come back may have settled where it is.
+            Steps after which a loss that has not come back may have found another level.
     """
 
     def __init__(
@@ -86,9 +84,6 @@ class DivergenceDetector:
     ) -> None:
         self.slack = slack
         self.cap = cap
-        self.chance = None if vocabulary is None else math.log(vocabulary)
-        self.chance_steps = chance_steps
-        self.early_rise = early_rise
         self.recovered_below = recovered_below
         self.recover_steps = recover_steps
         self.patience = patience
@@ -100,16 +95,15 @@ class DivergenceDetector:
         self._harmless = False
         self._risen = 0.0
         self._last_zs: deque[float] = deque(maxlen=_NOISE_WINDOW)
-        self._come_to(0)
+        self._move_to(0)
         self._since = 0
         self._back = 0
         self._first_zs: list[float] = []
         self._further = 0.0
         self._rose_again = False
-        self._above_chance = 0
-        self._was_below_chance = False
-        self._first: list[float] = []
-        self._early: deque[bool] = deque(maxlen=_EARLY_WINDOW)
+        chance = None if vocabulary is None else math.log(vocabulary)
+        self._above_chance = AboveChance(chance, chance_steps)
+        self.early = EarlyRise(chance, early_rise)
 
     @property
     def limit(self) -> float:
@@ -118,7 +112,7 @@ class DivergenceDetector:
 
     @property
     def suspicious(self) -> bool:
-        """Whether a rise is building up: until it is known for what it is, losses had better not enter a baseline."""
+        """Whether a rise is building up: until it is known to be none, losses should not enter a baseline."""
         return self.alarmed or self.sum > max(3 * self.slack, self.limit - self._given_limit * self._caution)
 
     @property
@@ -138,9 +132,9 @@ class DivergenceDetector:
         """
         if not math.isfinite(reading.value):
             return None
-        self._come_to(reading.step)
-        above_chance = self._observe_chance(reading.value)
-        early = self._observe_early(reading)
+        self._move_to(reading.step)
+        above_chance = self._above_chance.observe(reading.value)
+        early = self.early.observe(reading)
         if reading.z is not None and not usual_spike:
             self._add(reading.z, reading.stretch)
         if self.alarmed:
@@ -153,44 +147,35 @@ class DivergenceDetector:
                 return self._alarm(reading, "drift", cusum=self.sum, limit=self.limit)
             # It rises no further while it waits for the loss to: it has to be able to come down again.
             self.sum = self.limit
-        if above_chance and self.chance is not None:
-            return self._alarm(reading, "above chance", limit=self.chance + 1, steps=self._above_chance)
+        if above_chance:
+            return self._alarm(reading, "above chance", limit=self._above_chance.limit, steps=self._above_chance.steps)
         if early:
-            return self._alarm(reading, "early", limit=self.early_limit, steps=sum(self._early))
+            return self._alarm(reading, "early", limit=self.early.limit, steps=self.early.steps)
         return None
 
     def reset(self) -> None:
         """Ends the alarm: the loss has come back, or has been brought back."""
-        self.alarmed, self._harmless, self.sum, self._above_chance = False, False, 0.0, 0
+        self.alarmed, self._harmless, self.sum = False, False, 0.0
         self._highest = self._risen = 0.0
-        self._early.clear()
+        self._above_chance.reset()
+        self.early.reset()
 
-    def settle(self) -> None:
+    def accept_new_level(self) -> None:
         """Ends the alarm: the loss stays where it is, and has to fall below chance again before it can rise above."""
         self._remember_rise()
         self.reset()
-        self._was_below_chance = False
+        self._above_chance.forget_below()
 
     def prove_harmless(self) -> None:
         """
-        Takes in that trusted weights are no better on the same data: no patience is needed any more ([`overdue`]), and
-        a rise is no reason for another alarm unless it is well above this one.
+        Takes in that trusted weights are no better on the same data: the alarm is [`overdue`] at once, and only a rise
+        well above this one is a reason for another.
         """
         self._since = max(self._since, self.patience)
         self._harmless = True
         self._rises.add_harmless(self._risen)
 
-    @property
-    def first(self) -> list[float]:
-        """The losses the run began with."""
-        return list(self._first)
-
-    def keep_first(self, first: list[float]) -> None:
-        """Takes the losses a run began with from a state in which more of them were known."""
-        if len(first) > len(self._first):
-            self._first = list(first)
-
-    def _come_to(self, step: int) -> None:
+    def _move_to(self, step: int) -> None:
         self._step = step
         self._caution = 1 + _CAUTION * math.log(max(step / _CAUTIOUS_FROM, 1.0))
 
@@ -202,7 +187,7 @@ class DivergenceDetector:
             self._remember_rise()
 
     def _rise(self, reading: Reading, losses: int) -> float:
-        """How far the last losses lie above the baseline, in natural-log units."""
+        """Distance of the last losses above the baseline, in natural-log units."""
         return median(list(self._last_zs)[-losses:] or [0.0]) * (reading.scale or 0.0)
 
     def _noise(self) -> float:
@@ -218,38 +203,10 @@ class DivergenceDetector:
         return scale if scale > _NOISIER else 1.0
 
     def _remember_rise(self) -> None:
-        """A rise is over, and it has come to nothing."""
+        """Takes in that a rise is over and was no divergence."""
         height = self.limit if self.alarmed else self._highest
         self._rises.add(self._step, height / self._caution, reported=self.alarmed)
         self._highest = 0.0
-
-    def _observe_chance(self, loss: float) -> bool:
-        if self.chance is None:
-            return False
-        self._was_below_chance = self._was_below_chance or loss < self.chance
-        self._above_chance = self._above_chance + 1 if loss > self.chance + 1 else 0
-        return self._was_below_chance and self._above_chance >= self.chance_steps
-
-    def _observe_early(self, reading: Reading) -> bool:
-        if reading.z is not None or self.chance is None:
-            return False
-        if len(self._first) < _FIRST_STEPS:
-            self._first.append(reading.value)
-        if self._first[0] > self.chance + 1:
-            return False  # That is no mean cross-entropy per token, or of another vocabulary.
-        self._early.append(reading.value > self.early_limit)
-        return sum(self._early) >= _EARLY_WINDOW // 2
-
-    @property
-    def early_limit(self) -> float:
-        """
-        Loss that is too high for the first steps of a run: `early_rise` above the median of the first five. Where the
-        rate is far too high they have risen themselves: the very first loss, of weights that nothing was done to, says
-        so.
-        """
-        if not self._first:
-            return math.inf
-        return min(median(self._first), self._first[0] + _FIRST_LOSS_VARIES) + self.early_rise
 
     def _alarm(self, reading: Reading, test: str, **evidence: float) -> Symptom:
         self.alarmed, self._since, self._back = True, 0, 0
@@ -258,7 +215,7 @@ class DivergenceDetector:
         return Symptom("divergence", reading.step, reading.evidence() | {"test": test} | evidence, "error")
 
     def _second_rise(self, reading: Reading) -> Symptom | None:
-        """Whether the loss rises on from where the alarm found it."""
+        """Reports a loss that rises further than where the alarm found it."""
         if reading.z is None or self._rose_again:
             return None
         if len(self._first_zs) < _NOISE_WINDOW:
@@ -282,8 +239,8 @@ class DivergenceDetector:
             # No logarithm: zero, or below.
             back = reading.value <= reading.level
         else:
-            back = reading.value <= self.early_limit
-        back = back and (self.chance is None or not self._was_below_chance or reading.value <= self.chance + 1)
+            back = reading.value <= self.early.limit
+        back = back and self._above_chance.is_recovered(reading.value)
         self._back = self._back + 1 if back else 0
         if self._back >= self.recover_steps:
             self._remember_rise()
@@ -298,10 +255,8 @@ class DivergenceDetector:
             "first_zs": list(self._first_zs),
             "further": self._further,
             "rose_again": self._rose_again,
-            "above_chance": self._above_chance,
-            "was_below_chance": self._was_below_chance,
-            "first": list(self._first),
-            "early": list(self._early),
+            **self._above_chance.state_dict(),
+            **self.early.state_dict(),
             "usual_rises": self._rises.state_dict(),
             "highest": self._highest,
             "harmless": self._harmless,
@@ -317,14 +272,12 @@ class DivergenceDetector:
         self._back = state["back"]
         self._first_zs, self._further = list(state.get("first_zs", ())), state.get("further", 0.0)
         self._rose_again = state.get("rose_again", False)
-        self._above_chance = state["above_chance"]
-        self._was_below_chance = state["was_below_chance"]
-        self._first = list(state["first"])
-        self._early = deque(state["early"], maxlen=_EARLY_WINDOW)
+        self._above_chance.load_state_dict(state)
+        self.early.load_state_dict(state)
         self._rises = UsualRises(self._given_limit)
         if "usual_rises" in state:
             self._rises.load_state_dict(state["usual_rises"])
         self._highest, self._risen = state.get("highest", 0.0), state.get("risen", 0.0)
         self._harmless = state.get("harmless", False)
         self._last_zs = deque(state.get("last_zs", ()), maxlen=_NOISE_WINDOW)
-        self._come_to(state.get("step", 0))
+        self._move_to(state.get("step", 0))

@@ -1,4 +1,4 @@
-"""The statistic behind ZClip: which gradient norms stand out from the recent ones, and what they are to be cut to."""
+"""The statistic behind ZClip: which gradient norms stand out from the recent ones, and the norm to clip them to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST_NORM = 1e150
 @dataclass(frozen=True, slots=True)
 class ClipDecision:
     """
-    What is to become of one gradient norm.
+    Decision about one gradient norm.
 
     Args:
         limit (`float` or `None`):
@@ -73,7 +73,7 @@ class ZClipStatistic:
         warmup_steps (`int`, *optional*, defaults to 25):
             Norms that are collected before the first is judged. At least 2. The paper's value.
         variant (`str`, *optional*, defaults to `"reciprocal"`):
-            What a norm that stands out is clipped to: `"reciprocal"`, `"mean"` or `"percentile"`.
+            The norm that an outlier is clipped to: `"reciprocal"`, `"mean"` or `"percentile"`.
         std_floor (`float`, *optional*, defaults to 0.01):
             Smallest standard deviation that is believed, as a share of the mean. Above 0. With 0.01 and the default
             threshold, a norm within 2.5 % of the mean is never clipped, however constant the others were. On

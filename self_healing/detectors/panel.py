@@ -1,4 +1,4 @@
-"""All step detectors of a run, fed with one `StepSignals` a step: which of them apply is the objective's matter."""
+"""All step detectors of a run, fed with one `StepSignals` a step; the objective decides which of them apply."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ class DetectorPanel:
 
     def alarming(self, signals: StepSignals) -> Symptom | None:
         """
-        Why a step should not be applied as it is: explosion, co-spike, gradient spike; `None` where such spikes are
-        usual. Changes nothing.
+        Returns why a step should not be applied as it is: explosion, co-spike, gradient spike; `None` where such
+        spikes are usual. Changes nothing.
         """
         symptom = self.spike(signals)
         gradient = self.read(signals)[1]
@@ -165,7 +165,7 @@ class DetectorPanel:
         return symptom if self.usual_spikes.stands_out(gradient) else None
 
     def spike(self, signals: StepSignals) -> Symptom | None:
-        """As [`alarming`], whatever is usual."""
+        """Returns the same as [`alarming`], also where such spikes are usual."""
         loss, gradient = self.read(signals)
         if gradient is None:
             return None
@@ -177,13 +177,13 @@ class DetectorPanel:
         return symptom
 
     def remember_spike(self, signals: StepSignals) -> None:
-        """Takes in how far the gradient of a step strays, applied or not: so one learns what is usual."""
+        """Takes in how far the gradient of a step strays, applied or not, to know what is usual."""
         gradient = self.read(signals)[1]
         if gradient is not None and gradient.z is not None:
             self.usual_spikes.add(gradient, spike=self.spike(signals) is not None)
 
     def observe(self, signals: StepSignals) -> list[Symptom]:
-        """Takes in a step that is applied; what there is to say about it."""
+        """Takes in a step that is applied, and returns its symptoms."""
         self.relearned = False
         loss, gradient = self.read(signals)
         self.loss_reading = loss
@@ -218,9 +218,9 @@ class DetectorPanel:
         if "divergence" in self.apply:
             symptoms.append(self.divergence.observe(reading, usual_spike=self.loss_spike.usual))
             if self.divergence.overdue and self.loss_trend.relearn():
-                self.divergence.settle()
+                self.divergence.accept_new_level()
                 self.relearned = True
-                self.slow_rise.begin_anew()
+                self.slow_rise.reset()
         if self.divergence.alarmed and reading.z is not None:
             self.loss_trend.refuse(reading)
         else:

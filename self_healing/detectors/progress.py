@@ -1,4 +1,4 @@
-"""What one would want to know about the course of a run, without anything being wrong. Never acted on."""
+"""Reports about the course of a run that need not be wrong: plateau, slow rise, overfitting. Never acted on."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SlowRiseDetector:
     def __init__(self, rise: float = 0.2, window: int = 200) -> None:
         self.rise = rise
         self.limit = 1 + rise
-        """How many times as high as its lowest a level has to be now."""
+        """Multiple of its lowest that a level has to exceed now."""
         self._losses: deque[float] = deque(maxlen=window)
         self._since_look = 0
         self._lowest: float | None = None
@@ -129,8 +129,8 @@ class SlowRiseDetector:
         self.limit = (1 + self.rise) * times
         return Symptom("slow_rise", step, evidence)
 
-    def begin_anew(self) -> None:
-        """Forgets how low the loss was: it has found another level, and that has been told."""
+    def reset(self) -> None:
+        """Forgets how low the loss was: it has found another level, and that has been reported."""
         self._losses.clear()
         self._since_look = 0
         self._lowest = None

@@ -53,7 +53,7 @@ class LossSpikeDetector:
         self._in_a_row = 0
         self._usual = UsualSpikes()
         self.usual = False
-        """Whether the last loss was a spike of a kind that is usual: nothing that adds up to a divergence."""
+        """Whether the last loss was a spike of a kind that is usual, and so no part of a divergence."""
 
     def observe(self, reading: Reading) -> Symptom | None:
         """Judges one loss; `"loss_spike"` (warning) or `"loss_notice"` (info)."""

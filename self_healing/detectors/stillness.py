@@ -46,7 +46,7 @@ class VanishingGradientDetector:
 
     @property
     def below(self) -> bool:
-        """Whether the last norm was that small."""
+        """Whether the last norm was below the threshold."""
         return self._below > 0
 
     def observe(self, step: int, grad_norm: float) -> Symptom | None:
@@ -127,11 +127,11 @@ class NeverLearnedDetector:
         self.bound = chance - min(1.0, _SHARE_OF_CHANCE * chance)
         self._losses: deque[float] = deque(maxlen=steps)
         self._since_look = 0
-        self._settled = False
+        self._decided = False
 
     def observe(self, step: int, loss: float) -> Symptom | None:
         """Judges one loss; `"never_learned"`."""
-        if self._settled or not math.isfinite(loss):
+        if self._decided or not math.isfinite(loss):
             return None
         self._losses.append(loss)
         self._since_look += 1
@@ -140,7 +140,7 @@ class NeverLearnedDetector:
         self._since_look = 0
         count = len(self._losses)
         if median(islice(self._losses, count - _LOOK_EVERY, None)) <= self.bound:
-            self._settle()
+            self._decide()
             return None
         if count < (self._losses.maxlen or 0):
             return None
@@ -148,17 +148,17 @@ class NeverLearnedDetector:
         older, newer = median(islice(self._losses, count // 2)), median(islice(self._losses, count // 2, None))
         if level <= self.bound or older - newer >= _STILL_FALLING:
             return None
-        self._settle()
+        self._decide()
         evidence = {"value": level, "bound": self.bound, "chance": self.chance, "steps": count}
         return Symptom("never_learned", step, evidence, "error")
 
-    def _settle(self) -> None:
-        self._settled = True
+    def _decide(self) -> None:
+        self._decided = True
         self._losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": list(self._losses), "since_look": self._since_look, "settled": self._settled}
+        return {"losses": list(self._losses), "since_look": self._since_look, "settled": self._decided}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses = deque(state["losses"], maxlen=self._losses.maxlen)
-        self._since_look, self._settled = state["since_look"], state["settled"]
+        self._since_look, self._decided = state["since_look"], state["settled"]

@@ -1,4 +1,4 @@
-"""What a detector saw."""
+"""`Symptom`: one finding of a detector."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Severity = Literal["info", "warning", "error"]
 @dataclass(frozen=True, slots=True)
 class Symptom:
     """
-    What a detector saw in one step.
+    One finding of a detector.
 
     Args:
         name (`str`):
-            What it is called: `"nonfinite_loss"`, `"loss_spike"`, `"divergence"`, …
+            Its name: `"nonfinite_loss"`, `"loss_spike"`, `"divergence"`, …
         step (`int`):
             The step it was seen in.
         evidence (`dict`):

@@ -1,30 +1,18 @@
-"""Where a positive quantity stands and how far it usually strays: the baseline of spikes and drifts."""
+"""The baseline of spikes and drifts: the level of a positive quantity, and how far it usually strays from it."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
-from itertools import islice
-from operator import mul
 from statistics import median
 from typing import Any, NamedTuple
+
+from .sorted_window import SortedWindow
+from .sum_spread import SumSpread
 
 
 # Turns a median absolute deviation into the standard deviation of a normal distribution, 1 / Φ⁻¹(3/4).
 MAD_TO_SIGMA = 1.4826
-# Values on either side of one through which a parabola is laid, what its middle takes of each, and how many values
-# would have a mean as noisy as that middle.
-_HALF = 20
-_VALUES_AROUND = 2 * _HALF + 1
-_PARABOLA = [
-    3 * (3 * _HALF * (_HALF + 1) - 1 - 5 * away * away) / ((2 * _HALF - 1) * (2 * _HALF + 1) * (2 * _HALF + 3))
-    for away in range(-_HALF, _HALF + 1)
-]
-_LEFT_AROUND = _VALUES_AROUND / 2.25
-# Distances before anything is said about sums of them, and a correlation beyond which their spread has no bound.
-_FEWEST_FOR_SUMS, _HIGHEST_CORRELATION = 20, 0.95
 # In scales: a spike counts in the spread of sums as it does in a sum, where it is capped.
 _SUMS_REACH = 4
 # Four in five values of a normal distribution lie within this many standard deviations, Φ⁻¹(0.9).
@@ -70,7 +58,7 @@ class Reading(NamedTuple):
         return 0.0 if self.z is None or self.scale is None else self.z * self.scale
 
     def evidence(self) -> dict[str, Any]:
-        """What a symptom shows of it."""
+        """Returns what a symptom shows of it."""
         return {
             "value": self.value,
             "baseline": self.level,
@@ -78,133 +66,6 @@ class Reading(NamedTuple):
             "scale": self.scale,
             "window": self.window,
         }
-
-
-class SortedWindow:
-    """
-    The last `size` numbers, in order of arrival and in order of size.
-
-    Args:
-        size (`int`):
-            Numbers that are kept.
-        values (`Sequence[float]`, *optional*):
-            The first ones.
-    """
-
-    def __init__(self, size: int, values: Sequence[float] = ()) -> None:
-        self.size = size
-        self.values: deque[float] = deque(values, maxlen=size)
-        self.ordered = sorted(self.values)
-        # How many of the nearer half lay below the centre the last time: the place to look first.
-        self._below = 0
-
-    def __len__(self) -> int:
-        return len(self.ordered)
-
-    def add(self, value: float) -> None:
-        if len(self.values) == self.size:
-            del self.ordered[bisect_left(self.ordered, self.values[0])]
-        self.values.append(value)
-        insort(self.ordered, value)
-
-    def median(self) -> float:
-        middle = len(self.ordered) // 2
-        if len(self.ordered) % 2:
-            return self.ordered[middle]
-        return 0.5 * (self.ordered[middle - 1] + self.ordered[middle])
-
-    def median_distance(self, centre: float) -> float:
-        """
-        Median distance from a centre (upper median for an even count).
-
-        The distances below and above the centre are sorted already; how many of each are among the smaller half
-        hardly changes from one value to the next, so it is looked for from where it was.
-        """
-        ordered = self.ordered
-        split = bisect_left(ordered, centre)
-        wanted = len(ordered) // 2 + 1
-        fewest, most = max(0, wanted - (len(ordered) - split)), min(wanted, split)
-        below = min(max(self._below, fewest), most)
-        # One more below while it is nearer than the last one above, which it replaces; fewer while it is not.
-        while below < most and centre - ordered[split - 1 - below] < ordered[split + wanted - 1 - below] - centre:
-            below += 1
-        while below > fewest and centre - ordered[split - below] >= ordered[split + wanted - below] - centre:
-            below -= 1
-        self._below = below
-        above = wanted - below
-        furthest_below = centre - ordered[split - below] if below else 0.0
-        furthest_above = ordered[split + above - 1] - centre if above else 0.0
-        return max(furthest_below, furthest_above)
-
-    def winsorized_mean(self, low: float, high: float) -> float:
-        """Mean after values outside of `[low, high]` have been moved to its ends."""
-        first, last = bisect_left(self.ordered, low), bisect_left(self.ordered, high)
-        inside = math.fsum(islice(self.ordered, first, last))
-        return (first * low + inside + (len(self.ordered) - last) * high) / len(self.ordered)
-
-
-class SumSpread:
-    """
-    How much further sums of neighbouring values stray than those of independent ones.
-
-    Batches of unshuffled data are like their neighbours: one high loss says that the next is high as well, and a sum
-    over a few steps means less than it seems. With a lag-1 correlation r, such sums stray sqrt((1 + r) / (1 - r))
-    times as far (an autoregressive process). The correlation is that of the distances from a parabola through the 41
-    values around each (Savitzky and Golay 1964), so that a loss that falls is not taken for one whose values are
-    alike; what such a parabola takes away of it is added again. Variance and product are sums whose weights fade over
-    `memory` values. Within two standard errors of 0, a correlation counts as none: shuffled data do not pay for it.
-    Costs O(41).
-
-    Args:
-        memory (`int`, *optional*, defaults to 500):
-            Values after which a weight has fallen to 1/e.
-    """
-
-    def __init__(self, memory: int = 500) -> None:
-        self._fade = 1 - 1 / memory
-        self._around: deque[float] = deque(maxlen=_VALUES_AROUND)
-        self._last = 0.0
-        # Sums of the weights, of their squares, of the squared distances, and of their products with the next.
-        self._sums = [0.0] * 4
-        self.deviation = 0.0
-        """Standard deviation of the distances; 0 while there are too few."""
-        self.inflation = 1.0
-        """How many times as far sums stray as those of independent values; 1 or more."""
-
-    def add(self, value: float, reach: float) -> None:
-        """Takes in a value; a distance of more than `reach` counts as that."""
-        self._around.append(value)
-        if len(self._around) < _VALUES_AROUND:
-            return
-        distance = self._around[_VALUES_AROUND // 2] - sum(map(mul, self._around, _PARABOLA))
-        distance = min(max(distance, -reach), reach)
-        fade, (weights, weights_squared, squares, products) = self._fade, self._sums
-        weights, weights_squared = fade * weights + 1, fade * fade * weights_squared + 1
-        squares, products = fade * squares + distance * distance, fade * products + distance * self._last
-        self._sums, self._last = [weights, weights_squared, squares, products], distance
-        count = weights * weights / weights_squared
-        if count < _FEWEST_FOR_SUMS or squares <= 0:
-            return
-        self.deviation = math.sqrt(squares / weights)
-        # The bias of an estimate from few values (Marriott and Pope 1954), of which a parabola takes three.
-        correlation = (products / squares + 1 / _LEFT_AROUND) / (1 - 3 / _LEFT_AROUND)
-        correlation = min(correlation, _HIGHEST_CORRELATION)
-        correlated = correlation > 2 / math.sqrt(count)
-        self.inflation = math.sqrt((1 + correlation) / (1 - correlation)) if correlated else 1.0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "around": list(self._around),
-            "sums": list(self._sums),
-            "last": self._last,
-            "deviation": self.deviation,
-            "inflation": self.inflation,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._around = deque(state["around"], maxlen=_VALUES_AROUND)
-        self._sums, self._last = list(state["sums"]), state["last"]
-        self.deviation, self.inflation = state["deviation"], state["inflation"]
 
 
 class LogTrend:
@@ -296,7 +157,7 @@ class LogTrend:
         self.scale = floor
         """Usual distance from the baseline, in natural-log units; what a z is counted in."""
         self._stretch, self._least_rise = 1.0, 0.0
-        self._settle()
+        self._publish()
 
     @property
     def ready(self) -> bool:
@@ -408,13 +269,13 @@ class LogTrend:
         reach = 2 * self._scale
         # Before there is a scale, the median alone.
         self._level = self._recent.winsorized_mean(middle - reach, middle + reach) if self._deviations else middle
-        self._settle()
+        self._publish()
 
-    def _settle(self) -> None:
-        """Level and scale as others see them, once for each change and not for each look at them."""
+    def _publish(self) -> None:
+        """Computes level and scale as others read them, once for each change and not for each time they are read."""
         added, level = self._added or 0.0, math.exp(self._level)
         self.level = level - added if self._accepted else None
-        # A quarter of the offset, 0.5 % of the first value, is nothing to be excited about either.
+        # A quarter of the offset, 0.5 % of the first value, is no deviation worth a symptom either.
         least = 0.25 * added / level
         if self._accepted < self._recent.size:
             least = max(least, self.early_floor)
@@ -450,7 +311,7 @@ class LogTrend:
         self._sums = SumSpread()
         if "sums" in state:
             self._sums.load_state_dict(state["sums"])
-        self._settle()
+        self._publish()
 
 
 def _has_logarithm(value: float) -> bool:

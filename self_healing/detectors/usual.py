@@ -1,4 +1,4 @@
-"""What is usual in a run, however odd: spikes that come again and again, rises that came to nothing."""
+"""Memory of what is usual in a run, however odd: spikes that come again and again, rises that were no divergence."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .trend import Reading
 # Steps for which a spike is remembered, and a rise: of these there are fewer.
 _SPIKES_REMEMBERED = 2_000
 _RISES_REMEMBERED = 5_000
-# Of the values that stray this many scales or more, so many at most are kept: the furthest.
+# Of the values that stray this many scales or more, at most this many are kept: the furthest.
 _TAIL_FROM = 3.0
 _TAIL_SIZE = 64
-# The law of the tail is taken from so many of its largest values, and believed to where one in 100,000 steps lies.
+# The law of the tail is taken from this many of its largest values, and believed to where one in 100,000 steps lies.
 _FEWEST_OF_TAIL, _MOST_OF_TAIL = 5, 10
 _ONE_STEP_IN = 100_000
 # What stands out from others of its kind is half as high again.
@@ -59,7 +59,7 @@ class UsualSpikes:
             reading ([`Reading`]):
                 The value, next to its baseline.
             spike (`bool`, *optional*, defaults to `True`):
-                Whether it is a spike, whatever is done about it.
+                Whether it is a spike, applied or not.
         """
         if self._began is None:
             self._began = reading.step
@@ -105,19 +105,19 @@ class UsualRises:
 
     Args:
         limit (`float`):
-            What a CUSUM has to exceed where nothing is known yet.
+            Sum a CUSUM has to exceed where nothing is known yet.
     """
 
     def __init__(self, limit: float) -> None:
         self._rises: list[tuple[int, float]] = []
         self.limit = limit
-        """What a CUSUM has to exceed now."""
+        """Sum a CUSUM has to exceed now."""
         self._least = limit
         self._harmless = 0.0
 
     @property
     def least_rise(self) -> float:
-        """How far the loss has to be up, in natural-log units."""
+        """Least rise of the loss that counts, in natural-log units."""
         return min(2 * self._harmless, math.log(2))
 
     def add_harmless(self, rise: float) -> None:
@@ -132,9 +132,9 @@ class UsualRises:
         self._rises += [(step, height)] * (2 if reported else 1)
         for _ in range(len(self._rises) - _RISES_KEPT):
             self._rises.remove(min(self._rises, key=lambda each: each[1]))
-        self._settle()
+        self._set_limit()
 
-    def _settle(self) -> None:
+    def _set_limit(self) -> None:
         heights = sorted((height for _, height in self._rises), reverse=True)
         wanted = _STANDS_OUT * heights[1] if len(heights) > 1 else 0.0
         self.limit = min(max(wanted, self._least), 3 * self._least)
@@ -145,4 +145,4 @@ class UsualRises:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._rises = [(step, height) for step, height in state["rises"]]
         self._harmless = state.get("harmless", 0.0)
-        self._settle()
+        self._set_limit()

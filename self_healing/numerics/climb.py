@@ -109,7 +109,7 @@ class RollbackClimb(NumericsHealer):
                 steps,
                 now=control.scale(step),
                 lowest=control.lowest(step),
-                limit=panel.divergence.early_limit,
+                limit=panel.divergence.early.limit,
                 adaptive=instrument.view.beta2 is not None,
             )
         except TrainingFault as fault:

@@ -104,7 +104,7 @@ class DivergenceHealer(NumericsHealer):
         """Weights that were driven where there is no gradient are a divergence, however slow the loss shows it."""
         self._damaged.suspect(HealingContext(opened.incident, self.instrument, window))
         panel, still = self.panel, window.signals()
-        first = median(panel.divergence.first or [math.nan])
+        first = median(panel.divergence.early.first or [math.nan])
         found = diagnose_stillness(window, self.rollback.trials, still, first, panel.loss_trend.scale)
         if found.cause != Cause.WEIGHTS:
             return False
@@ -136,5 +136,5 @@ class DivergenceHealer(NumericsHealer):
         panel = self.panel
         level = panel.loss_level if panel.loss_trend.ready else None
         if level is None:
-            level = median(panel.divergence.first or [math.nan])
+            level = median(panel.divergence.early.first or [math.nan])
         return diagnose_rise(window, self.rollback.trials, loss, level, panel.loss_trend.scale)

@@ -108,7 +108,7 @@ class NumericsState:
     @property
     def early_limit(self) -> float:
         """The loss that is no worse than those the run began with."""
-        return math.inf if self.panel is None else self.panel.divergence.early_limit
+        return math.inf if self.panel is None else self.panel.divergence.early.limit
 
     def is_well(self, signals: StepSignals) -> bool:
         """Shows the detectors a step that is applied again; whether they find nothing wrong."""
@@ -138,11 +138,11 @@ class NumericsState:
         """Puts back what [`remember`] gave."""
         for name, part in self.detectors().items():
             if name in extras.get("detectors", {}):
-                first = self.panel.divergence.first if self.panel is not None else []
+                first = self.panel.divergence.early.first if self.panel is not None else []
                 part.load_state_dict(extras["detectors"][name])
                 if part is self.panel:
                     # Back before them, the losses the run began with still are what they were.
-                    self.panel.divergence.keep_first(first)
+                    self.panel.divergence.early.keep_first(first)
         if self.panel is not None:
             self.panel.divergence.reset()
 

@@ -33,7 +33,8 @@ from self_healing.detectors import (
     VanishingGradientDetector,
 )
 from self_healing.detectors.progress import theil_sen
-from self_healing.detectors.trend import Reading, SortedWindow
+from self_healing.detectors.sorted_window import SortedWindow
+from self_healing.detectors.trend import Reading
 from self_healing.detectors.usual import UsualSpikes
 
 
@@ -624,7 +625,7 @@ class TestDivergence:
         for _ in range(15):
             detector.observe(reading(4.0))
         assert detector.overdue
-        detector.settle()
+        detector.accept_new_level()
         assert not detector.alarmed
 
 
