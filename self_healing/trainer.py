@@ -20,7 +20,7 @@ from .dry_run import DryRunReport, dry_run
 from .failures import DamagedCheckpointError, UnrecoverableTrainingError
 from .instrument import ReportingGuard, let_go
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
-from .instrument.loading import loading_twice_at_most, skipping_any_loader
+from .instrument.resuming import loading_twice_at_most, skipping_any_loader
 from .random_state import RandomState
 from .recovery import NextEntry, Recovery
 from .report import HealingReport

@@ -10,6 +10,14 @@ Read against transformers 5.4 to 5.23, TRL 1.16, accelerate 1.15.
 
 from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
 from .best_model import BestChoice, BestModel
+from .device_memory import (
+    alloc_retries,
+    free_memory,
+    memory_figures,
+    record_memory_history,
+    room_of,
+    write_memory_snapshot,
+)
 from .discovery import find_resume_path, find_trainer, is_training
 from .earlier_steps import EarlierSteps
 from .experiments import StepExperiments
@@ -18,18 +26,7 @@ from .hooks import Hooks
 from .kept_step import Control, Recording, on_host
 from .live_state import optimizer_in_training_mode, reload_checkpoint, reset_moments
 from .models import names_in_checkpoints
-from .out_of_memory import (
-    OutOfMemory,
-    alloc_retries,
-    free_memory,
-    is_out_of_memory,
-    let_go,
-    memory_figures,
-    record_memory_history,
-    room_of,
-    with_room,
-    write_memory_snapshot,
-)
+from .out_of_memory import OutOfMemory, is_out_of_memory, let_go, with_room
 from .own_checkpoints import emergency_path, write_beside, write_checkpoint
 from .preservation import preserved
 from .reporting import ReportingGuard

@@ -15,9 +15,9 @@ from .. import consensus
 from ..batch_layout import select_rows
 from ..extents import Search
 from ..repeatability import Repeatability, StepPrint
+from .device_memory import free_memory
 from .loading import TrainingLoader
 from .origin import Origin, nonfinite_in
-from .out_of_memory import free_memory
 from .training_fault import TrainingFault
 from .window import Window
 

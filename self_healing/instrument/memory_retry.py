@@ -10,9 +10,10 @@ from typing import TypeVar
 from .. import consensus
 from ..classify import classify_exception
 from ..failures import FailureType
+from .device_memory import free_memory
 from .failsafe import Failsafe
 from .hooks import Hooks
-from .out_of_memory import OutOfMemory, Place, caught, free_memory, is_out_of_memory, let_go
+from .out_of_memory import OutOfMemory, Place, caught, is_out_of_memory, let_go
 from .sections import Heartbeat
 from .training_fault import TrainingFault
 from .view import TrainerView

@@ -11,8 +11,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..random_state import RandomState
 from .bookkeeping import METRIC_STORES, Bookkeeper, Bookkeeping
+from .device_memory import free_memory
 from .gradients import discard_gradients
-from .out_of_memory import free_memory
 from .phase import Phase
 from .resume_point import Leave, Pending, ResumePoint
 from .row_sources import DataPosition

@@ -14,7 +14,7 @@ import torch
 from ...call_shape import CallShape
 from ...classify import classify_exception, describe_exception
 from ...failures import FailureType
-from ...instrument.out_of_memory import free_memory, is_out_of_memory
+from ...instrument import free_memory, is_out_of_memory
 from .outputs import alike, flattened, furthest, merged, without_caches
 from .recomputing import random_states_kept
 from .repeating import FEW, MANY
