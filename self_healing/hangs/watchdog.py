@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import contextvars
-import faulthandler
 import functools
-import linecache
 import logging
 import os
-import re
 import signal
 import sys
 import threading
-import time
-import traceback
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 from types import FrameType
 from typing import Any
-
-import psutil
 
 from ..config import HealingConfig
 from ..failures import Action, FailureType, Interruption
@@ -33,6 +24,8 @@ from ..journal.journal import Journal
 from ..launcher import EXIT_FOR_RESTART, restarts_on_exit
 from ..run.claims import Claim, claim_for
 from .exits import HangMemory
+from .stacks import line_of, user_line_of, worker_line_in, write_stacks
+from .wake_signal import WakeSignal, own_signals
 
 
 logger = logging.getLogger("self_healing")
@@ -82,7 +75,10 @@ class _Alarm:
 
 class Watchdog:
     """
-    Watches the signs of life of one run.
+    Watches the signs of life of one run, and answers a hang: interrupts the training thread, ends the
+    process, or reports it.
+
+    One class for both threads: each of its methods reads or changes the alarm that they share.
 
     Args:
         config ([`HealingConfig`]):
@@ -137,7 +133,7 @@ class Watchdog:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._training_thread = 0
-        self._waker: _Waker | None = None
+        self._waker: WakeSignal | None = None
         self._last_poll = 0.0
         self._stood: tuple[int, float] = (-1, 0.0)
         self._alarm: _Alarm | None = None
@@ -197,13 +193,13 @@ class Watchdog:
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
             # Python runs signal handlers in the main thread only.
             return
-        for number in _own_signals():
+        for number in own_signals():
             left_behind = signal.getsignal(number)
-            if isinstance(left_behind, _Waker) and not left_behind.needed:
+            if isinstance(left_behind, WakeSignal) and not left_behind.needed:
                 left_behind.give_back()
-        free = [number for number in _own_signals() if signal.getsignal(number) == signal.SIG_DFL]
+        free = [number for number in own_signals() if signal.getsignal(number) == signal.SIG_DFL]
         if free:
-            self._waker = _Waker(self, free)
+            self._waker = WakeSignal(self, free)
 
     def _remove_handlers(self) -> None:
         if self._waker is not None and threading.current_thread() is threading.main_thread():
@@ -412,22 +408,28 @@ class Watchdog:
             "section": alarm.section,
             "seconds": round(elapsed, 3),
             "limit": round(alarm.limit, 3),
-            "waits_at": None if frame is None else _line_of(frame),
-            "called_from": _own_line(frame),
+            "waits_at": None if frame is None else line_of(frame),
+            "called_from": user_line_of(frame),
         }
         journal = self._journal
         alarm.incident = incident = journal.open(self._step(), "hang", evidence)
         path = journal.directory / "hangs" / f"{incident.id}-stacks.txt"
-        workers, written = self._stacks_of_workers(), False
+        waker = self._waker
+        workers = {} if waker is None else waker.stacks_of_workers()
+        written = False
         try:
-            self._write_stacks(path, alarm, evidence, workers)
+            headline = (
+                f"no sign of life from '{alarm.section}' for {evidence['seconds']} s (limit {evidence['limit']} s)\n"
+                f"The training thread waits at {evidence['waits_at']}"
+            )
+            write_stacks(path, headline, self._training_thread, workers)
             written = True
         except OSError as error:
             logger.warning("The stacks could not be written to %s: %s.", path, error)
         where = evidence["called_from"] or evidence["waits_at"] or "an unknown line"
         found: dict[str, Any] = {"diagnosis": f"The training thread waits at {where}."}
         for pid, stacks in workers.items():
-            line, loading = _place_of(stacks)
+            line, loading = worker_line_in(stacks)
             if loading:
                 found.setdefault("workers_wait_at", {})[str(pid)] = line
                 found["diagnosis"] += f" Data loader worker {pid} waits at {line}."
@@ -446,50 +448,6 @@ class Watchdog:
         )
         text = f"'{alarm.section}' has not moved for {elapsed:.0f} s; stacks in {path}"
         journal.alert("self_healing: training hangs", text, "error", self._step())
-
-    def _write_stacks(self, path: Path, alarm: _Alarm, evidence: dict[str, Any], workers: dict[int, str]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        frames = sys._current_frames()
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        order = sorted(frames, key=lambda ident: ident != self._training_thread)
-        with path.open("w", encoding="utf-8") as file:
-            file.write(
-                f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}: no sign of life from "
-                f"'{alarm.section}' for {evidence['seconds']} s (limit {evidence['limit']} s)\n"
-                f"The training thread waits at {evidence['waits_at']}\n"
-            )
-            for ident in order:
-                training = " (the training thread)" if ident == self._training_thread else ""
-                file.write(f"\n---- thread {names.get(ident, '?')}{training}, {ident}\n")
-                file.writelines(traceback.format_stack(frames[ident]))
-            file.write("\n---- the same as the interpreter sees it\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.write("\n---- processes started by this one\n")
-            for child in psutil.Process().children(recursive=True):
-                file.write(_describe_process(child))
-            for pid, stacks in workers.items():
-                file.write(f"\n---- process {pid}, a data loader worker\n{stacks or 'does not answer'}\n")
-
-    def _stacks_of_workers(self) -> dict[int, str]:
-        """Where the processes forked from this one are, as far as they answer."""
-        waker = self._waker
-        number, file = (None, None) if waker is None else (waker.worker_signal, waker.worker_stacks)
-        found: dict[int, str] = {}
-        if number is None or file is None:
-            return found
-        for child in psutil.Process().children(recursive=True):
-            if not _catches(child.pid, number):
-                continue
-            begin = os.fstat(file.fileno()).st_size
-            os.kill(child.pid, number)
-            for _ in range(20):
-                time.sleep(0.05)
-                if os.fstat(file.fileno()).st_size > begin:
-                    break
-            time.sleep(0.05)
-            found[child.pid] = os.pread(file.fileno(), 1 << 20, begin).decode("utf-8", "replace")
-        return found
 
     def _acted(self, alarm: _Alarm, action: Action, **result: Any) -> None:
         if alarm.incident is not None:
@@ -513,61 +471,6 @@ class Watchdog:
         )
 
 
-class _Waker:
-    """
-    The handler of a watchdog's signal, and that of data loader workers: does not keep the run in memory, should nobody
-    take it back.
-
-    Args:
-        watchdog ([`Watchdog`]):
-            Whose.
-        free (`list[int]`):
-            Signals that nobody has a handler for; at least one.
-    """
-
-    def __init__(self, watchdog: Watchdog, free: list[int]) -> None:
-        self._watchdog = weakref.ref(watchdog)
-        self.signal = free[0]
-        self.worker_signal: int | None = None
-        self.worker_stacks: Any | None = None
-        self._earlier = signal.signal(self.signal, self)
-        if len(free) > 1 and hasattr(os, "memfd_create"):
-            # Inherited by data loader workers that are forked: they write down where they are when they are asked.
-            self.worker_stacks = os.fdopen(os.memfd_create("self_healing_stacks"), "w+b", buffering=0)
-            self.worker_signal = free[1]
-            faulthandler.register(self.worker_signal, file=self.worker_stacks, all_threads=True)
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        watchdog = self._watchdog()
-        if watchdog is None:
-            self.give_back()
-        else:
-            watchdog.interrupt(frame)
-
-    @property
-    def needed(self) -> bool:
-        """Whether the run it was installed for still goes on."""
-        watchdog = self._watchdog()
-        return watchdog is not None and watchdog.needed
-
-    def give_back(self) -> None:
-        """Called in the main thread."""
-        installed: Any = signal.getsignal(self.signal)
-        if installed is self:
-            signal.signal(self.signal, self._earlier)
-        if self.worker_signal is not None and self.worker_stacks is not None:
-            faulthandler.unregister(self.worker_signal)
-            self.worker_stacks.close()
-            self.worker_signal = self.worker_stacks = None
-
-
-def _own_signals() -> list[int]:
-    if hasattr(signal, "SIGRTMIN"):
-        # The first ones are taken by debuggers and profilers now and then.
-        return list(range(signal.SIGRTMIN + 5, signal.SIGRTMAX))
-    return [signal.SIGUSR2]
-
-
 def _bounded(work: Callable[[], Any], seconds: float | None = None) -> None:
     """Does something that touches disks or services, and goes on without it where they hang as well."""
     context = contextvars.copy_context()
@@ -581,61 +484,3 @@ def _bounded(work: Callable[[], Any], seconds: float | None = None) -> None:
     thread = threading.Thread(target=do, name="self_healing watchdog's hand", daemon=True)
     thread.start()
     thread.join(_BOUND if seconds is None else seconds)
-
-
-def _line_of(frame: FrameType) -> str:
-    name, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{name}:{line}, in {frame.f_code.co_name}: {linecache.getline(name, line).strip()}"
-
-
-def _own_line(frame: FrameType | None) -> str | None:
-    """The innermost line of the user's: neither Python's nor an installed package's, and called by the trainer."""
-    package = str(Path(__file__).parents[1]) + os.sep
-    while frame is not None and not frame.f_code.co_filename.startswith(package):
-        if not _installed(frame.f_code.co_filename):
-            return _line_of(frame)
-        frame = frame.f_back
-    return None
-
-
-def _installed(file: str) -> bool:
-    return file.startswith((sys.base_prefix, "<frozen")) or "site-packages" in file
-
-
-def _place_of(stacks: str) -> tuple[str, bool]:
-    """Where the thread of a worker that answered waits, and whether it is in loading a batch, or has nothing to do."""
-    answered = re.findall(
-        r'File "(.*?)", (line \d+ in .*)', stacks.partition("Current thread")[2].partition("\n\n")[0]
-    )
-    if not answered:
-        return "an unknown line (it does not answer)", True
-    loading: list[tuple[str, str]] = []
-    for file, line in answered:
-        if file.endswith("_utils/worker.py"):
-            break
-        loading.append((file, line))
-    own = next(((file, line) for file, line in loading if not _installed(file)), answered[0])
-    return f"{own[0]}, {own[1]}", any("/multiprocessing/" not in file for file, _ in loading[1:])
-
-
-def _describe_process(process: psutil.Process) -> str:
-    try:
-        command = " ".join(process.cmdline())[:200]
-        waits = ""
-        path = Path(f"/proc/{process.pid}/wchan")
-        if path.exists():
-            waits = f", kernel: {path.read_text().strip() or '?'}"
-        return f"{process.pid} ({process.status()}{waits}) {command}\n"
-    except (psutil.Error, OSError) as error:
-        return f"{process.pid}: {type(error).__name__}\n"
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, which would end it otherwise."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    except (OSError, ValueError):
-        pass
-    return False
