@@ -147,8 +147,8 @@ class StepExperiments:
 
     def repeatability(self) -> Repeatability | None:
         """
-        Computes the step once more, of the rows it has, and tells how far the two lie apart; `None` if that could not
-        be told. What was computed last takes the place of what was there: without a second set of gradients, it takes
+        Computes the step once more, of the rows it has, and tells how far the two lie apart; `None` if that cannot
+        be known. What was computed last takes the place of what was there: without a second set of gradients, it takes
         the time of one forward and backward, two where they differ, and no memory.
 
         Raises:

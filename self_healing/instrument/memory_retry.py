@@ -156,7 +156,7 @@ class MemoryRetry:
         Marks what is computed inside as not needed by the run: where memory runs out in it, it is given up.
 
         Raises:
-            TrainingFault: Also where memory ran out in code of ours.
+            TrainingFault: Also where memory ran out in this library.
         """
         before, self.experimenting = self.experimenting, True
         try:

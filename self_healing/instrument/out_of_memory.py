@@ -75,8 +75,8 @@ def caught(error: Exception, device: torch.device, place: Place | None = None) -
     if not is_out_of_memory(error):
         return None
     figures = memory_figures(device)
-    told = _place_of(error)
-    place = told if place is None or told == "vLLM" else place
+    by_traceback = _place_of(error)
+    place = by_traceback if place is None or by_traceback == "vLLM" else place
     found = OutOfMemory(place, error, _requested(error), figures, _raised_in(error))
     let_go(error)
     return found

@@ -100,6 +100,7 @@ class Engine(StepEngine):
         super().__init__(trainer, view)
         self.sums: list[float] = []
         self.calls: list[str] = []
+        self.divided_by: list[int] = []
         self.fails_once = False
 
     def compute(
@@ -115,6 +116,7 @@ class Engine(StepEngine):
         batch = self.trainer._prepare_inputs(call[1])
         self.sums.append(float(batch["x"].sum()))
         self.calls.append("last" if last else "compute")
+        self.divided_by.append(self.trainer.current_gradient_accumulation_steps)
         return torch.tensor(self.sums[-1])
 
     def prepare_inputs(self, inputs: Any) -> Any:
@@ -180,7 +182,7 @@ def step_of(*batches: list[float]) -> tuple[Window, Engine]:
         _prepare_inputs=lambda batch: batch,
         _get_num_items_in_batch=lambda batches, device: None,
     )
-    view: Any = SimpleNamespace(device=device, objective=objective)
+    view: Any = SimpleNamespace(device=device, objective=objective, autocast_dtype=None)
     engine, ledger = Engine(trainer, view), Bookkeeper(trainer)
     window = Window(engine, ledger, DataPosition(trainer, objective), len(batches))
     window.begin(ledger.capture())
@@ -190,6 +192,7 @@ def step_of(*batches: list[float]) -> tuple[Window, Engine]:
         window.add_loss(engine.compute((trainer.model, inputs, (), {}), False, window.note_exception), 0)
     window.measured_by(lambda: torch.tensor(engine.sums).norm())
     engine.calls.clear()
+    engine.divided_by.clear()
     return window, engine
 
 
@@ -207,6 +210,25 @@ def test_a_step_is_computed_again_on_the_rows_that_stay() -> None:
     window.reexecute({0: [0]})
     assert window.signals().loss == 7.0
     assert engine.trainer.current_gradient_accumulation_steps == 2
+
+
+def test_a_micro_batch_without_rows_is_not_computed_and_not_divided_by() -> None:
+    window, engine = step_of([1.0], [2.0, 4.0])
+    window.reexecute()
+    window.reexecute({0: []})
+    assert window.signals().loss == 6.0
+    assert engine.calls[-2:] == ["discard", "last"]
+    assert engine.divided_by[-1] == 1
+
+
+def test_a_step_without_some_rows_is_not_recorded() -> None:
+    window, _ = step_of([1.0, 2.0])
+    control = window.control(3.0, largest=100)
+    assert control is not None
+    window.reexecute()
+    assert window.recording(control) is not None
+    window.reexecute({0: [1]})
+    assert window.recording(control) is None
 
 
 def test_a_probe_tells_rows_that_are_finite_and_leaves_no_gradient() -> None:
@@ -237,3 +259,22 @@ def test_an_experiment_steps_at_another_rate_and_rewinds() -> None:
     assert control is not None
     assert EarlierSteps(window).train_on(control, scale=0.25) == 1.0
     assert engine.calls == ["discard", "last", "step at 0.25", "discard"]
+
+
+def test_an_earlier_step_that_is_not_finite_is_not_applied_again() -> None:
+    window, engine = step_of([float("nan")])
+    control = window.control(1.0, largest=100)
+    assert control is not None
+    recording = window.recording(control)
+    assert recording is not None
+    assert not EarlierSteps(window).replay(recording).finite
+    assert engine.calls == ["discard", "last", "discard"]
+
+
+def test_a_step_that_repeats_is_counted_once() -> None:
+    window, engine = step_of([1.0], [2.0])
+    found = StepExperiments(window).repeatability()
+    assert found is not None
+    assert found.bitwise
+    assert engine.calls == ["discard", "compute", "last"]
+    assert float(engine.trainer._tr_loss) == 3.0
