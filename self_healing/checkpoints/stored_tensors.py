@@ -8,7 +8,6 @@ import pickle
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from ..checkpoint_files import crc32_of
+from .findings import Unusable, reading
 
 
 # Numbers that are looked at once.
@@ -41,27 +41,6 @@ _FLOATING = {
     }.items()
     if isinstance(dtype := getattr(torch, called, None), torch.dtype)
 }
-
-
-class Unusable(Exception):
-    """Carries the reason why a checkpoint cannot be resumed from."""
-
-
-@contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Turns an exception of reading a file into the reason against its checkpoint."""
-    try:
-        yield
-    except Unusable:
-        raise
-    except Exception as error:
-        raise Unusable(f"{file.name} cannot be read ({in_short(error)})") from None
-
-
-def in_short(error: Exception) -> str:
-    """An error in one line."""
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first[:200]}"
 
 
 def check_checksum(file: Path, expected: int, found: int | None = None) -> None:

@@ -1,0 +1,105 @@
+"""Finds the files that a resume reads, and refuses a checkpoint that lacks one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .findings import Findings, Unusable, few, json_object_in, reading
+from .stored_tensors import read_header
+
+
+_SENTINEL = "checkpoint-is-incomplete.txt"
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def check_directory(checkpoint: Path) -> None:
+    """Refuses what is no directory, or one in which nothing was written to its end."""
+    if not checkpoint.exists():
+        raise Unusable("does not exist")
+    if not checkpoint.is_dir():
+        raise Unusable("is not a directory")
+    if not any(checkpoint.iterdir()):
+        raise Unusable("is empty")
+    if (checkpoint / _SENTINEL).exists():
+        raise Unusable(f"{_SENTINEL} is there: the process was killed while it wrote this checkpoint")
+
+
+def weight_files(checkpoint: Path, findings: Findings) -> list[Path]:
+    """Lists the files with weights that a resume reads; what lies beside them is noted."""
+    files = [file for name in _SINGLE if (file := checkpoint / name).is_file()]
+    whole = next(iter(files), None)
+    files += [file for name in ADAPTERS if (file := checkpoint / name).is_file()]
+    # PEFT keeps every adapter but the default one in a folder of its own.
+    files += [file for name in ADAPTERS for file in sorted(checkpoint.glob(f"*/{name}"))]
+    for index in _indexes(checkpoint):
+        if whole is None:
+            files += _shards(index)
+        else:
+            findings.notes.append(f"{index.name} was not looked at, because a resume reads {whole.name}")
+    files += sorted(checkpoint.glob("pytorch_model_fsdp*.bin"))
+    unscanned = [
+        folder for pattern in ("pytorch_model_fsdp_*", "global_step*") for folder in _folders(checkpoint, pattern)
+    ]
+    if not files and not unscanned:
+        raise Unusable("no weights: there is no model.safetensors, adapter_model.safetensors or other file with them")
+    findings.notes += [f"{folder.name} was not scanned" for folder in unscanned]
+    return files
+
+
+def _indexes(checkpoint: Path) -> list[Path]:
+    return [index for name in _INDEXES if (index := checkpoint / name).is_file()]
+
+
+def _shards(index: Path) -> list[Path]:
+    names = sorted(set(_weight_map(index).values()))
+    for name in names:
+        if not (index.parent / name).is_file():
+            raise Unusable(f"{name} is missing ({index.name} names it)")
+    return [index.parent / name for name in names]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    with reading(index):
+        return {str(name): str(file) for name, file in json_object_in(index)["weight_map"].items()}
+
+
+def check_indexes(checkpoint: Path, weights: list[Path]) -> None:
+    """Refuses shards without a tensor that their index names: those of another set of weights may lie among them."""
+    for index in _indexes(checkpoint):
+        named = _weight_map(index)
+        shards = [checkpoint / file for file in set(named.values())]
+        if not all(shard in weights and shard.suffix == ".safetensors" for shard in shards):
+            continue
+        held = {tensor.name for shard in shards for tensor in read_header(shard)}
+        if gone := sorted(named.keys() - held):
+            raise Unusable(f"{few(gone)} of {index.name} is in none of its shards")
+
+
+def _folders(checkpoint: Path, pattern: str) -> list[Path]:
+    return sorted(folder for folder in checkpoint.glob(pattern) if folder.is_dir() and any(folder.iterdir()))
+
+
+def other_archives(checkpoint: Path, findings: Findings) -> tuple[list[Path], list[Path]]:
+    """
+    Lists the torch archives beside the weights, and refuses a checkpoint without optimizer or schedule.
+
+    Returns:
+        Those of the optimizer, and the others.
+    """
+    deepspeed = bool(_folders(checkpoint, "global_step*"))
+    patterns = ("optimizer.pt", "optimizer.bin", "optimizer.pt_*", "rank*-of-*-optimizer.pt")
+    optimizers = [file for pattern in patterns for file in sorted(checkpoint.glob(pattern)) if file.is_file()]
+    sharded = _folders(checkpoint, "optimizer_*")
+    if not optimizers and not sharded and not deepspeed:
+        raise Unusable("optimizer.pt is missing: no optimizer state, a resume would silently start with fresh moments")
+    findings.notes.extend(f"{folder.name} was not scanned" for folder in sharded)
+    scheduler = checkpoint / "scheduler.pt"
+    if not scheduler.is_file() and not deepspeed:
+        raise Unusable("scheduler.pt is missing: a resume would silently start the learning rate's schedule anew")
+    random_states = sorted(checkpoint.glob("rng_state*.pth"))
+    if not random_states:
+        findings.doubts.append("no rng_state.pth, so a resume draws other random numbers")
+    others = [scheduler, checkpoint / "scaler.pt", checkpoint / "training_args.bin"]
+    return optimizers, [*(file for file in others if file.is_file()), *random_states]
