@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +15,18 @@ import torch
 from . import consensus
 
 
-# Of numpy's Mersenne Twister: 624 words and the place among them, each of 4 bytes (`mt19937_state` in mt19937.h).
+# Of a Mersenne Twister: 624 words and the place among them, each of 4 bytes. numpy has the place last (`mt19937_state`
+# in mt19937.h), Python first (`RandomObject` in Modules/_randommodule.c).
 _MT19937_BYTES = 625 * 4
+_PLACE_AND_WORDS = struct.Struct("=I624I")
+# Whose methods the functions of `random` are.
+_python_generator: Any = getattr(random, "_inst", None)
 # From numpy 1.24 on.
 _bit_generator = getattr(np.random, "get_bit_generator", lambda: None)
 # In the tuple of `numpy.random.get_state`: whether a second normal number is kept from the last pair.
 _HAS_GAUSS = 3
+# In that of `random.getstate`: the number that is kept from the last pair, if any.
+_GAUSS_NEXT = 2
 
 
 @dataclass(slots=True)
@@ -40,7 +48,8 @@ class RandomState:
     cpu: torch.Tensor
     devices: list[torch.Tensor]
     device_type: str
-    # What lay in the memory of numpy's generator.
+    # What lay in the memory of the generators of Python and numpy.
+    _python_words: bytes | None = field(default=None, repr=False)
     _numpy_words: bytes | None = field(default=None, repr=False)
 
     @classmethod
@@ -53,19 +62,26 @@ class RandomState:
                 Of the run. Defaults to none: what is watched draws on the host alone.
             since ([`RandomState`], *optional*):
                 An earlier capture: what has not been drawn from since then is shared with it. numpy takes 0.1 ms to
-                tell its state, longer than all the others together.
+                tell its state, and that of Python is 625 integers, which the garbage collector goes through.
         """
         # Read first: what another thread draws meanwhile is noticed by the next capture.
-        words = _numpy_words()
-        drawn = since is None or words is None or words != since._numpy_words or since.numpy[_HAS_GAUSS]
+        python_words, numpy_words = _python_words(), _numpy_words()
         return cls(
-            python=random.getstate(),
-            numpy=np.random.get_state() if drawn or since is None else since.numpy,
+            python=since.python if since and since._python_is_at(python_words) else random.getstate(),
+            numpy=since.numpy if since and since._numpy_is_at(numpy_words) else np.random.get_state(),
             cpu=torch.get_rng_state(),
             devices=_on_devices(device),
             device_type="cpu" if device is None else device.type,
-            _numpy_words=words,
+            _python_words=python_words,
+            _numpy_words=numpy_words,
         )
+
+    def _python_is_at(self, words: bytes | None) -> bool:
+        kept: float | None = self.python[_GAUSS_NEXT]
+        return words is not None and words == self._python_words and kept == _python_generator.gauss_next
+
+    def _numpy_is_at(self, words: bytes | None) -> bool:
+        return words is not None and words == self._numpy_words and not self.numpy[_HAS_GAUSS]
 
     def is_at(self, other: RandomState) -> bool:
         """Whether torch would draw the same next."""
@@ -81,6 +97,27 @@ class RandomState:
             torch.get_device_module(self.device_type).set_rng_state(self.devices[0])
         elif self.devices:
             torch.get_device_module(self.device_type).set_rng_state_all(self.devices)
+
+
+def _words_in_memory() -> bytes:
+    return ctypes.string_at(id(_python_generator) + object.__basicsize__, _MT19937_BYTES)
+
+
+def _python_words_are_in_memory() -> bool:
+    """Whether the words of Python's generator lie where CPython 3.11 to 3.14 has them."""
+    if sys.implementation.name != "cpython" or not isinstance(_python_generator, random.Random):
+        return False
+    place, *words = _PLACE_AND_WORDS.unpack(_words_in_memory())
+    told: tuple[int, ...] = random.getstate()[1]
+    return (*words, place) == told
+
+
+_HAS_PYTHON_WORDS = _python_words_are_in_memory()
+
+
+def _python_words() -> bytes | None:
+    """What the generator behind `random` draws from next; `None` where that cannot be read."""
+    return _words_in_memory() if _HAS_PYTHON_WORDS else None
 
 
 def _numpy_words() -> bytes | None:
