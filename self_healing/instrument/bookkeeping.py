@@ -13,7 +13,7 @@ from ..random_state import RandomState
 from .out_of_memory import with_room
 
 
-_SCALARS = (int, float, bool, str, type(None))
+_SCALARS = frozenset({int, float, bool, str, type(None)})
 # Containers in which TRL trainers collect metrics and completions until the next log.
 STORES = ("_metrics", "_stored_metrics", "_logs", "_textual_logs", "_pending_metrics", "_pending_extra_logs")
 METRIC_STORES = ("_metrics", "_stored_metrics")
