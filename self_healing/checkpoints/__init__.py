@@ -1,5 +1,5 @@
 """
-Checkpoints on disk: marked, judged, chosen to resume from, kept, and written after an exception.
+Marks checkpoints on disk, judges them, chooses one to resume from, keeps the good ones, writes emergency ones.
 
 Nothing here knows why a run is left or resumed: that is for `restarts/` and `rollback/`.
 """

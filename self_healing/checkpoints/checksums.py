@@ -1,4 +1,4 @@
-"""Checksums of the files of a checkpoint, computed where no step waits for them, and written into its marker."""
+"""Computes checksums of the files of a checkpoint where no step waits for them, and writes them into its marker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MarkedCheckpoint:
 
     @classmethod
     def of(cls, checkpoint: Path, marker: dict[str, Any], links: Sequence[Path] = ()) -> MarkedCheckpoint:
-        """A checkpoint whose marker has just been written, and says what is given here."""
+        """Takes what the files of a checkpoint are, right after its marker was written."""
         files = identities(checkpoint, list(marker["files"]))
         return cls(checkpoint, links, marker["run"], marker["time"], files)
 

@@ -1,4 +1,4 @@
-"""Which checkpoint to resume from: the newest one that can be, or the one that was asked for."""
+"""Chooses the checkpoint to resume from: the newest one that can be, or the one that was asked for."""
 
 from __future__ import annotations
 
@@ -35,19 +35,22 @@ class CheckpointError(ValueError):
 
 
 def vet_all(output_dir: str | Path) -> list[Verdict]:
-    """The verdicts on all checkpoints of an output directory, newest first."""
+    """Vets all checkpoints of an output directory, newest first."""
     return [vet(checkpoint) for checkpoint in checkpoints_in(output_dir)]
 
 
 def find_trusted_checkpoint(output_dir: str | Path, passed_over: list[Verdict] | None = None) -> str | None:
     """
-    The newest checkpoint of an output directory that can be resumed from.
+    Finds the newest checkpoint of an output directory that can be resumed from.
 
     Args:
         output_dir (`str` or `Path`):
             Of the run.
         passed_over (`list[Verdict]`, *optional*):
             Gets the verdicts on those that are newer, and cannot be.
+
+    Returns:
+        `str`: its path, or `None` if there is none.
     """
     newest = _newest_usable(output_dir, [] if passed_over is None else passed_over)
     return None if newest is None else newest.path
@@ -109,7 +112,7 @@ def _vetted(requested: Path, output_dir: str | Path, passed_over: list[Verdict],
 
 
 def refused(requested: str | Path, reason: str, output_dir: str | Path) -> CheckpointError:
-    """The error for a checkpoint that was asked for and cannot be resumed from; it names the one that can be."""
+    """Builds the error for a checkpoint that cannot be resumed from; it names the newest one that can be."""
     trusted = find_trusted_checkpoint(output_dir)
     instead = (
         f"there is none in {output_dir} that can be resumed from"
@@ -174,7 +177,7 @@ def newest_checkpoint_of(
     run: str, output_dir: str, verified: bool = False, passed_over: list[Verdict] | None = None
 ) -> str | None:
     """
-    The newest checkpoint of this run that can be resumed from; those of another run are not ours to take.
+    Finds the newest checkpoint of a run that can be resumed from; those of other runs are passed by.
 
     Args:
         run (`str`), output_dir (`str`):
@@ -196,8 +199,13 @@ def newest_verdict_of(
     wrote: Callable[[Path], bool] = lambda _: False,
 ) -> Verdict | None:
     """
-    The same as [`newest_checkpoint_of`], with the verdict on it; `wrote` says of one without a marker whether it is of
-    this run all the same.
+    Finds the same as [`newest_checkpoint_of`], with the verdict on it.
+
+    Args:
+        run (`str`), output_dir (`str`), verified (`bool`, *optional*), passed_over (`list[Verdict]`, *optional*):
+            As for [`newest_checkpoint_of`].
+        wrote (`Callable[[Path], bool]`, *optional*):
+            Whether a checkpoint without a marker is of this run all the same.
     """
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)
@@ -221,8 +229,8 @@ def newest_verdict_of(
 
 def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:
     """
-    The newest checkpoint of this run by its marker alone, which says that it was complete and is not suspect: where
-    there is no time, or no device, to read it through. Who resumes from it does that.
+    Finds the newest checkpoint of a run by its marker alone, which says that it was complete and is not suspect: for
+    where there is no time, or no device, to read it through. It is vetted when it is resumed from.
     """
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)
@@ -233,8 +241,14 @@ def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:
 
 def older_checkpoints(than: str, output_dir: str) -> Iterator[str]:
     """
-    The checkpoints of the same run that can be resumed from instead, the newest first. What is but another name for
-    the same files (`last-known-good/` holds hard links) is none.
+    Yields the checkpoints of the same run that can be resumed from instead, the newest first. Hard links to the same
+    files, as `last-known-good/` holds them, are left out.
+
+    Args:
+        than (`str`):
+            The checkpoint that is not to be resumed from.
+        output_dir (`str`):
+            Of the run.
     """
     newest = Path(than)
     run, step = (load_marker(newest) or {}).get("run"), step_of(than, default=number_of(newest) or 0)

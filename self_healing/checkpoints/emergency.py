@@ -1,4 +1,4 @@
-"""Checkpoints that are written after an exception left `train()`, or again once what they owed is done."""
+"""Writes checkpoints after an exception left `train()`, and once more when the rest of their step is done."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def write_again(
 
 
 def _switch(new: Path, old: Path) -> None:
-    """Puts a checkpoint that was written beside another in its place; at any time one of them is found whole."""
+    """Puts a checkpoint that was written beside another in its place; at any time one of them is whole."""
     gone = old.with_name(f".{old.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     old.rename(gone)

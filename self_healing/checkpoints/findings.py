@@ -1,4 +1,4 @@
-"""What is found in a checkpoint: the reason against it, or remarks on one that can be resumed from."""
+"""Findings about a checkpoint: the reason against it, or remarks on one that can be resumed from."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class CheckpointKeeper:
         given_up: list[Path] = []
         with self._contained("Making room for a checkpoint"):
             for pin in self._pinned.give_way():
-                # What was removed before the file system refused is told of.
+                # One by one: those removed before the file system refused are reported, too.
                 given_up.append(pin)
         self._pinned.tell_of(given_up, self._size)
         return given_up
@@ -186,7 +186,7 @@ class CheckpointKeeper:
         return suspects
 
     def reinstate(self, steps: Iterable[int]) -> list[int]:
-        """Takes back the suspicion of those checkpoints that were found to be finite; returns their steps."""
+        """Makes suspects that were found to be finite unverified again; returns their steps."""
         good = [number for number in steps if self._followed[number].finite]
         for number in good:
             self._mark(number, "unverified")
@@ -198,7 +198,7 @@ class CheckpointKeeper:
         return followed is not None and followed.finite and followed.standing != "suspect" and followed.path.is_dir()
 
     def _waiting(self) -> list[int]:
-        """Those that healthy steps make verified: what is not known to be finite never is."""
+        """Lists those that healthy steps make verified: what is not known to be finite never is."""
         followed = self._followed.items()
         return [number for number, each in followed if each.standing == "unverified" and each.finite]
 

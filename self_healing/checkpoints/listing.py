@@ -1,4 +1,4 @@
-"""The checkpoints there are in an output directory."""
+"""Lists the checkpoints in an output directory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .marker import load_marker
 
 def checkpoints_in(output_dir: str | Path) -> list[Path]:
     """
-    All that is called a checkpoint in an output directory, newest first; of the same step the regular one comes first,
-    then the emergency one, then one that was to take its place, then the one in `last-known-good/`.
+    Lists all that is called a checkpoint in an output directory, newest first; of the same step the regular one comes
+    first, then the emergency one, then one that was to take its place, then the one in `last-known-good/`.
 
     Last come those beside the regular ones that an earlier run in this directory left behind: regular ones of fewer
     steps were written after them.
@@ -28,7 +28,7 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
 
 
 def written_at(checkpoint: Path) -> float:
-    """When a checkpoint was written, in seconds since the epoch; 0 if it cannot be told."""
+    """Reads when a checkpoint was written, in seconds since the epoch; 0 if it cannot be told."""
     at = (load_marker(checkpoint) or {}).get("time")
     if isinstance(at, int | float):
         return float(at)

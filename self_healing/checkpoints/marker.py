@@ -1,4 +1,4 @@
-"""The marker `healing.json` of a complete checkpoint: its files, its standing, and whether it can be believed."""
+"""Writes and reads the marker `healing.json` of a complete checkpoint: its files and its standing."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def write_marker(
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any] | None:
-    """The marker of a checkpoint, or `None` if there is none that can be read and holds for the files there."""
+    """Reads the marker of a checkpoint; `None` if there is none that holds for the files there."""
     content = load_marker(checkpoint)
     if content is None:
         return None
@@ -104,7 +104,7 @@ def read_marker(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def load_marker(checkpoint: Path) -> dict[str, Any] | None:
-    """The marker as it was written, whether or not it holds for the files there; `None` if there is none to read."""
+    """Reads the marker as it was written, whether or not it holds for the files there; `None` if there is none."""
     try:
         return _read(checkpoint)
     except (OSError, ValueError):
@@ -112,7 +112,7 @@ def load_marker(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def damage_of_marker(checkpoint: Path) -> str | None:
-    """Why what its marker says cannot be believed; `None` if it can be, or if there is no marker."""
+    """Says why the marker of a checkpoint cannot be believed; `None` if it can be, or if there is none."""
     try:
         _read(checkpoint)
     except FileNotFoundError:
@@ -184,12 +184,12 @@ def speaks_for(marker: Mapping[str, Any]) -> bool:
 
 
 def standing_of(checkpoint: str | Path) -> str:
-    """The standing that its marker gives a checkpoint; `"unmarked"` if it has none."""
+    """Reads the standing of a checkpoint from its marker; `"unmarked"` if it has none."""
     return str((load_marker(Path(checkpoint)) or {}).get("standing", "unmarked"))
 
 
 def step_of(checkpoint: str, default: int) -> int:
-    """The step a checkpoint was written at, from its marker."""
+    """Reads the step that a checkpoint was written at from its marker."""
     marker = read_marker(Path(checkpoint))
     return default if marker is None else int(marker["step"])
 

@@ -1,4 +1,4 @@
-"""The bookkeeping in a marker: running losses, metrics, and what is still to be done for its step."""
+"""Bookkeeping in a marker: running losses, metrics, and what is still to be done for its step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OWES = "owes"
 
 
 def bookkeeping_now(instrument: Instrument) -> dict[str, Any]:
-    """Running losses, metrics, and what is still to be done for the step, as a marker says them."""
+    """Collects running losses, metrics, and what is still to be done for the step, for a marker."""
     return instrument.ledger.export() | {_OWES_EVALUATION: instrument.leaving.owes_evaluation}
 
 
@@ -44,6 +44,6 @@ def owed_in(bookkeeping: Mapping[str, Any]) -> tuple[Pending, Leave] | None:
 
 
 def owing(pending: Pending, leave: Leave) -> dict[str, Any]:
-    """The entries of a marker that [`owed_in`] reads."""
+    """Builds the entries of a marker that [`owed_in`] reads."""
     entry = {"pending": pending.to_dict(), "stop": leave.stop, "epoch_ended": leave.epoch_ended}
     return {_OWES_EVALUATION: pending.evaluate, _OWES: entry}

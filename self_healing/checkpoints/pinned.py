@@ -1,4 +1,4 @@
-"""The folder `last-known-good/`, with checkpoints that the Trainer's rotation does not reach."""
+"""Keeps checkpoints in `last-known-good/`, which the Trainer's rotation does not reach."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class PinnedCheckpoints:
     is there.
 
     Once rotation has removed the checkpoint itself, they hold the space it held. So they give way whenever another
-    checkpoint would not fit beside them, and none is kept where there is no room for it and the one after it.
+    checkpoint would not fit beside them, and none is kept where there is no room for it and the one after it. Adding,
+    removing and making room stay in one class, because each changes what the others count.
 
     Args:
         output_dir (`str` or `Path`):
@@ -65,7 +66,7 @@ class PinnedCheckpoints:
         self._told: set[str] = set()
 
     def path_of(self, number: int) -> Path:
-        """Where the checkpoint of a step is kept, if it is."""
+        """Names the place where the checkpoint of a step is kept, if it is."""
         return self.directory / f"checkpoint-{number}"
 
     def holds(self, number: int) -> bool:
@@ -73,7 +74,7 @@ class PinnedCheckpoints:
         return number in self._of_this_run
 
     def follow(self, checkpoint: Path, number: int) -> None:
-        """Finds out whether a checkpoint is kept under its number; what it has overwritten there is removed."""
+        """Notes whether a checkpoint is kept under its number; what it has overwritten there is removed."""
         self._of_this_run.discard(number)
         if self._has(checkpoint, self.path_of(number)):
             self._of_this_run.add(number)
@@ -198,7 +199,7 @@ class PinnedCheckpoints:
         return self._free() + beside >= 2 * _GROWTH * size_of(checkpoint)
 
     def _replaces_older_ones(self, checkpoint: Path) -> bool:
-        """Whether there is room for one more; where there is little, the older ones are removed for it."""
+        """Makes room for one more by removing older ones; returns whether there is any."""
         older = self._oldest_first()
         if not self.has_room_for(checkpoint, beside=sum(map(unshared_size_of, older))):
             return False
@@ -231,7 +232,7 @@ class PinnedCheckpoints:
         return shutil.disk_usage(self.directory.parent).free
 
     def _may_give_way(self) -> Iterator[Path]:
-        """Those whose removal frees something, the oldest first; never the last one that can be trusted."""
+        """Yields those whose removal frees something, the oldest first; never the last one that can be trusted."""
         kept = self._oldest_first()
         for pin in kept:
             if unshared_size_of(pin) > 0 and any(
@@ -243,7 +244,7 @@ class PinnedCheckpoints:
         return [entry for _, entry in numbered(self.directory.parent)]
 
     def tell_of(self, given_up: list[Path], size: int) -> None:
-        """Tells journal and log of those that gave way to a checkpoint of a size."""
+        """Reports those that gave way to a checkpoint of a size, in journal and log."""
         if not given_up:
             return
         names, needed = [pin.name for pin in given_up], _needed(size)

@@ -1,4 +1,4 @@
-"""Checkpoints that have to go: torn ones, and those that make room on a full disk."""
+"""Removes torn checkpoints, and finds those whose removal makes room on a full disk."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file in the order they lie in it; that it is as long as it should be."""
+    """Reads the tensors of a safetensors file in the order they lie in it; refuses one of the wrong length."""
     size = file.stat().st_size
     with reading(file), file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -132,7 +132,7 @@ def check_safetensors(file: Path, expected: int | None) -> None:
 
 
 def _pieces(stream: BufferedReader, length: int, buffer: memoryview) -> Iterator[memoryview]:
-    """The next bytes of a file, in pieces that are gone when the next one is asked for."""
+    """Yields the next bytes of a file, in pieces that are gone when the next one is asked for."""
     while length > 0:
         piece = buffer[: min(length, len(buffer))]
         if stream.readinto(piece) != len(piece):
@@ -209,7 +209,7 @@ def load_archive(file: Path, doubts: list[str] | None = None) -> Any:
 
 
 def first_bad(value: Any, name: str, masks: bool = False, inf: bool = False) -> str | None:
-    """The name of the first value within nested ones that is not finite."""
+    """Finds the first value within nested ones that is not finite; returns its name."""
     if isinstance(value, torch.Tensor):
         return name if is_bad(value, masks, inf) else None
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The entry of the callback in the state of the Trainer that a checkpoint holds, `trainer_state.json`."""
+"""Reads the callback's entry in the state of the Trainer that a checkpoint holds, `trainer_state.json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..checkpoint_files import STATE_FILE
 
 
 def healing_state_of(stateful_callbacks: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state that the callback keeps in a trainer's, whatever its class is called; `None` if there is none."""
+    """Finds the state that the callback keeps in a trainer's, whatever its class is; `None` if there is none."""
     for entry in stateful_callbacks.values():
         attributes = entry.get("attributes") if isinstance(entry, Mapping) else None
         state = attributes.get("healing_state") if isinstance(attributes, Mapping) else None

@@ -164,7 +164,7 @@ def _examine(checkpoint: Path, marker: Mapping[str, Any] | None, model: ModelNam
 def _check_marker(
     checkpoint: Path, marker: Mapping[str, Any], weights: list[Path], findings: Findings
 ) -> dict[Path, int]:
-    """The checksums that the files are to be compared with."""
+    """Refuses a suspect checkpoint; returns the checksums that its files are to be compared with."""
     if marker.get("standing") == "suspect":
         incident = f" (incident {marker['incident']})" if marker.get("incident") else ""
         raise Unusable(f"written in a stretch that was rolled back or went bad{incident}")

@@ -21,7 +21,7 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is kept in host memory, and the block it lies in."""
+    """Host memory of one tensor, and the block it lies in."""
 
     tensor: torch.Tensor
     block: HostBlock | None
@@ -42,7 +42,7 @@ class TensorCopy:
 
 @dataclass(frozen=True, slots=True)
 class AssembledCopy:
-    """A tensor that is made of others (quantised moments: codes and scales), and what each of them holds."""
+    """A tensor that is made of others, as quantised moments are of codes and scales; copies of those."""
 
     kind: Any
     parts: dict[str, Any]
@@ -144,7 +144,7 @@ def by_device(
 
 
 def copy_all(pairs: Sequence[tuple[TensorCopy, torch.Tensor]], non_blocking: bool) -> None:
-    """All together: hundreds of small tensors cost little more than one."""
+    """Copies tensors all together: hundreds of small ones cost little more than one."""
     if pairs:
         hosts, tensors = [kept.host for kept, _ in pairs], [tensor for _, tensor in pairs]
         torch._foreach_copy_(hosts, tensors, non_blocking=non_blocking)

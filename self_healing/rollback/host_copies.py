@@ -31,10 +31,10 @@ class SideStream(Protocol):
 
 
 class DeviceCopies(Protocol):
-    """What a kind of device can do beside computing."""
+    """Copies beside what a kind of device computes."""
 
     def stream(self, device: torch.device) -> SideStream:
-        """A stream for copies from a device."""
+        """Makes a stream for copies from a device."""
 
     def pin(self, address: int, nbytes: int) -> bool:
         """Has the device write to host memory by itself; whether it can. Else copies to it are waited for."""

@@ -81,19 +81,19 @@ class HostBlock:
         return pinned
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An uninitialised tensor in it, of a tensor's shape, dtype and, if it is dense, strides."""
+        """Makes an uninitialised tensor in it, of a tensor's shape, dtype and, if it is dense, strides."""
         offset, self._used = self._used, self._used + aligned(tensor)
         flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
 
 def aligned(tensor: torch.Tensor) -> int:
-    """Bytes a dense copy of a tensor takes in a [`HostBlock`]."""
+    """Counts the bytes that a dense copy of a tensor takes in a [`HostBlock`]."""
     return math.ceil(tensor.numel() * tensor.element_size() / _CACHE_LINE) * _CACHE_LINE
 
 
 def free_host_memory() -> int:
-    """Bytes of host memory this process may still take: of the machine or its container, shared among its ranks."""
+    """Reads how many bytes of host memory this process may take: its share of the machine or its container."""
     free = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     try:

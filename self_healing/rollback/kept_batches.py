@@ -48,13 +48,16 @@ class KeptBatches:
 
     def copy_of(self, window: Window, loss: float) -> Control | None:
         """
-        A step to be computed again later; `None` if its rows are generated each time, or are too many.
+        Copies a step to be computed again later.
 
         Args:
             window ([`Window`]):
                 The step.
             loss (`float`):
                 What came out of it.
+
+        Returns:
+            [`Control`], or `None` if its rows are generated each time, or are too many.
         """
         control = window.control(loss, _LARGEST_CONTROL)
         if control is not None and self._on_host:
@@ -63,7 +66,7 @@ class KeptBatches:
         return control
 
     def note_healthy(self, window: Window) -> None:
-        """Takes in a step with nothing wrong."""
+        """Keeps the first micro-batch of a step with nothing wrong."""
         if not window.objective.online:
             inputs = window.inputs(0)
             self.healthy_inputs = on_host(inputs) if self._on_host else inputs
@@ -78,7 +81,7 @@ class KeptBatches:
             self.first_steps.append(control)
 
     def forget_first(self) -> None:
-        """The run has got beyond its beginning."""
+        """Drops the steps of the beginning of the run, once it is past that."""
         if self.first_steps:
             self.first_steps = []
 
@@ -94,7 +97,7 @@ class KeptBatches:
         self._tape_bytes += control.nbytes
 
     def recorded(self, steps: range) -> list[Recording] | None:
-        """The recordings of these steps; `None` if not all of them are kept."""
+        """Returns the recordings of these steps; `None` if not all of them are kept."""
         found = [each for each in self.tape if each.step in steps]
         return found if [each.step for each in found] == list(steps) else None
 
@@ -104,12 +107,12 @@ class KeptBatches:
         self._tape_bytes = 0
 
     def forget_before(self, step: int) -> None:
-        """The newest trusted state is that of this step: earlier ones are not applied again."""
+        """Drops the steps before the newest trusted state: they are not applied again."""
         while self.tape and self.tape[0].step < step:
             self._tape_bytes -= self.tape.popleft().control.nbytes
 
     def forget_beyond(self, step: int) -> None:
-        """The run goes on from this step: those from there on will be others."""
+        """Drops the steps from this one on: the run goes on from here with others."""
         while self.tape and self.tape[-1].step >= step:
             self._tape_bytes -= self.tape.pop().control.nbytes
 
@@ -117,7 +120,7 @@ class KeptBatches:
 
     def free(self, of_host: bool, device: torch.device, snapshots: Iterable[Snapshot]) -> int:
         """
-        Memory ran out: batches that are kept, to compute earlier steps again, make room.
+        Frees memory that kept batches take, after memory ran out.
 
         Those on the device go to the host, and so do all later ones: nothing is lost. Where it is the host that has no
         memory, those that lie there are given up: until the next snapshot steps cannot be applied again, until the
@@ -133,7 +136,7 @@ class KeptBatches:
                 States that are kept, each with a batch from before it.
 
         Returns:
-            Bytes.
+            `int`: the bytes that were freed.
         """
         snapshots = list(snapshots)
         with_snapshots = [snapshot.extras.get("control") for snapshot in snapshots]

@@ -1,4 +1,4 @@
-"""Applying steps again after going back, and telling whether what comes out is what it was."""
+"""Applies steps again after going back, and tells whether what comes out is what it was."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REPLAYS = 3
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """
-    What became of steps that were applied again.
+    The result of applying steps again.
 
     Args:
         steps (`int`, *optional*):
@@ -52,7 +52,7 @@ class Replayed:
 
 
 class _Ended(Enum):
-    """How applying steps again went."""
+    """Ways for an attempt to end."""
 
     WELL = auto()
     # A step does not look as it should: that is where training leads.
@@ -64,7 +64,7 @@ class _Ended(Enum):
 @dataclass(slots=True)
 class _Played:
     """
-    One attempt.
+    One attempt to apply the steps again.
 
     Args:
         losses (`list[float]`):
@@ -131,7 +131,7 @@ class Replay:
         self._recorded = [recording.control.loss for recording in recordings]
 
     def run(self) -> Replayed:
-        """Begins in the state they begin with, and ends with the steps applied, or there again."""
+        """Applies the steps; leaves the run after them, or in the state that they begin with."""
         strikes, replays = 0, list[list[float]]()
         while True:
             kept = False
@@ -189,7 +189,7 @@ class Replay:
         return self._judged(played, self._window.signals())
 
     def _played_well(self, at: int, played: _Played) -> bool:
-        """Applies one step again; whether to go on with the next."""
+        """Applies one step again; returns whether to go on with the next."""
         signals = self._earlier_steps.replay(self._recordings[at])
         was, now = self._recorded[at], signals.loss
         played.losses.append(now)
@@ -229,7 +229,7 @@ class Replay:
 
 def first_beyond_noise(recorded: Sequence[float], replays: Sequence[Sequence[float]]) -> int | None:
     """
-    Where a run of some steps differs by more than noise from replays of them; `None` if nowhere.
+    Finds the first step where a run differs by more than noise from replays of it; `None` if there is none.
 
     Args:
         recorded (`Sequence[float]`):

@@ -1,4 +1,4 @@
-"""The states of a run that are kept in host memory: taken as candidates, trusted after healthy steps, put back."""
+"""Keeps states of a run in host memory: candidates, the trusted ones, and the one it began with."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class SnapshotRing:
 
     @property
     def nbytes(self) -> int:
-        """Host memory in use."""
+        """Bytes of host memory in use."""
         return sum(snapshot.nbytes for snapshot in self.snapshots())
 
     def snapshots(self) -> list[Snapshot]:
-        """All there are, those whose memory is only to be used again included."""
+        """Lists all snapshots, including those whose memory is only kept to be used again."""
         held = [*self.trusted, *self._spare, self.candidate, self.initial]
         return [snapshot for snapshot in held if snapshot is not None]
 

@@ -187,8 +187,8 @@ class Rollback:
 
     def fall_back(self) -> bool:
         """
-        Where healing itself has failed: puts the run's own state in place if it was set aside, and the newest that is
-        trusted where that is not known to be finite.
+        Leaves the run in the best state there is, after healing itself has failed: its own if it was set aside, or the
+        newest trusted one where that is not known to be finite.
 
         Returns:
             Whether the state in place is the run's own.
@@ -211,8 +211,8 @@ class Rollback:
         loss_in_question: bool = False,
     ) -> Replayed:
         """
-        After going back: applies the steps since then again, bit for bit. If what was wrong does not come back,
-        nothing is lost; if it does, it is not that the weights were hit, but where training leads, and the run is in
+        Applies the steps since the state gone back to again, bit for bit. If what was wrong does not come back,
+        nothing is lost; if it does, it is where training leads and no fault that hit the weights, and the run is in
         the state gone back to again.
 
         Args:

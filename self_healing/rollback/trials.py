@@ -37,8 +37,17 @@ class StateTrials:
 
     def begin_with_checkpoints(self, step: int, unmoved: bool) -> bool:
         """
-        As [`begin`], for an experiment with checkpoints: where no state is kept in memory, the one resumed from is
-        put back in the end, if nothing has been added to it.
+        Sets the run's own state aside as [`begin`] does, for an experiment with checkpoints. Where no state is kept in
+        memory, the checkpoint resumed from is put back in the end.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+            unmoved (`bool`):
+                Whether nothing was trained since the resume, so that this checkpoint is the run's own state.
+
+        Returns:
+            `bool`: Whether the run's own state can be put back.
         """
         return self.begin(step) or unmoved
 
@@ -58,11 +67,11 @@ class StateTrials:
         return self._in_place.try_to_load(checkpoint)
 
     def last_healthy(self) -> Control | None:
-        """The last step before anything was wrong with the loss; `None` if a rank had no room for it. Collective."""
+        """Returns the last step before anything was wrong with the loss; `None` if a rank lacks it. Collective."""
         return self._on_all_ranks(self._batches.newest_healthy)
 
     def _on_all_ranks(self, control: Control | None) -> Control | None:
-        """A step that is to be computed again, by all ranks or by none."""
+        """Returns a step that all ranks have kept; else `None`, for all of them compute it again or none does."""
         return None if consensus.any_rank(control is None, self._in_place.device) else control
 
     def prefer(self, snapshot: Snapshot) -> None:
@@ -78,7 +87,7 @@ class StateTrials:
             self._in_place.displaced = False
 
     def end_with_checkpoints(self, resumed_from: str) -> None:
-        """After [`begin_with_checkpoints`]: puts the run's own state back."""
+        """Puts the run's own state back, after [`begin_with_checkpoints`]."""
         if self._ring.candidate is not None:
             self.end()
         else:

@@ -10,7 +10,7 @@ from ..config import HealingConfig
 
 class RecoveryBudget:
     """
-    How often a run may be brought back, in memory or by entering `train()` again, tied to progress.
+    Counts how often a run was brought back, in memory or by entering `train()` again, since it last made progress.
 
     Args:
         config ([`HealingConfig`]):

@@ -1,4 +1,4 @@
-"""Whose an exception is that left `train()`, and what cures it."""
+"""`Claim`: the incident that an exception which left `train()` belongs to, and its remedy."""
 
 from __future__ import annotations
 

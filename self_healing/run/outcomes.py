@@ -1,4 +1,4 @@
-"""What became of incidents, judged by the healthy steps that follow them."""
+"""Judges what became of incidents by the healthy steps that follow them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Awaited:
 
     @property
     def typical(self) -> float | None:
-        """The median of the losses since."""
+        """Median of the losses since."""
         return sorted(self.after)[len(self.after) // 2] if self.after else None
 
 
@@ -96,7 +96,7 @@ class Outcomes:
                 self._close(awaited)
 
     def went_back(self, incident: Incident) -> None:
-        """The run went back because of an incident: earlier incidents that it went back for were not cured."""
+        """Closes earlier incidents that the run went back for as not cured: it went back again."""
         for awaited in list(self._awaited):
             if Action.ROLL_BACK in awaited.incident.actions and awaited.incident is not incident:
                 # It has come back before it could be told whether it was gone.
@@ -105,18 +105,18 @@ class Outcomes:
                 self._journal.closed(awaited.incident, "unresolved", relapse=incident.id)
 
     def nothing_lost_since(self, step: int) -> None:
-        """Steps from here on that were left out have been applied after all."""
+        """Takes in that steps from here on which were left out have been applied after all."""
         for awaited in self._awaited:
             if awaited.incident.step >= step:
                 awaited.incident.steps_lost = 0
 
     def trust_again(self) -> None:
-        """Whether earlier rollbacks helped does not matter any more: the run begins from another state."""
+        """Forgets that earlier rollbacks are in doubt: the run begins from another state."""
         self._went_back_for.clear()
 
     def close(self, unfollowed: str | None = None) -> None:
         """
-        At the end of the run, or of this process's part in it: judges what is still open by the steps there were.
+        Judges what is still open by the steps there were, at the end of the run or of this process's part in it.
 
         Args:
             unfollowed (`str`, *optional*):
@@ -160,7 +160,7 @@ class Outcomes:
         )
 
     def _judge(self, awaited: _Awaited) -> str:
-        """What the steps after an incident say of it."""
+        """Judges an incident by the steps after it."""
         incident, typical = awaited.incident, awaited.typical
         if not incident.actions:
             return "unresolved"

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Target(StrEnum):
-    """Which state to go back to."""
+    """The states that a run can go back to."""
 
     NEWEST = "newest"
     OLDER = "older"
@@ -19,7 +19,7 @@ class Target(StrEnum):
 @dataclass(frozen=True, slots=True)
 class WentBack:
     """
-    What a rollback did.
+    The result of a rollback.
 
     Args:
         step (`int`):
@@ -44,6 +44,7 @@ class WentBack:
     suspects: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns what the journal says of it."""
         place: dict[str, Any] = {"checkpoint": self.checkpoint} if self.checkpoint else {}
         if self.suspects:
             place["suspect_checkpoints"] = list(self.suspects)
