@@ -22,13 +22,13 @@ Batch = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Layout:
     """
-    How a prepared batch falls into rows that can be left out one by one.
+    The rows of a prepared batch that can be left out one by one.
 
     Args:
         kind (`"rows"`, `"pairs"` or `"segments"`):
             Independent tensor rows; chosen/rejected pairs; sequences flattened into one tensor row.
         rows (`int`):
-            How many there are: B, N or S.
+            Their number: B, N or S.
         starts (`tuple[int, ...]`, *optional*):
             For segments: first token of each, and the total length at the end.
     """
@@ -39,7 +39,7 @@ class Layout:
 
 
 def layout_of(batch: Any, objective: Objective) -> Layout | None:
-    """How a prepared batch falls into rows, or `None` where they cannot be told apart (some vision batches)."""
+    """Finds the rows of a prepared batch; `None` where they cannot be told apart (some vision batches)."""
     if not isinstance(batch, Mapping):
         return None
     sizes = [value.size(0) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
@@ -66,7 +66,7 @@ def layout_of(batch: Any, objective: Objective) -> Layout | None:
 
 
 def segments_of(batch: Batch) -> Layout | None:
-    """The sequences of a flattened batch, which begin where the positions do; `None` if it is not one."""
+    """Finds the sequences of a flattened batch, which begin where the positions do; `None` if it is not one."""
     position_ids = batch.get("position_ids")
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.size(0) != 1:
         return None
@@ -88,7 +88,7 @@ def _leading_size(batch: Batch, sizes: list[int]) -> int:
 
 def select_rows(batch: Batch, layout: Layout, keep: Sequence[int]) -> dict[str, Any]:
     """
-    The batch with only some of its rows, in their order; nothing is trimmed.
+    Returns a batch with only some of its rows, in their order; nothing is trimmed.
 
     Args:
         batch (`Mapping`):
@@ -144,7 +144,7 @@ def _select_segments(batch: Batch, layout: Layout, keep: Sequence[int]) -> dict[
 
 
 def own_token_count(batch: Batch, layout: Layout, rows: Sequence[int]) -> torch.Tensor | None:
-    """Tokens that rows of a generated batch add to the count travelling in it (0-d), `None` if it carries none."""
+    """Counts the tokens that rows add to the count a generated batch carries (0-d); `None` if it carries none."""
     mask: Any = batch.get("completion_mask")
     if "num_items_in_batch" not in batch or not isinstance(mask, torch.Tensor):
         return None
@@ -162,7 +162,7 @@ _NOT_CONTENT = frozenset(
 
 def content_hash(batch: Batch, layout: Layout, row: int) -> str:
     """
-    SHA-256 over what one row holds. Padding does not count, so a sample has the same hash in every batch it is in.
+    Computes the SHA-256 of one row. Padding does not count, so a sample has the same hash in every batch it is in.
     """
     alone = select_rows(batch, layout, [row])
     digest = hashlib.sha256()
@@ -188,7 +188,7 @@ def _mask_for(key: str) -> str:
 
 
 def row_text(batch: Batch, layout: Layout, row: int, tokenizer: Any, keys: Sequence[str]) -> str | None:
-    """One row decoded for a person, from the first of `keys` the batch has; `None` where that cannot be done."""
+    """Decodes one row for a person, from the first of `keys` the batch has; `None` where that cannot be done."""
     decode = getattr(tokenizer, "decode", None)
     if decode is None:
         return None

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what they are called, where checkpoints lie, what they take, and how they are removed."""
+"""Checkpoints as files: their names and places, their size and checksums, and their removal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUMBERED = re.compile(r"checkpoint-(\d+)")
 @dataclass(frozen=True, slots=True)
 class ModelNames:
     """
-    What a model calls its tensors in a checkpoint, each with its shape.
+    Names of a model's tensors in a checkpoint, each with its shape.
 
     Args:
         ways (`tuple[Mapping[str, tuple[int, ...]], ...]`):
@@ -48,35 +48,35 @@ class ModelNames:
 
 
 def number_of(checkpoint: Path) -> int | None:
-    """The step a directory is named after, `None` if its name is not that of a checkpoint."""
+    """Returns the step a directory is named after, `None` if its name is not that of a checkpoint."""
     match = _NUMBERED.fullmatch(checkpoint.name)
     return None if match is None else int(match[1])
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints in a folder, each with the step it is named after."""
+    """Lists the checkpoints in a folder, each with the step it is named after."""
     if not folder.is_dir():
         return []
     return [(number, entry) for entry in folder.iterdir() if (number := number_of(entry)) is not None]
 
 
 def files_of(checkpoint: Path) -> list[Path]:
-    """All files of a checkpoint except its marker."""
+    """Lists the files of a checkpoint except its marker."""
     return sorted(file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(MARKER_FILE))
 
 
 def size_of(checkpoint: Path) -> int:
-    """Bytes that the files of a checkpoint take."""
+    """Returns the bytes that the files of a checkpoint take."""
     return sum(file.stat().st_size for file in files_of(checkpoint))
 
 
 def unshared_size_of(checkpoint: Path) -> int:
-    """Bytes that no other hard link holds: those that removing the checkpoint frees."""
+    """Returns the bytes that removing a checkpoint frees: those that no other hard link holds."""
     return sum(status.st_size for file in files_of(checkpoint) if (status := file.stat()).st_nlink == 1)
 
 
 def crc32_of(file: Path) -> int:
-    """The checksum of a file, which is read once; other threads go on meanwhile."""
+    """Computes the checksum of a file, which is read once; other threads run meanwhile."""
     checksum = 0
     piece = memoryview(bytearray(_PIECE))
     with file.open("rb") as stream:

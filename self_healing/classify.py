@@ -104,8 +104,8 @@ _OUT_OF_MEMORY = re.compile(
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
     r"|RESOURCE_EXHAUSTED: "
 )
-# What is said of a context that is lost (cudaGetErrorString; AMD uses the same words), whoever says it: torch, NCCL,
-# Triton, an extension. Every later call fails with it, one for memory as well.
+# What is said of a context that is lost (cudaGetErrorString; AMD uses the same words), by torch, NCCL, Triton or an
+# extension alike. Every later call fails with it, one for memory as well.
 _LOST_CONTEXT = re.compile(
     # Torch ends what it says of any CUDA error with how to "enable device-side assertions".
     r"device-side assert\b"
@@ -142,7 +142,7 @@ _NONFINITE_TEXTS = (
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says. One whose `__str__` raises must not be replaced by what that raises."""
+    """Returns the message of an exception, also of one whose `__str__` raises."""
     try:
         return str(error)
     except Exception as failed:
@@ -150,7 +150,7 @@ def text_of(error: BaseException) -> str:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Type and text of an exception; a `KeyboardInterrupt` has no text."""
+    """Returns type and message of an exception; a `KeyboardInterrupt` has no message."""
     text = text_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -164,7 +164,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def attribute_of(holder: Any, name: str) -> Any:
-    """An attribute of an exception or of what it carries; `None` also where a property raises."""
+    """Reads an attribute of an exception or of what it carries; `None` also where a property raises."""
     try:
         return getattr(holder, name, None)
     except Exception:
@@ -258,7 +258,7 @@ def _classify_one(error: BaseException) -> FailureType | None:
 
 
 def _classify_device_error(error: RuntimeError, text: str) -> FailureType | None:
-    """Whether the accelerator failed, and of what."""
+    """Classifies an error of the accelerator; `None` if it is none."""
     # A data loader worker has a context of its own, or none: what it says of one is a mistake in the code it runs.
     elsewhere = _IN_A_WORKER.match(text) is not None
     if not elsewhere and _LOST_CONTEXT.search(text):
@@ -305,7 +305,7 @@ def could_not_be_written(error: BaseException) -> bool:
 
 
 def _classify_worker_report(text: str) -> FailureType | None:
-    """A data loader worker reports an exception it cannot build anew (HTTP errors) as text."""
+    """Classifies an exception that torch cannot make again (HTTP errors) and a data loader worker reports as text."""
     caught = _IN_A_WORKER.search(text)
     if caught is None:
         return None
@@ -319,8 +319,8 @@ def _classify_worker_report(text: str) -> FailureType | None:
 
 def http_status(error: BaseException) -> int | None:
     """
-    Status of the response an HTTP exception carries (requests, httpx, huggingface_hub, urllib, aiohttp, openai), or
-    that TRL's client of a vLLM server has put into words.
+    Returns the status of the response that an HTTP exception carries (requests, httpx, huggingface_hub, urllib,
+    aiohttp, openai), or that TRL's client of a vLLM server has put into its message.
     """
     if type(error) is Exception and (said := re.match(r"Request failed: (\d{3})\b", text_of(error))):
         return int(said.group(1))

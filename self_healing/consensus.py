@@ -1,4 +1,4 @@
-"""One small all-reduce, so that all ranks see the same step and decide the same."""
+"""Collectives by which all ranks see the same step and decide the same."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def wait_for_all_ranks(device: torch.device) -> None:
-    """Until every rank has come here. Collective."""
-    # A barrier returns before the others are there where the device works asynchronously; a value that is read cannot.
+    """Returns once every rank has called it. Collective."""
+    # A barrier returns before the others have called it where the device works asynchronously; a value that is read
+    # on the host does not.
     any_rank(False, device)
 
 
@@ -50,7 +51,7 @@ def is_first_rank() -> bool:
 
 
 def from_first_rank(value: Any) -> Any:
-    """What the first rank has decided, on every rank. Collective."""
+    """Returns the value of the first rank on every rank. Collective."""
     if world_size() == 1:
         return value
     box = [value]

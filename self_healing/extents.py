@@ -32,7 +32,7 @@ class Extent:
 @torch.no_grad()
 def extent_of(tensor: torch.Tensor) -> Extent | None:
     """
-    The extent of a tensor, or of this rank's part of one; `None` where there is nothing that could be NaN or Inf.
+    Finds the extent of a tensor, or of this rank's part of one; `None` where nothing could be NaN or Inf.
 
     By `aminmax`, which on the CPU is ten times as fast as a norm, and needs no temporary of the tensor's size.
     """
@@ -46,11 +46,11 @@ def extent_of(tensor: torch.Tensor) -> Extent | None:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor in parts that can be looked at in place."""
+    """Yields parts of a tensor that can be searched in place."""
     tensor = tensor.detach()
     if hasattr(tensor, "__tensor_flatten__"):
-        # Sharded, or quantised: what it is made of. Its own arithmetic is a collective, or makes a copy of all of it.
-        # That of a DTensor names its device mesh among them.
+        # Sharded, or quantised: its inner tensors. Its own arithmetic is a collective, or copies all of it. A DTensor
+        # names its device mesh among them.
         inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         for each in inner:
             if isinstance(each, torch.Tensor):
@@ -75,7 +75,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of a tensor, none of them large."""
+    """Yields views of a tensor, none of them large."""
     if tensor.numel() <= _AT_A_TIME:
         yield tensor
         return
@@ -86,7 +86,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(slots=True)
 class Search:
-    """Looks for NaN and Inf in tensors, in all of them together."""
+    """Searches several tensors for NaN and Inf together."""
 
     _looked_at: list[tuple[str, bool]] = field(default_factory=list)
     _extents: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = field(default_factory=dict)
@@ -95,13 +95,13 @@ class Search:
 
     def add(self, name: str, value: torch.Tensor | Extent | float | None, inf: bool) -> None:
         """
-        One more value.
+        Adds a value to the search.
 
         Args:
             name (`str`):
-                What it is called.
+                Its name in the result.
             value (`torch.Tensor`, [`Extent`] or `float`, *optional*):
-                A tensor, the extent of one that was looked at before, or a number.
+                A tensor, the extent of one that was searched before, or a number.
             inf (`bool`):
                 Whether Inf is as bad as NaN.
         """
@@ -116,7 +116,7 @@ class Search:
             self._bad.add(place)
 
     def nonfinite(self) -> list[str]:
-        """Names of those that are not finite, each once. Waits once for each device and dtype."""
+        """Returns the names of values that are not finite, each once. Waits once for each device and dtype."""
         bad = set(self._bad)
         for kind, extents in self._extents.items():
             ends = torch.stack(extents).tolist()

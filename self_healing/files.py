@@ -1,6 +1,6 @@
 """
-Files that a killed process leaves whole: replaced at once, or appended to line by line, where a line that was torn
-costs no other. What is written is JSON that every reader takes: no NaN, no infinity, nothing that only Python knows.
+Files that a killed process leaves whole: replaced in one move, or appended to line by line, where a torn line costs
+no other. The JSON in them is strict: no NaN, no infinity, nothing that only Python knows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def jsonable(value: Any) -> Any:
-    """The value as strict JSON holds it: a number that is not finite becomes its name, anything unknown its repr."""
+    """Converts a value to strict JSON: a number that is not finite becomes its name, anything unknown its repr."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -37,11 +37,11 @@ def replace_file(path: Path, text: str, *, sync: bool = False, make_directory: b
         path (`Path`):
             The file; one that is there is replaced.
         text (`str`):
-            What it is to hold.
+            Its new content.
         sync (`bool`, *optional*, defaults to `False`):
-            Whether it is on the disk before it takes the place of the old one, for what must outlive the machine.
+            Whether it is on the disk before it replaces the old one, for content that must outlive the machine.
         make_directory (`bool`, *optional*, defaults to `True`):
-            Whether its directory is made if there is none.
+            Whether to make its directory if there is none.
 
     Raises:
         OSError: If it could not be written; the old file is as it was.
@@ -70,9 +70,9 @@ def append_line(path: str | os.PathLike[str], line: Mapping[str, Any], sync: boo
         path (`str` or `PathLike`):
             The file; it is made with its directory if there is none.
         line (`Mapping`):
-            What to write.
+            Its content, one object.
         sync (`bool`, *optional*, defaults to `False`):
-            Whether it is on the disk before this returns, for those who may be killed next.
+            Whether it is on the disk before this returns, for processes that may be killed next.
     """
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     text = (json.dumps(jsonable(line)) + "\n").encode()

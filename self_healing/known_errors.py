@@ -1,8 +1,8 @@
 """
-What fine-tuning runs die of: from the text of an exception, or an exit code, to its cause and what helps.
+Known errors of fine-tuning runs: from the text of an exception, or an exit code, to its cause and its cure.
 
-The table is data, in `known_errors.toml` next to this file. It advises: what is done about a failure is decided by its
-type and by experiment, never by its text.
+The table is data, in `known_errors.toml` next to this file. It only advises: type and experiments decide how a failure
+is healed, never its text.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _LONGEST = 50_000
 @dataclass(frozen=True, slots=True)
 class KnownError:
     """
-    What is known about an error.
+    One row of the table.
 
     Args:
         name (`str`):
             Its row in the table.
         cause (`str`):
-            What most often brings it about.
+            Its most frequent cause.
         fix (`str`):
-            What to do.
+            Its cure.
         reference (`str`, *optional*):
-            Where it has been met and solved before.
+            Page where it has been solved before.
     """
 
     name: str
@@ -69,7 +69,7 @@ def _table() -> tuple[_Row, ...]:
 
 
 def known_errors() -> tuple[KnownError, ...]:
-    """All rows of the table, in the order they are tried."""
+    """Returns all rows of the table, in the order they are tried."""
     return tuple(row.error for row in _table())
 
 
@@ -83,9 +83,9 @@ def match_known_error(error: BaseException | None, exit_code: int | None = None)
 
     Args:
         error (`BaseException`, *optional*):
-            What was raised.
+            The exception.
         exit_code (`int`, *optional*):
-            What the process ended with: negative for a signal, as Python and torchrun tell it, or above 128, as a
+            Exit code of the process: negative for a signal, as Python and torchrun tell it, or above 128, as a
             shell does.
 
     Example:

@@ -1,4 +1,4 @@
-"""Who started this process, how often before, and whether it is started again when it ends."""
+"""The launcher of this process: which it is, how often it has restarted the job, and whether it will again."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from .config import HealingConfig
 
 # EX_TEMPFAIL of sysexits.h: "temporary failure, try again later".
 EXIT_FOR_RESTART = 75
-# How long the interpreter may take to end beside a lost device, in seconds.
+# Time the interpreter may take to end with a lost device, in seconds.
 _LAST_WORDS = 60.0
-# What the process ends with, and what it keeps until then.
+# Exit code of the process, and the exception it keeps until then. At module level, because `_end` has to be
+# registered with `atexit` when this is imported.
 _last: list[tuple[int, BaseException]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """
-    How this process was started.
+    The launch of this process.
 
     Args:
         launcher (`str`):
             `"torchrun"` (also `accelerate launch`, which uses it), `"slurm"`, or `"none"` for a plain `python`.
         restarts (`int`):
-            How often the launcher has started the job again.
+            Times the launcher has started the job again.
         restarts_left (`int` or `None`):
-            How often it will; `None` where that cannot be known.
+            Times it still will; `None` where that cannot be known.
         by_agent (`bool`):
             Whether an agent that itself has lived on (torchrun) has started it again: the machine was not taken away.
         agent_began (`float`, *optional*):
-            When that agent was started, in seconds since the epoch; `None` where that cannot be known.
+            Time at which that agent was started, in seconds since the epoch; `None` where that cannot be known.
         requeued (`bool`):
             Whether SLURM has started the job again.
         job (`str`):
-            What SLURM knows the job by, the same each time.
+            Id of the job in SLURM, the same for each restart.
         in_a_pod (`bool`):
             Whether Kubernetes may have started it again, which does not say so.
     """
@@ -79,7 +80,7 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
     if "TORCHELASTIC_RUN_ID" in environment:
         restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT")
         left = _number(environment, "TORCHELASTIC_MAX_RESTARTS") - restarts
-        # A requeued job starts torchrun anew, whose own count begins at 0 again.
+        # A requeued job starts another torchrun, whose own count begins at 0 again.
         return Launch(
             "torchrun",
             restarts + requeued,
@@ -96,7 +97,7 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def _agent_began() -> float | None:
-    """When torchrun was started: the nearest process above this one that was not started by torchrun itself."""
+    """Returns when torchrun was started: the nearest process above this one that it did not start itself."""
     try:
         for process in psutil.Process().parents():
             if "TORCHELASTIC_RUN_ID" not in process.environ():
@@ -116,16 +117,16 @@ def restarts_on_exit(config: HealingConfig) -> bool:
 
 def end_process_with(code: int, error: BaseException, within: float = _LAST_WORDS) -> None:
     """
-    From here on the process ends with a code, whatever becomes of the interpreter beside a device that is lost: memory
-    of the device that is freed may abort the process, and its driver may keep it from ending.
+    Makes the process end with a code even if the interpreter cannot end next to a lost device: freeing memory of the
+    device may abort the process, and its driver may keep it from ending.
 
     Args:
         code (`int`):
-            What it ends with, after what others have left to be done at the end (`atexit`).
+            Exit code, after the functions that others have registered with `atexit`.
         error (`BaseException`):
-            What is not freed, and with it the tensors in its frames.
+            Kept, so that the tensors in its frames are not freed.
         within (`float`, *optional*):
-            Seconds that may take.
+            Seconds that ending may take.
     """
 
     def end() -> None:
@@ -138,7 +139,7 @@ def end_process_with(code: int, error: BaseException, within: float = _LAST_WORD
 
 @atexit.register
 def _end() -> None:
-    """Before the interpreter frees anything; after those who came after this module, which are called first."""
+    """Ends the process before the interpreter frees anything, and after functions registered later than this one."""
     if not _last:
         return
     logging.shutdown()

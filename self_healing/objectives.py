@@ -68,7 +68,7 @@ UNKNOWN = Objective("unknown", detectors=ANY_POSITIVE_LOSS)
 
 def objective_named(name: str) -> Objective:
     """
-    The objective of a TRL trainer by its name, or `"generic"`.
+    Returns the objective with a name.
 
     Raises:
         ValueError: For a name that is not known.

@@ -16,7 +16,7 @@ from .config import ConfigurationError
 
 logger = logging.getLogger("self_healing")
 
-# What does not pass by waiting, or by making room.
+# Errors that neither waiting nor making room cures.
 _NEVER_WRITABLE = frozenset(
     {
         errno.EACCES,
@@ -36,7 +36,7 @@ _NEVER_WRITABLE = frozenset(
 def refuse_unwritable(args: TrainingArguments) -> None:
     """
     Tries whether checkpoints can be written, before the first step: a run that finds out at its end has trained in
-    vain. Without checkpoints to be written it only warns.
+    vain. Only warns if none are to be written.
 
     Args:
         args ([`~transformers.TrainingArguments`]):
@@ -48,12 +48,12 @@ def refuse_unwritable(args: TrainingArguments) -> None:
     why = _why_unwritable(Path(str(args.output_dir)))
     if why is None:
         return
-    told = f"output_dir={args.output_dir!r} cannot be written ({why})"
+    found = f"output_dir={args.output_dir!r} cannot be written ({why})"
     if args.save_strategy == SaveStrategy.NO:
-        logger.warning("%s: an exception will leave no checkpoint, and a restart finds nothing to go on from.", told)
+        logger.warning("%s: an exception will leave no checkpoint, and a restart finds nothing to go on from.", found)
         return
     raise ConfigurationError(
-        f"{told}: no checkpoint of this run could be kept. Nothing has been trained. Please name another output_dir, "
+        f"{found}: no checkpoint of this run could be kept. Nothing has been trained. Please name another output_dir, "
         "or see to it that this one can be written; save_strategy='no' trains without checkpoints."
     )
 

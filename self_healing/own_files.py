@@ -1,4 +1,4 @@
-"""The files self_healing writes beside those of the Trainer: one list of them, and a `.gitignore` that hides them."""
+"""The files that self_healing writes beside those of the Trainer: their names, and a `.gitignore` that hides them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RUN_FILES = (
 )
 # In each checkpoint.
 CHECKPOINT_FILES = (MARKER_FILE, f"{MARKER_FILE}.tmp", GENERATED_FILE)
-# What a process leaves that is killed while it writes, or takes away, one of them; and in each checkpoint.
+# Left by a process that is killed while it writes or removes one of them; and in each checkpoint.
 LEFTOVERS = ("healing_*.tmp", ".healing_*.tmp", "postmortem*.tmp", ".checkpoint-*.gone")
 CHECKPOINT_LEFTOVERS = (f"{MARKER_FILE}.tmp",)
 GITIGNORE = ".gitignore"
@@ -42,13 +42,13 @@ _CHECKPOINTS = ("checkpoint-*", "last-checkpoint")
 
 def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None = None) -> list[str]:
     """
-    Patterns of `fnmatch` for all files of self_healing in an `output_dir`, relative to it.
+    Returns patterns of `fnmatch` for all files of self_healing in an `output_dir`, relative to it.
 
     Args:
         output_dir (`str` or `PathLike`):
-            Where the Trainer writes.
+            Directory the Trainer writes to.
         healing_dir (`str` or `PathLike`, *optional*):
-            Where the journal is, if not there.
+            Directory of the journal, if another one.
     """
     patterns = [prefix + name for prefix in _prefixes(output_dir, healing_dir) for name in RUN_FILES]
     patterns += [f"{checkpoint}/{name}" for checkpoint in _CHECKPOINTS for name in CHECKPOINT_FILES]
@@ -61,14 +61,14 @@ def remove_leftovers(
     output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None = None
 ) -> list[Path]:
     """
-    Removes what processes have left that were killed while they wrote, or took away, a file of self_healing. To be
-    called before anything is written. What cannot be removed is left.
+    Removes leftovers of processes that were killed while they wrote or removed a file of self_healing. To be called
+    before anything is written. Leftovers that cannot be removed stay.
 
     Args:
         output_dir (`str` or `PathLike`):
-            Where the Trainer writes.
+            Directory the Trainer writes to.
         healing_dir (`str` or `PathLike`, *optional*):
-            Where the journal is, if not there.
+            Directory of the journal, if another one.
 
     Returns:
         `list[Path]`: what was removed.
@@ -98,11 +98,11 @@ def hide_from_uploads(
 
     Args:
         output_dir (`str` or `PathLike`):
-            Where the Trainer writes.
+            Directory the Trainer writes to.
         healing_dir (`str` or `PathLike`, *optional*):
-            Where the journal is, if not there.
+            Directory of the journal, if another one.
         hide (`bool`, *optional*, defaults to `True`):
-            Whether to; otherwise one that an earlier run has written is removed.
+            Whether to write it; if `False`, one that an earlier run has written is removed.
     """
     path = Path(output_dir, GITIGNORE)
     try:

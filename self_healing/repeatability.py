@@ -1,4 +1,4 @@
-"""How far two computations of the same step lie apart: kernels need not repeat bitwise."""
+"""Compares two computations of the same step: kernels need not repeat bitwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True, slots=True)
 class Repeatability:
     """
-    By how much two computations of the same step differ, relatively.
+    Relative difference of two computations of the same step.
 
     Args:
         loss (`float`):
@@ -28,7 +28,7 @@ class Repeatability:
         gradient (`float`):
             Their gradients: the norm of the difference.
         noise (`float`):
-            What kernels may do to the gradients, at most ([`tolerance`]).
+            Largest difference of gradients that kernels explain ([`tolerance`]).
     """
 
     loss: float
@@ -42,7 +42,7 @@ class Repeatability:
 
     @property
     def beyond_noise(self) -> bool:
-        """Whether more than kernels make up the difference. A loss may be near zero by itself: gradients say it."""
+        """Whether kernels do not explain the difference. By gradients alone: a loss may be near zero by itself."""
         return self.gradient > self.noise
 
     def __str__(self) -> str:
@@ -53,18 +53,19 @@ class Repeatability:
 
 def tolerance(dtype: torch.dtype) -> float:
     """
-    By how much two computations of the same thing may differ where nothing has been measured: relative to the largest
-    of the elements compared, for one element; a sum of `n` of them may differ by the square root of `n` times that.
+    Returns the difference of two computations that is expected where nothing has been measured: of one element,
+    relative to the largest of the elements compared; a sum of `n` of them may differ by the square root of `n` times
+    that.
 
     Args:
         dtype (`torch.dtype`):
-            What they are computed in; under autocast the lower one.
+            Type they are computed in; under autocast the lower one.
     """
     return max(_LEAST, _LAST_PLACES * torch.finfo(dtype).eps)
 
 
 def lowest_precision(parameters: Iterable[torch.Tensor], *casts: torch.dtype | None) -> torch.dtype:
-    """What a computation is as coarse as: the type of its weights, or what they are cast to if that is coarser."""
+    """Returns the coarsest type of a computation: that of its weights, or the one they are cast to."""
     found = {each.dtype for each in parameters if each.is_floating_point() and each.itemsize > 1}
     found |= {dtype for dtype in casts if dtype is not None}
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
@@ -73,13 +74,13 @@ def lowest_precision(parameters: Iterable[torch.Tensor], *casts: torch.dtype | N
 @dataclass(frozen=True, slots=True)
 class StepPrint:
     """
-    What is kept of a computed step to hold another computation of it against.
+    A fingerprint of a computed step, to compare another computation of it with.
 
     Args:
         loss (`float`):
             Of the step.
         sums (`torch.Tensor`):
-            Of the bits of each gradient, which no two that differ have in common but by chance.
+            Of the bits of each gradient, which differ for gradients that differ, except by chance.
         sample (`torch.Tensor`):
             Elements from all over the gradients.
     """
@@ -110,13 +111,13 @@ class StepPrint:
 
     def apart_from(self, other: StepPrint, dtype: torch.dtype) -> Repeatability | None:
         """
-        How far the two lie apart; `None` if they are not of the same gradients, or not finite.
+        Compares two computations; `None` if they are not of the same gradients, or not finite.
 
         Args:
             other ([`StepPrint`]):
                 Of the other computation.
             dtype (`torch.dtype`):
-                What they were computed in.
+                Type they were computed in.
         """
         if self.sums.shape != other.sums.shape or self.sample.shape != other.sample.shape:
             return None
@@ -131,13 +132,13 @@ class StepPrint:
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Of a sharded gradient the part of this process."""
+    """Returns the part of a sharded gradient that this process has."""
     local = getattr(gradient, "to_local", None)
     return gradient if local is None else local()
 
 
 def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
-    """In pieces: summed up as integers, each of them is copied."""
+    """Sums up the bits in pieces, because each is copied when it is summed up as integers."""
     bits = flat.view(_BITS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for piece in _pieces(bits):

@@ -1,4 +1,4 @@
-"""Calls that may fail for the moment: which errors are tried again, how often, and how long is waited."""
+"""`RetryPolicy`: which errors of a call are tried again, how often, and after which waits."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Retry:
 
     Args:
         error (`Exception`):
-            What it raised.
+            The exception it raised.
         attempt (`int`):
-            Which attempt that was, from 1.
+            Number of that attempt, from 1.
         seconds (`float`):
-            How long is waited before the next one.
+            Wait before the next one.
     """
 
     error: BaseException
@@ -47,8 +47,8 @@ class Retry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """
-    How calls of services are made again when they fail for a reason that may pass: no connection, a timeout, HTTP 408,
-    425, 429 and 5xx. Any other error surfaces at once, and the last one surfaces unchanged. Can be pickled.
+    Makes calls of services again when they fail for a reason that may pass: no connection, a timeout, HTTP 408, 425,
+    429 and 5xx. Any other error surfaces at once, and the last one surfaces unchanged. Can be pickled.
 
     Args:
         attempts (`int`, *optional*, defaults to 8):
@@ -61,7 +61,7 @@ class RetryPolicy:
         total_seconds (`float`, *optional*, defaults to 900.0):
             Longest time for all attempts and waits.
         sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
-            How waiting is done.
+            Function that waits.
         at_once (`bool`, *optional*, defaults to `False`):
             Whether a reward that is not finite is asked for only once more, without a wait.
 
@@ -83,13 +83,13 @@ class RetryPolicy:
     @classmethod
     def of(cls, config: HealingConfig, sleep: Callable[[float], None] = time.sleep) -> Self:
         """
-        The policy of a configuration.
+        Makes the policy of a configuration.
 
         Args:
             config ([`HealingConfig`]):
                 With the settings that begin with `retry_`.
             sleep (`Callable[[float], None]`, *optional*, defaults to `time.sleep`):
-                How waiting is done.
+                Function that waits.
         """
         return cls(
             attempts=config.retry_attempts,
@@ -107,13 +107,13 @@ class RetryPolicy:
         **kwargs: Any,
     ) -> T:
         """
-        Calls a function, again if need be.
+        Calls a function, and again while its errors may pass.
 
         Args:
             function (`Callable`):
-                What to call, with the further arguments.
+                Called with the further arguments.
             on_retry (`Callable[[Retry], None]`, *optional*):
-                Told of each failure after which it is called again, before the wait.
+                Called with each failure after which the function is called again, before the wait.
 
         Raises:
             Exception: The last error, unchanged.
@@ -129,20 +129,20 @@ class RetryPolicy:
         **kwargs: Any,
     ) -> T:
         """
-        Awaits a coroutine function, again if need be; other tasks go on during the waits.
+        Awaits a coroutine function, and again while its errors may pass; other tasks run during the waits.
 
         Args:
             function (`Callable`):
-                What to await, with the further arguments.
+                Awaited with the further arguments.
             on_retry (`Callable[[Retry], None]`, *optional*):
-                Told of each failure after which it is awaited again, before the wait.
+                Called with each failure after which the function is awaited again, before the wait.
 
         Raises:
             Exception: The last error, unchanged.
         """
 
         async def sleep(seconds: float) -> None:
-            # In a thread: what is injected blocks.
+            # In a thread: the function that waits blocks.
             await asyncio.to_thread(self.sleep, seconds)
 
         async def awaited(*args: Any, **kwargs: Any) -> T:
@@ -153,13 +153,13 @@ class RetryPolicy:
 
     def draw_wait(self, attempt: int, error: BaseException | None = None) -> float:
         """
-        Draws how long to wait after a failed attempt, at random, and from none of the run's generators.
+        Draws the wait after a failed attempt at random, from none of the run's generators.
 
         Args:
             attempt (`int`):
-                Which attempt failed, from 1.
+                Number of the attempt that failed, from 1.
             error (`BaseException`, *optional*):
-                What it raised; a server that asked for a pause in it is given that on top.
+                The exception it raised; a `Retry-After` in its response is waited for on top.
 
         Returns:
             `float`: Seconds.
@@ -204,8 +204,8 @@ def may_pass(error: BaseException) -> bool:
 
 def retry_after(error: BaseException | None) -> float | None:
     """
-    Seconds that the server asked to wait, in the `Retry-After` of the response that an exception, or what it was
-    raised from, carries; `None` if it did not.
+    Returns the seconds that the server asked to wait, from the `Retry-After` of the response that an exception, or its
+    cause, carries; `None` without one.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -220,7 +220,7 @@ def retry_after(error: BaseException | None) -> float | None:
 
 
 def _seconds(value: str) -> float | None:
-    """Of a `Retry-After` header: a number of seconds, or a date."""
+    """Reads a `Retry-After` header: a number of seconds, or a date."""
     if value.strip().isdigit():
         return float(value)
     try:

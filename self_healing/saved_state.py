@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Stateful(Protocol):
-    """What can be saved and taken up again."""
+    """A part whose state can be saved and loaded."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -16,21 +16,21 @@ class Stateful(Protocol):
 
 def completed(template: Mapping[str, Any], saved: Any, name: str, odd: list[str]) -> dict[str, Any]:
     """
-    Takes of a saved record what can be one.
+    Completes a template with the values of a saved record that fit.
 
     Args:
         template (`Mapping[str, Any]`):
             The record as it is without anything saved: all its keys, each with a value of the kind it should have.
-            Where that is `None`, any kind will do.
+            A `None` takes any kind.
         saved (`Any`):
-            What was saved.
+            The saved record.
         name (`str`):
-            What it is called.
+            Its name in `odd`.
         odd (`list[str]`):
-            Gets the names of what is missing or cannot be.
+            Gets the names of keys that are missing or do not fit.
 
     Returns:
-        The template with what was saved in it.
+        The completed template.
     """
     if not isinstance(saved, Mapping):
         odd.append(name)
@@ -46,17 +46,17 @@ def completed(template: Mapping[str, Any], saved: Any, name: str, odd: list[str]
 
 def take_over(part: Stateful, saved: Any, name: str, odd: list[str]) -> None:
     """
-    Loads what was saved of a part, key by key; what it cannot take stays as it is in the part.
+    Loads the saved state of a part, key by key; keys that it cannot take stay as they are in the part.
 
     Args:
         part ([`Stateful`]):
             The part.
         saved (`Any`):
-            What its `state_dict` was.
+            Its saved `state_dict`.
         name (`str`):
-            What it is called.
+            Its name in `odd`.
         odd (`list[str]`):
-            Gets the names of what is missing or cannot be.
+            Gets the names of keys that are missing or do not fit.
     """
     taken = part.state_dict()
     for key, value in completed(taken, saved, name, odd).items():
@@ -68,7 +68,7 @@ def take_over(part: Stateful, saved: Any, name: str, odd: list[str]) -> None:
 
 
 def take_over_whole(part: Stateful, saved: Any) -> bool:
-    """Loads what was saved of a part, or else leaves it as it is; whether it could be loaded."""
+    """Loads the saved state of a part, or leaves the part as it is; returns whether it could be loaded."""
     before = part.state_dict()
     if _try_to_load(part, saved):
         return True
@@ -79,7 +79,7 @@ def take_over_whole(part: Stateful, saved: Any) -> bool:
 def _try_to_load(part: Stateful, state: Any) -> bool:
     try:
         part.load_state_dict(state)
-        # What was taken without being looked at shows here at the latest.
+        # A value that was taken unchecked raises here at the latest.
         part.state_dict()
     except Exception:
         return False

@@ -1,4 +1,4 @@
-"""What one optimizer step looked like, in plain floats."""
+"""`StepSignals`: loss, gradient norm and duration of one optimizer step, as plain floats."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _TOKEN_NORMALISED_GRPO = frozenset({"dapo", "cispo", "vespo"})
 
 
 def objective_of(trainer: Any) -> Objective:
-    """The objective a trainer trains; of one that is not known, rows are whatever its tensors share."""
+    """Returns the objective of a trainer, by the names of its classes and by where its loss comes from."""
     own_loss = has_own_loss(trainer)
     for cls in type(trainer).__mro__:
         if cls.__name__ not in BY_CLASS_NAME:

@@ -1,4 +1,4 @@
-"""One failure from its detection to its outcome, and the sentence that tells a person about it."""
+"""`Incident`: one failure from its detection to its outcome, and the sentence that describes it to a person."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
 
 # Symptoms.
 _OF_PROCESSES = frozenset({"process_died", "preempted"})
-# What is still going on when it is told: the reader may want to do something about it.
+# Still going on when they are reported: the reader may want to act on the advice.
 _ADVISED = frozenset(
     {
         FailureType.GRADIENT_SPIKE,
@@ -37,15 +37,15 @@ class Incident:
         step (`int`):
             Optimizer steps finished when it was seen.
         symptom (`str`):
-            What was seen: a detector's name, or the type of an exception.
+            A detector's name, or the type of an exception.
         failure (`FailureType`, *optional*):
-            What it turned out to be.
+            The kind of failure the diagnosis found.
         cause (`str`):
             The diagnosis in a few words; a [`Cause`] where an experiment has shown it.
         evidence (`dict`):
             The values and experiments behind the diagnosis.
         actions (`list[str]`):
-            What was done.
+            Names of the actions that were carried out.
         steps_lost (`int`):
             Optimizer steps that are missing from the weights.
         steps_repeated (`int`):
@@ -55,10 +55,10 @@ class Incident:
         severity (`str`, *optional*):
             That of the symptom. Defaults to that of the failure.
         figures (`list[str]`):
-            What the actions did, in words with numbers.
+            Effects of the actions, in words with numbers.
         outcome (`str`):
-            `"open"`, `"resolved"` (loss back within 2 scales of its trend), `"self_recovered"` (the same, with nothing
-            done about it), `"unresolved"`, `"reported"` (nothing was to be done) or `"fatal"`.
+            `"open"`, `"resolved"` (loss back within 2 scales of its trend), `"self_recovered"` (the same, without an
+            action), `"unresolved"`, `"reported"` (nothing was to be done) or `"fatal"`.
     """
 
     id: str
@@ -77,7 +77,7 @@ class Incident:
 
     @property
     def of_a_process(self) -> bool:
-        """Whether it is none of the training's: a process was killed, or asked to leave."""
+        """Whether it is about a process, killed or asked to leave, and not about training."""
         return self.symptom in _OF_PROCESSES
 
     @property
@@ -87,7 +87,7 @@ class Incident:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Incident:
-        """What [`to_dict`] wrote in an earlier process."""
+        """Makes an incident of what [`to_dict`] wrote in an earlier process."""
         known = {each.name: entry[each.name] for each in fields(cls) if each.name in entry}
         failure = known.pop("failure", None)
         return cls(
@@ -98,14 +98,14 @@ class Incident:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        told = {each.name: copy.copy(getattr(self, each.name)) for each in fields(self) if each.name != "id"}
-        told["failure"] = None if self.failure is None else self.failure.value
-        told["seconds_lost"] = round(self.seconds_lost, 3)
-        return {"incident": self.id, **told}
+        entry = {each.name: copy.copy(getattr(self, each.name)) for each in fields(self) if each.name != "id"}
+        entry["failure"] = None if self.failure is None else self.failure.value
+        entry["seconds_lost"] = round(self.seconds_lost, 3)
+        return {"incident": self.id, **entry}
 
 
 def figures(evidence: Mapping[str, Any]) -> str:
-    """The numbers of a detector's evidence in a few words."""
+    """Puts the numbers of a detector's evidence into a few words."""
     if isinstance(evidence.get("loss"), Mapping) and isinstance(evidence.get("grad_norm"), Mapping):
         return f"loss: {figures(evidence['loss'])}; gradient norm: {figures(evidence['grad_norm'])}"
     shown = [
@@ -117,7 +117,7 @@ def figures(evidence: Mapping[str, Any]) -> str:
 
 
 def describe(incident: Incident) -> str:
-    """One incident in a sentence, for a person at 3 a.m."""
+    """Puts an incident into a sentence, for a person at 3 a.m."""
     lost = "no step lost" if incident.steps_lost == 0 else f"{incident.steps_lost} step(s) lost"
     if incident.steps_repeated:
         lost += f", {incident.steps_repeated} step(s) done again"

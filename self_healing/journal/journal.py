@@ -1,6 +1,6 @@
 """
-What happened, written down: incidents as JSON lines, log messages, trackio alerts, metrics, and a postmortem when a
-run ends badly.
+The journal of a run: incidents as JSON lines, log messages, trackio alerts and metrics, and a postmortem when the run
+ends badly.
 
 A sink that fails is reported once and never stops the training.
 """
@@ -39,7 +39,9 @@ EVENTS_FILE = "healing_events.jsonl"
 
 class Journal:
     """
-    Writes events to `healing_events.jsonl` and tells log, trackio and callbacks.
+    Writes events to `healing_events.jsonl`, and reports them to log, trackio and callbacks.
+
+    One class, because every event goes to the same sinks, which are contained in one place.
 
     Args:
         directory (`Path`):
@@ -71,9 +73,9 @@ class Journal:
         # The totals of a run that this one goes on from without its incidents: a resume by hand.
         self.earlier: Mapping[str, float] = {}
         self.notify = notify
-        # Those of the last postmortem.
+        # Of the last postmortem.
         self.directions: Directions | None = None
-        # What is told to whoever keeps the run's record, and what of it belongs into a postmortem.
+        # Set by what keeps the record of the run: called at each change, and the processes so far for a postmortem.
         self.changed: Callable[[], None] | None = None
         self.attempts: Callable[[], list[dict[str, Any]]] = list
         self._broken_sinks: set[str] = set()
@@ -100,7 +102,7 @@ class Journal:
         logger.info("Step %d: %s (%s).", symptom.step, symptom.name.replace("_", " "), figures(symptom.evidence))
 
     def diagnosed(self, incident: Incident, failure: FailureType, cause: str, evidence: Mapping[str, Any]) -> None:
-        """Records what the experiments showed."""
+        """Records the result of the experiments."""
         incident.failure, incident.cause = failure, cause
         incident.evidence.update(evidence)
         self.event(
@@ -108,20 +110,20 @@ class Journal:
         )
 
     def acted(self, incident: Incident, action: str, happened: bool = True, **result: Any) -> None:
-        """Records one action and what came of it; one that was tried in vain is not among those of the incident."""
+        """Records one action and its result; one that failed is not among the actions of the incident."""
         if happened:
             incident.actions.append(action)
         self.event("action", incident.step, incident=incident.id, action=action, happened=happened, **result)
 
     def dealt_with(self, incident: Incident) -> None:
-        """Tells everybody about an incident once its actions are done; the outcome is measured later."""
+        """Reports an incident to all sinks once its actions are done; the outcome is measured later."""
         recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
         severity = "warning" if recipe is None else recipe.severity
         if incident.failure is FailureType.RED_FLAG and incident.severity is not None:
             # Every rule has its own.
             severity = incident.severity
         if Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions:
-            # What would have ended the run has not.
+            # It did not end the run.
             severity = "warning"
         text = describe(incident)
         # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
@@ -186,7 +188,7 @@ class Journal:
 
         Args:
             resolved_at_the_end (`int`, *optional*, defaults to 0):
-                Incidents whose outcome is open, and will be that they are resolved when the run ends now.
+                Incidents whose outcome is open, and will be `"resolved"` when the run ends now.
         """
         totals = self.totals()
         if not totals["incidents"] or not self.config.healing_metrics:
@@ -196,8 +198,8 @@ class Journal:
 
     def totals(self, without: Collection[str] = ()) -> dict[str, float]:
         """
-        What the incidents come to, with those before the checkpoint a run was resumed from. That a process was killed
-        or asked to leave is left out: what is trained, and logged, is the same in one process and in several.
+        Sums up the incidents, with those before the checkpoint a run was resumed from. Processes that were killed or
+        asked to leave are left out: what is trained, and logged, is the same in one process and in several.
 
         Args:
             without (`Collection[str]`, *optional*):
@@ -228,16 +230,16 @@ class Journal:
     # ---- the end of a run that did not finish ----
 
     def set_aside_postmortem(self) -> None:
-        """Renames the postmortem of an earlier run, so that one that is there always speaks of the last run."""
+        """Renames the postmortem of an earlier run, so that one that is there is always that of the last run."""
         self._contained("postmortem", lambda: set_aside_postmortems(self.directory, self.rank, self.run_id))
 
     def errors_of_other_ranks(self, since: int = 0) -> list[dict[str, Any]]:
         """
-        What the other ranks of this run ended with, as far as they could write it down.
+        Reads the errors that ended the other ranks of this run, as far as they could be written.
 
         Args:
             since (`int`, *optional*, defaults to 0):
-                Ends before this step are left out: the run has got over them.
+                Errors before this step are left out: the run went on after them.
         """
         return read_errors_of_other_ranks(self.directory, self.run_id, since)
 
@@ -255,7 +257,7 @@ class Journal:
         other_ranks: Sequence[Mapping[str, Any]] = (),
     ) -> str | None:
         """
-        Writes `postmortem.json`, and tells the sinks that the run has ended; the arguments are those of
+        Writes `postmortem.json`, and reports to the sinks that the run has ended; the arguments are those of
         [`Postmortem`].
 
         Args:

@@ -1,4 +1,4 @@
-"""What ended a run, written down for the person who has to go on: `postmortem.json`, and one for each further rank."""
+"""`postmortem.json`, and one for each further rank: what ended a run, for the person who has to resume it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LOGGED = 20
 @dataclass(frozen=True, slots=True)
 class Directions:
     """
-    Where to read what ended a run, and how to go on.
+    The last lines of a run that ended badly: where its postmortem is, and how to resume.
 
     Args:
         postmortem (`str`, *optional*):
@@ -50,13 +50,13 @@ class Directions:
     resume_with: str | None
 
     def __str__(self) -> str:
-        told = self.postmortem or "could not be written; the log above says why"
+        written = self.postmortem or "could not be written; the log above says why"
         go_on = self.resume_with or "not possible: there is no checkpoint of this run, it has to start again"
-        return f"self_healing: the postmortem: {told}\nself_healing: to go on: {go_on}"
+        return f"self_healing: the postmortem: {written}\nself_healing: to go on: {go_on}"
 
 
 def where_to_go_on(checkpoint: str | None) -> str:
-    """What a postmortem says about the checkpoint to resume from."""
+    """Returns the sentence of a postmortem about the checkpoint to resume from."""
     if checkpoint is None:
         return "There is no checkpoint of this run to go on from: it has to start anew."
     return f"The checkpoint to go on from: {checkpoint}."
@@ -65,25 +65,25 @@ def where_to_go_on(checkpoint: str | None) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Postmortem:
     """
-    What started it, what followed, what was tried, what to do next.
+    The end of a run: what ended it, what is known about that, what to do next.
 
     Args:
         verdict (`str`):
-            Why the run ends.
+            The reason, in a sentence.
         failure ([`FailureType`]), step (`int`), error (`BaseException`, *optional*):
-            What ended it, and where.
+            The failure that ended it, its step, and its exception.
         log_history (`Sequence[Mapping]`):
             Of the trainer; its tail is kept.
         checkpoint (`str`, *optional*):
             The emergency checkpoint.
         advice (`str`, *optional*):
-            What to do. Defaults to that of the failure.
+            Advice to the person. Defaults to that of the failure.
         older_checkpoint (`str`, *optional*):
-            Where there is no emergency checkpoint, one from before the failure that can be resumed from.
+            One from before the failure that can be resumed from, if there is no emergency checkpoint.
         known (`KnownError`, *optional*):
-            What is known about the error.
+            The row of the table that the error matches.
         other_ranks (`Sequence[Mapping]`, *optional*):
-            What other processes of the job ended with.
+            Errors that ended other processes of the job.
     """
 
     verdict: str
@@ -114,13 +114,13 @@ class Postmortem:
         self, run_id: str, attempts: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], journal: Path
     ) -> dict[str, Any]:
         """
-        As it is written.
+        Returns the content of the file.
 
         Args:
             run_id (`str`), attempts (`Sequence[Mapping]`):
                 The run, and the processes it has had.
             incidents (`Sequence[Incident]`), journal (`Path`):
-                What has happened in it, and where that is told.
+                Its incidents, and the file they are in.
         """
         return {
             "schema": SCHEMA_VERSION,
@@ -132,7 +132,7 @@ class Postmortem:
             "what_to_do": self.what_to_do,
             "known_error": None if self.known is None else self.known.to_dict(),
             "step": self.step,
-            "error": None if self.error is None else _told(self.error),
+            "error": None if self.error is None else _error_entry(self.error),
             "other_ranks": list(self.other_ranks),
             "emergency_checkpoint": self.checkpoint,
             "resume_with": self.resume_with,
@@ -151,7 +151,7 @@ class Postmortem:
         }
 
 
-def _told(error: BaseException) -> dict[str, Any]:
+def _error_entry(error: BaseException) -> dict[str, Any]:
     return {
         "type": f"{type(error).__module__}.{type(error).__qualname__}",
         "message": text_of(error),
@@ -160,23 +160,24 @@ def _told(error: BaseException) -> dict[str, Any]:
 
 
 def find_known_error(error: BaseException | None, exit_code: int | None) -> KnownError | None:
-    """What is known about the error that ends a run, or the exit code of its process; it is logged as well."""
+    """Looks up the error that ends a run, or the exit code of its process, and logs what is known."""
     known = match_known_error(error, exit_code)
     if known is not None:
-        told = "The error that ended the run is known (%s): %s What to do: %s"
-        logger.error(told, known.name, known.cause, known.fix)
+        logger.error(
+            "The error that ended the run is known (%s): %s What to do: %s", known.name, known.cause, known.fix
+        )
     return known
 
 
 def postmortem_of_rank(directory: Path, rank: int) -> Path:
-    """Where a process writes its own."""
+    """Returns the path of the postmortem of one rank."""
     return directory / (POSTMORTEM_FILE if rank == 0 else f"postmortem.rank{rank}.json")
 
 
 def set_aside_postmortems(directory: Path, rank: int, run_id: str) -> None:
     """
-    Renames the postmortem of an earlier run, so that one that is there always speaks of the last run. Every rank does
-    so with its own, and the first with those of ranks that there are no longer.
+    Renames the postmortem of an earlier run, so that one that is there is always that of the last run. Every rank
+    renames its own, and the first those of ranks that no longer exist.
 
     Args:
         directory (`Path`):
@@ -192,26 +193,26 @@ def set_aside_postmortems(directory: Path, rank: int, run_id: str) -> None:
 
 def read_errors_of_other_ranks(directory: Path, run_id: str, since: int = 0) -> list[dict[str, Any]]:
     """
-    What the other ranks of a run ended with, as far as they could write it down.
+    Reads the errors that ended the other ranks of a run, as far as they could be written.
 
     Args:
         directory (`Path`), run_id (`str`):
             The run.
         since (`int`, *optional*, defaults to 0):
-            Ends before this step are left out: the run has got over them.
+            Errors before this step are left out: the run went on after them.
     """
     found: list[dict[str, Any]] = []
     for rank, path in _of_other_ranks(directory):
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            if told["run"] == run_id and told["step"] >= since and told["error"] is not None:
-                found.append({"rank": rank} | {key: told[key] for key in ("step", "failure", "error")})
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["run"] == run_id and content["step"] >= since and content["error"] is not None:
+                found.append({"rank": rank} | {key: content[key] for key in ("step", "failure", "error")})
         except (OSError, ValueError, LookupError, TypeError):
             logger.warning("%s cannot be read; what that process ended with is not known.", path)
     return found
 
 
 def _of_other_ranks(directory: Path) -> list[tuple[int, Path]]:
-    """Those of all ranks but the first."""
+    """Returns the postmortems of all ranks but the first, by rank."""
     found = ((_OF_RANK.fullmatch(path.name), path) for path in directory.glob("postmortem.rank*"))
     return sorted((int(match[1]), path) for match, path in found if match is not None)
