@@ -1,18 +1,17 @@
-"""Reading a source past samples that raise, as far as its iterator allows it."""
+"""Reads a source past samples that raise, as far as its iterator allows it."""
 
 from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..classify import classify_exception, is_error
 from ..failures import FailureType
-from ..random_state import RandomState
 from .bad_sample import BadSample
-from .copies import shallow_copy
 from .guard import MAX_BAD_IN_A_ROW, DataSourceError, Guard, LetPass
+from .reopening import CannotBeReopened, Reopener
 from .sample_names import describe_name
 
 
@@ -25,13 +24,16 @@ class SourceReader:
     """
     Reads a source to its end, past samples that raise.
 
+    Large for one job: every way an iterator may go on after an exception comes to the same end, that a sample is given
+    or left out.
+
     Args:
         open_source (`Callable[[], Iterator]`):
             Opens it at its beginning.
         guard ([`Guard`]):
-            What the guards of the loader share.
+            Shared by the guards of the loader.
         where (`Callable[[int], dict]`):
-            What a [`BadSample`] says about the place of the nth sample.
+            The fields of a [`BadSample`] that say where the nth sample is.
         advance (`Callable[[], Iterator | None]`, *optional*):
             Opens it where it stands after a failure, which is behind the sample if the source counts it before it
             raises. Without it, the source is opened at its beginning, and what it has given already is skipped.
@@ -50,20 +52,15 @@ class SourceReader:
         size: Callable[[Any], int] | None = None,
         apart: Callable[[], bool] | None = None,
     ) -> None:
-        self._open = open_source
         self._guard = guard
         self._where = where
         self._advance = advance
         self._size = size
         self._apart = apart
+        self._reopener = Reopener(open_source, guard, self._place)
         self.source: Iterator[Any] | None = None
-        # Samples so far, those left out among them, and what was given or raised so far.
+        # Samples so far, those left out among them.
         self.ordinal = 0
-        self._position = 0
-        self._left_out: set[int] = set()
-        # What was given last, and the generators as they were at its opening: opened anew, it has to give the same.
-        self._last: Any = None
-        self._random: RandomState | None = None
         # What comes before anything the source gives: samples, and those that are left out between them.
         self._next: deque[Any] = deque()
         self._checked = 0
@@ -75,8 +72,7 @@ class SourceReader:
     def __next__(self) -> Any:
         failure: BaseException | None = None
         if self.source is None:
-            self._random = RandomState.capture()
-            self.source = self._guard.call(self._open)
+            self.source = self._reopener.open()
         while self._next:
             given = self._next.popleft()
             if not isinstance(given, BadSample):
@@ -93,14 +89,12 @@ class SourceReader:
         return self._give(given if failure is None else self._recover(failure))
 
     def _give(self, given: Any) -> Any:
-        self._position += 1
         self.ordinal += 1 if self._size is None else self._size(given)
-        # Whoever is given it may change it.
-        self._last = _kept(given)
+        self._reopener.was_given(given)
         return given
 
     def _recover(self, error: BaseException) -> Any:
-        """What comes after a failure: the sample itself, at the second attempt, or the one behind it."""
+        """Goes on after a failure: with the sample itself, at the second attempt, or with the one behind it."""
         if self._guard.retry is not None and classify_exception(error) is FailureType.NETWORK:
             return self._reconnected(error)
         if self._guard.names_only:
@@ -150,17 +144,17 @@ class SourceReader:
                 return given
 
     def _reconnected(self, error: BaseException) -> Any:
-        """What the source gives once the network is back."""
+        """Reads on once the network is back."""
         source = self.source
         assert source is not None
-        # Most often it is a generator, which is dead, and opened anew; where that is impossible it is asked again.
-        alive = not inspect.isgenerator(source) and self._apart is not None and not self._apart()
+        # Most often it is a generator, which is dead, and opened again; where that is impossible it is asked again.
+        alive = not inspect.isgenerator(source) and self._is_shared()
         failure: BaseException | None = None
         try:
             return self._guard.call_again(error, (lambda: next(source)) if alive else self._again)
         except StopIteration:
             raise
-        except _CannotBeReopened:
+        except CannotBeReopened:
             raised = BadSample.that_raised("loading", error, **self._where(self.ordinal))
             failed = self._guard.known.as_written(raised)
             failure = _cannot_be_passed([failed], error)
@@ -171,24 +165,21 @@ class SourceReader:
 
     def _leave_out(self, failed: list[BadSample]) -> None:
         for bad in failed:
-            self._left_out.add(self._position)
-            self._position += 1
+            self._reopener.was_left_out()
             self.ordinal += 1
             self._guard.known.add(bad)
 
     def _after(self, failed: list[BadSample], given: Any, error: BaseException) -> Any:
         """
-        What comes after failures of an iterator that lives on: it may be past the samples it raised for, and give the
-        one behind them, or not, and give the first of them.
+        Goes on after failures of an iterator that lives on: it may be past the samples it raised for, and give the one
+        behind them, or not, and give the first of them.
         """
-        if self._stays:
-            came = []
-        elif self._checked < _CHECKED:
+        came: list[Any] = [] if self._stays else failed
+        if not self._stays and self._checked < _CHECKED:
             self._checked += 1
-            came = self._outcomes(failed, given)
+            if not self._is_shared():
+                came = self._reopener.outcomes(failed, given, self.source)
             self._stays = not came
-        else:
-            came = failed
         if any(each is not bad for each, bad in zip(came, failed, strict=False)) or len(came) < len(failed):
             self._guard.known.loaded_on_retry(describe_name(failed[0].name), error)
         self._next.extend([*came, given])
@@ -196,116 +187,28 @@ class SourceReader:
             self._leave_out([self._next.popleft()])
         return self._next.popleft()
 
-    def _outcomes(self, failed: list[BadSample], given: Any) -> list[Any]:
-        """What the source, opened anew, gives before that one: samples, and the failed that raise there as well."""
-        if self._apart is not None and not self._apart():
-            return [*failed]
-        before = RandomState.capture()
-        came: list[Any] = []
-        try:
-            source = self._brought_back()
-            for bad in failed:
-                try:
-                    sample = next(source)
-                except StopIteration:
-                    break
-                except BaseException as error:
-                    if not is_error(error):
-                        raise
-                    came.append(bad)
-                else:
-                    if _is_same(sample, given):
-                        return came
-                    came.append(sample)
-            # Where it does not come to that one, it is not the same stream again, and tells nothing.
-            return came if _is_same(next(source, None), given) else [*failed]
-        except BaseException as error:
-            if not is_error(error):
-                raise
-            return [*failed]
-        finally:
-            before.restore()
+    def _is_shared(self) -> bool:
+        """Whether opening the source again would disturb the iterator that is read."""
+        return self._apart is not None and not self._apart()
+
+    def _place(self) -> str:
+        return describe_name(BadSample("", "", "", **self._where(self.ordinal)).name)
 
     def _again(self) -> Any:
-        """The sample that raised, from the source opened anew and brought to where it was."""
-        before = RandomState.capture()
-        try:
-            source = self._brought_back()
-            given = next(source)
-        finally:
-            before.restore()
-        self.source = source
+        """Reads once more what the source raised for."""
+        self.source, given = self._reopener.read_again(self.source)
         return given
-
-    def _brought_back(self) -> Iterator[Any]:
-        """The source opened anew, with the generators it had, and brought to where it was."""
-        if self._random is not None:
-            self._random.restore()
-        source = self._open()
-        if source is self.source:
-            raise _CannotBeReopened
-        last = None
-        for position in range(self._position):
-            self._guard.alive()
-            try:
-                given = next(source)
-            except StopIteration:
-                raise _CannotBeReopened from None
-            except BaseException as error:
-                if not is_error(error) or position not in self._left_out or inspect.isgenerator(source):
-                    raise
-            else:
-                last = last if position in self._left_out else given
-        if self._position > len(self._left_out) and not _is_same(_kept(last), self._last):
-            raise DataSourceError(
-                f"The stream raised at {describe_name(BadSample('', '', '', **self._where(self.ordinal)).name)}, and "
-                "gives other samples than before when it is opened anew: some would be trained on twice and others "
-                "never. Please let it draw its order from a generator of its own, seeded in `__iter__`, or move the "
-                "code that raises into a function given to `map`, where a sample can be left out."
-            )
-        return source
 
     def _tried_again(self, failed: list[BadSample], error: BaseException) -> Any:
         try:
             return self._again()
-        except (StopIteration, _CannotBeReopened):
+        except (StopIteration, CannotBeReopened):
             pass
         except BaseException as again:
             if not is_error(again):
                 raise
             self._guard.raise_if_not_the_sample(again)
         raise LetPass(_cannot_be_passed(failed, error))
-
-
-class _CannotBeReopened(Exception):
-    """A source that is its own iterator, or is shorter than before."""
-
-
-def _kept(given: Any) -> Any:
-    """What is kept of something that is given away."""
-    return tuple(shallow_copy(each) for each in given) if type(given) is tuple else shallow_copy(given)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two samples are, as far as they can be compared, the same."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if getattr(type(one), "__eq__", None) is getattr(object, "__eq__", None):
-        return True
-    try:
-        if hasattr(one, "shape") and one.shape != other.shape:
-            return False
-        equal = one == other
-        # Not a number is not equal to itself.
-        return equal or bool(one != one) if isinstance(equal, bool) else bool((equal | (one != one)).all())
-    except Exception:
-        return True
 
 
 def _in_a_generator(error: BaseException) -> bool:
