@@ -301,7 +301,7 @@ def test_a_mistake_in_a_fault_does_not_end_the_run(
     def mistaken(*args: Any) -> Any:
         raise ZeroDivisionError("a mistake of ours")
 
-    monkeypatch.setattr("self_healing.chaos.callback.changed", mistaken)
+    monkeypatch.setattr("self_healing.chaos.model_faults.changed", mistaken)
     trainer = unprotected(tmp_path, tokenizer, "nan_loss@1")
     assert trainer.state.global_step == 6
     assert "a fault failed to strike at step 1" in caplog.text

@@ -6,7 +6,8 @@ Faults to inject into a training run: to rehearse what one's own job survives, a
 On the command line, without touching the script: `self-healing chaos train.py --faults "nan_loss@12,sigkill@30"`.
 """
 
-from .callback import Chaos, SampleError
+from .callback import Chaos
+from .data_faults import SampleError
 from .faults import KINDS, Fault, FaultError, parse_fault, parse_faults
 from .ledger import Ledger, Strike
 from .survival import Survival, survived

@@ -1,0 +1,67 @@
+"""Faults of checkpoints: a disk that is full, and weights that are cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from .strikes import Strikes
+
+
+def guard_saving(strikes: Strikes, trainer: Any, undo: contextlib.ExitStack) -> None:
+    """Lets a full disk strike a trainer's saves, until `undo` is closed."""
+    original, was_set = trainer.save_model, "save_model" in vars(trainer)
+
+    @functools.wraps(original)
+    def save_model(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        done = original(output_dir, *args, **kwargs)
+        for number in strikes.due("disk_full"):
+            directory = str(output_dir or trainer.args.output_dir)
+            with strikes.strike(number, directory=directory):
+                # As a full disk leaves it: the weights half written, and nothing after them.
+                _cut_off(Path(directory))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory)
+        return done
+
+    trainer.save_model = save_model
+
+    def give_back() -> None:
+        if was_set:
+            trainer.save_model = original
+        else:
+            vars(trainer).pop("save_model", None)
+
+    undo.callback(give_back)
+
+
+def tear_checkpoint(strikes: Strikes, number: int, output_dir: str) -> None:
+    """Cuts off the weights of the newest checkpoint, if there is one."""
+    found = sorted(
+        (path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[-1].isdigit()),
+        key=lambda path: int(path.name.split("-")[-1]),
+    )
+    if not found:
+        # Nothing to tear yet: the first one there is.
+        return
+    with strikes.strike(number, checkpoint=str(found[-1])) as result:
+        result["effect"] = _cut_off(found[-1])
+    if strikes.faults[number].get("then") == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _cut_off(directory: Path) -> bool:
+    """Leaves half of the largest file of weights; in a file of its own, so that hard links elsewhere stay whole."""
+    files = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
+    if not files:
+        return False
+    largest = max(files, key=lambda path: path.stat().st_size)
+    whole = largest.read_bytes()
+    part = largest.with_name(largest.name + ".part")
+    part.write_bytes(whole[: len(whole) // 2])
+    part.replace(largest)
+    return True
