@@ -1,0 +1,333 @@
+"""Which states of a run are trusted, gone back to and tried out: asked of one layer, without a Trainer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from self_healing import HealingConfig
+from self_healing.checkpoints.marker import load_marker, write_marker
+from self_healing.checkpoints.run_checkpoints import RunCheckpoints
+from self_healing.instrument import Control
+from self_healing.instrument.live_state import LiveState
+from self_healing.rollback.interval import SnapshotInterval
+from self_healing.rollback.rollback import Rollback
+from self_healing.rollback.snapshots import Snapshot
+from self_healing.run.went_back import Target
+
+
+VERIFY = 3
+
+
+def standing_of(checkpoint: Path) -> str:
+    marker = load_marker(checkpoint)
+    assert marker is not None
+    return str(marker["standing"])
+
+
+class Events:
+    """A journal of which only the events are looked at."""
+
+    run_id = "run"
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        self.kinds.append(kind)
+
+
+class SmallRun:
+    """A layer that is trained: each step adds 1 to its weights."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        config = HealingConfig(**{"snapshot_interval": 5, "snapshot_verify_steps": VERIFY, **settings})
+        self.layer = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.zeros_(self.layer.weight)
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+        self.state = SimpleNamespace(global_step=0)
+        self.journal: Any = Events()
+        self.recalled: list[dict[str, Any]] = []
+        self.rollback = Rollback(config, self.journal, lambda: {"missing": 0}, self.recalled.append)
+        arguments = SimpleNamespace(output_dir=str(directory), should_save=True, push_to_hub=False)
+        device = torch.device("cpu")
+        trainer = SimpleNamespace(
+            state=self.state, args=arguments, optimizer=self.optimizer, accelerator=SimpleNamespace(device=device)
+        )
+        view = SimpleNamespace(live_state=self.live, nonfinite_tensors=self.nonfinite, can_reexecute=True)
+        failsafe = SimpleNamespace(device_lost=False, tells_of_lost_device=lambda error: False)
+        self.instrument: Any = SimpleNamespace(trainer=trainer, view=view, failsafe=failsafe)
+
+    def live(self) -> LiveState:
+        return LiveState({"weight": self.layer.weight}, {}, self.optimizer, {})
+
+    def nonfinite(self) -> list[str]:
+        return [] if math.isfinite(self.weight) else ["weight"]
+
+    @property
+    def weight(self) -> float:
+        return float(self.layer.weight.detach()[0, 0])
+
+    def enter(self, cold: bool = False) -> None:
+        self.rollback.begin(self.instrument, cold, resumed_from=None)
+
+    def train(self, steps: int, healthy: bool = True) -> list[str]:
+        """Returns what the last of these steps has found to be not finite."""
+        found: list[str] = []
+        for _ in range(steps):
+            step = self.state.global_step
+            control = Control([], 1.0, 0)
+            window = SimpleNamespace(step=step, control=lambda *_, kept=control: kept, recording=lambda _: None)
+            self.rollback.states.step_begins(step, calm=healthy)
+            found = self.rollback.states.step_taken(window, 1.0, healthy)
+            self.layer.weight.data += 1
+            self.state.global_step += 1
+        return found
+
+    @property
+    def trusted(self) -> list[int]:
+        return [snapshot.step for snapshot in self.rollback.states.generations()]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SmallRun:
+    run = SmallRun(tmp_path)
+    run.enter()
+    return run
+
+
+class TestTrust:
+    def test_comes_after_enough_healthy_steps(self, run: SmallRun) -> None:
+        run.train(5 + VERIFY - 1)
+        assert run.trusted == [0]
+        run.train(1)
+        assert run.trusted == [5]
+
+    def test_waits_for_healthy_steps_in_a_row(self, run: SmallRun) -> None:
+        run.train(5 + VERIFY - 1)
+        run.train(1, healthy=False)
+        run.train(VERIFY - 1)
+        assert run.trusted == [0]
+        run.train(1)
+        assert run.trusted == [5]
+
+    def test_is_refused_to_a_state_that_is_not_finite(self, run: SmallRun) -> None:
+        run.train(5)
+        run.layer.weight.data.fill_(math.nan)
+        assert run.train(VERIFY) == ["weight"]
+        assert run.trusted == [0]
+        assert run.journal.kinds == ["snapshot_refused"]
+
+    def test_takes_no_snapshot_while_the_loss_is_not_calm(self, run: SmallRun) -> None:
+        run.train(9, healthy=False)
+        assert run.rollback.ring.candidate is None
+
+    def test_keeps_the_state_a_cold_run_began_with_while_it_is_early(self, tmp_path: Path) -> None:
+        run = SmallRun(tmp_path)
+        run.enter(cold=True)
+        run.train(17)
+        assert run.trusted == [10, 5, 0]
+
+    def test_ends_with_the_steps_it_was_won_by(self, run: SmallRun) -> None:
+        """Entered again at an earlier step, with the same model: states that are yet to come are forgotten."""
+        run.train(15)
+        assert run.trusted == [10, 5]
+        run.state.global_step = 7
+        run.enter()
+        assert run.trusted == [5]
+        assert run.rollback.states.streak == 0
+
+    def test_begins_again_with_another_optimizer(self, run: SmallRun) -> None:
+        run.train(15)
+        run.optimizer = torch.optim.SGD(run.layer.parameters(), lr=0.1)
+        run.enter()
+        assert run.trusted == [15]
+
+
+class TestGoingBack:
+    def test_puts_the_newest_trusted_state_in_place(self, run: SmallRun) -> None:
+        run.train(15)
+        went = run.rollback.go_back(Target.NEWEST, step=15, incident="run-001")
+        assert went is not None
+        assert (went.step, went.target, went.steps_lost, went.trained) == (10, Target.NEWEST, 6, 10)
+        assert run.weight == 10
+        assert run.recalled[-1]["missing"] == 0
+
+    def test_to_an_older_state_drops_the_newest(self, run: SmallRun) -> None:
+        run.train(15)
+        assert run.rollback.go_back(Target.OLDER, step=15, incident="run-001") is not None
+        assert run.weight == 5
+        assert run.trusted == [5]
+
+    def test_counts_lost_steps_from_where_the_run_went_on(self, run: SmallRun) -> None:
+        run.train(15)
+        run.rollback.go_back(Target.NEWEST, step=15, incident="run-001")
+        run.rollback.give_up_steps(15)
+        went = run.rollback.go_back(Target.NEWEST, step=17, incident="run-002")
+        assert went is not None
+        assert went.steps_lost == 2
+
+    def test_passes_by_a_state_with_which_the_run_is_not_finite(self, run: SmallRun) -> None:
+        run.train(15)
+        run.rollback.ring.trusted[-1].parameters["weight"].host.fill_(math.nan)
+        went = run.rollback.go_back(Target.NEWEST, step=15, incident="run-001")
+        assert went is not None
+        assert went.step == 5
+
+    def test_is_not_possible_without_any(self, tmp_path: Path) -> None:
+        run = SmallRun(tmp_path, snapshots=False)
+        run.enter()
+        assert not run.rollback.can_go_back()
+        assert run.rollback.go_back(Target.NEWEST, step=0, incident="run-001") is None
+
+    def test_marks_checkpoints_of_the_time_since_as_suspect(self, run: SmallRun, tmp_path: Path) -> None:
+        run.train(9)
+        checkpoint = tmp_path / "checkpoint-9"
+        checkpoint.mkdir()
+        write_marker(checkpoint, "run", 9, {}, emergency=False, finite=True)
+        run.rollback.checkpoints.saved(checkpoint, 9)
+        went = run.rollback.go_back(Target.NEWEST, step=10, incident="run-001")
+        assert went is not None
+        assert went.suspects == (9,)
+        assert standing_of(checkpoint) == "suspect"
+        assert run.rollback.reinstate(went).suspects == ()
+        assert standing_of(checkpoint) == "unverified"
+
+    def test_after_healing_failed_the_run_has_its_own_state(self, run: SmallRun) -> None:
+        run.train(15)
+        run.rollback.trials.begin(15)
+        run.rollback.trials.try_snapshot(run.rollback.ring.trusted[0])
+        assert run.rollback.fall_back()
+        assert run.weight == 15
+
+    def test_after_healing_failed_without_it_a_trusted_one_is_in_place(self, run: SmallRun) -> None:
+        run.train(15)
+        run.layer.weight.data.fill_(math.nan)
+        assert not run.rollback.fall_back()
+        assert run.weight == 10
+
+
+class TestTrial:
+    def test_leaves_the_run_as_it_was(self, run: SmallRun) -> None:
+        run.train(15)
+        trials, in_place = run.rollback.trials, run.rollback.in_place
+        assert trials.begin(15)
+        control = trials.try_snapshot(run.rollback.ring.trusted[0])
+        assert isinstance(control, Control)
+        assert (run.weight, in_place.displaced) == (5, True)
+        trials.end()
+        assert (run.weight, in_place.displaced) == (15, False)
+        assert run.rollback.ring.candidate is None
+
+    def test_needs_a_state_to_try(self, tmp_path: Path) -> None:
+        run = SmallRun(tmp_path, snapshots=False)
+        run.enter()
+        assert not run.rollback.trials.begin(0)
+        assert not run.rollback.trials.begin_with_checkpoints(0, unmoved=False)
+        assert run.rollback.trials.begin_with_checkpoints(0, unmoved=True)
+
+    def test_drops_states_newer_than_the_better_one(self, run: SmallRun) -> None:
+        run.train(15)
+        run.rollback.trials.prefer(run.rollback.ring.trusted[0])
+        assert run.trusted == [5]
+
+
+class TestInterval:
+    """Steps of a second, and copies that take a share of that."""
+
+    @pytest.fixture
+    def interval(self, monkeypatch: pytest.MonkeyPatch) -> SnapshotInterval:
+        self.now = 0.0
+        monkeypatch.setattr("self_healing.rollback.interval.time.perf_counter", lambda: self.now)
+        interval = SnapshotInterval(HealingConfig(snapshot_overhead_budget=0.01))
+        for step in range(20):
+            interval.step_begins(step)
+            self.now += 1.0
+        return interval
+
+    def chosen(self, interval: SnapshotInterval, seconds: float, allocated: bool = False) -> int | None:
+        choice = interval.choose(Snapshot(seconds=seconds, allocated=allocated), torch.device("cpu"))
+        return None if choice is None else choice.steps
+
+    def test_keeps_copies_within_their_share(self, interval: SnapshotInterval) -> None:
+        assert self.chosen(interval, 0.5) == 50
+        assert not interval.step_begins(49)
+        assert interval.step_begins(50)
+
+    def test_is_five_steps_at_least(self, interval: SnapshotInterval) -> None:
+        assert self.chosen(interval, 1e-4) == 5
+
+    def test_changes_only_by_more_than_twice(self, interval: SnapshotInterval) -> None:
+        self.chosen(interval, 0.5)
+        assert self.chosen(interval, 0.8) is None
+        assert interval.step_begins(50)
+
+    def test_leaves_copies_into_new_memory_out(self, interval: SnapshotInterval) -> None:
+        self.chosen(interval, 0.5)
+        assert self.chosen(interval, 50.0, allocated=True) is None
+
+    def test_does_not_count_the_copy_as_part_of_the_step(self, interval: SnapshotInterval) -> None:
+        for step in range(20, 40):
+            interval.step_begins(step)
+            self.now += 9.0
+            interval.copied()
+            self.now += 1.0
+        assert self.chosen(interval, 0.5) == 50
+
+    def test_does_not_count_the_time_between_two_entries(self, interval: SnapshotInterval) -> None:
+        for step in range(20, 40):
+            self.now += 9.0
+            interval.entry_begins()
+            interval.step_begins(step)
+            self.now += 1.0
+            interval.step_begins(step)
+        assert self.chosen(interval, 0.5) == 50
+
+
+class TestRunCheckpoints:
+    @pytest.fixture
+    def checkpoints(self, tmp_path: Path) -> RunCheckpoints:
+        journal: Any = Events()
+        checkpoints = RunCheckpoints(HealingConfig(), journal)
+        arguments = SimpleNamespace(output_dir=str(tmp_path), should_save=True, push_to_hub=False)
+        checkpoints.begin(arguments, resumed_from=None, step=0, finite=True)
+        for step in (2, 4):
+            self.save(checkpoints, tmp_path, step)
+        return checkpoints
+
+    def save(self, checkpoints: RunCheckpoints, directory: Path, step: int) -> None:
+        checkpoint = directory / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        write_marker(checkpoint, "run", step, {}, emergency=False, finite=True)
+        checkpoints.note_search(step, finite=True)
+        checkpoints.saved(checkpoint, step)
+
+    def standings(self, directory: Path) -> list[str]:
+        return [standing_of(directory / f"checkpoint-{step}") for step in (2, 4)]
+
+    def test_are_verified_by_the_steps_after_them(self, checkpoints: RunCheckpoints, tmp_path: Path) -> None:
+        checkpoints.verify_up_to(1)
+        assert self.standings(tmp_path) == ["unverified", "unverified"]
+        checkpoints.verify_up_to(3)
+        assert self.standings(tmp_path) == ["verified", "unverified"]
+        assert list(checkpoints.unverified) == [4]
+
+    def test_of_steps_to_come_are_no_longer_waited_for(self, checkpoints: RunCheckpoints) -> None:
+        checkpoints.forget_beyond(2)
+        assert list(checkpoints.unverified) == [2]
+
+    def test_are_known_to_be_finite_at_the_step_of_the_search_only(self, checkpoints: RunCheckpoints) -> None:
+        assert (checkpoints.finite_at(4), checkpoints.finite_at(2)) == (True, None)
+
+    def test_to_go_back_to_can_be_the_one_resumed_from(self, tmp_path: Path) -> None:
+        journal: Any = Events()
+        checkpoints = RunCheckpoints(HealingConfig(), journal)
+        arguments = SimpleNamespace(output_dir=str(tmp_path), should_save=False, push_to_hub=False)
+        checkpoints.begin(arguments, "elsewhere/checkpoint-8", 8, finite=True)
+        assert checkpoints.newest() == "elsewhere/checkpoint-8"
+        assert not checkpoints.has_good(8)
