@@ -114,6 +114,10 @@ class TestParsers:
         config = parse_yaml("nan_patience: 5\ndrop_poison_rows: false\nretry_max_seconds: 600\n")
         assert changes(config) == {"nan_patience": 5, "drop_poison_rows": False, "retry_max_seconds": 600.0}
 
+    def test_yaml_may_write_off_without_quotes(self, parse_yaml):
+        config = parse_yaml("hang_action: off\nlauncher_restarts: yes\n")
+        assert changes(config) == {"hang_action": "off", "launcher_restarts": "yes"}
+
     def test_the_command_line_overrides_yaml(self, parse_yaml):
         assert changes(parse_yaml("nan_patience: 5\n", "--nan_patience", "6")) == {"nan_patience": 6}
 
@@ -310,9 +314,18 @@ class TestValidation:
             HealingConfig(clip_algorithm="adagc")
         assert HealingConfig(clip_algorithm="adagc", zclip_mode="clip").clip_algorithm == "adagc"
 
-    def test_what_yaml_makes_of_off_is_off(self):
-        assert HealingConfig(zclip_mode=False).zclip_mode == "off"
-        assert HealingConfig.from_dict({"zclip_mode": False}).zclip_mode == "off"
+    @pytest.mark.parametrize(
+        ("name", "value", "kept"),
+        [
+            ("zclip_mode", False, "off"),
+            ("hang_action", False, "off"),
+            ("launcher_restarts", False, "no"),
+            ("launcher_restarts", True, "yes"),
+        ],
+    )
+    def test_what_yaml_makes_of_a_word_is_that_word(self, name, value, kept):
+        assert getattr(HealingConfig(**{name: value}), name) == kept
+        assert getattr(HealingConfig.from_dict({name: value}), name) == kept
 
     def test_the_message_says_what_is_allowed_and_what_to_do(self):
         with pytest.raises(ConfigurationError) as error:

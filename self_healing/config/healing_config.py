@@ -722,8 +722,8 @@ class HealingConfig:
     @classmethod
     def aggressive(cls, **overrides: Any) -> Self:
         """
-        For unattended runs that should reach their end: more attempts, longer waits, lower learning rates, more steps
-        and rows given up.
+        Returns settings for unattended runs that should reach their end: more attempts, longer waits, lower learning
+        rates, more steps and rows given up.
 
         Args:
             overrides:
@@ -734,7 +734,8 @@ class HealingConfig:
     @classmethod
     def conservative(cls, **overrides: Any) -> Self:
         """
-        For runs that had better stop than train on other data than was asked for: no row is dropped, few steps are.
+        Returns settings for runs that should stop rather than train on other data than was asked for: no row is
+        dropped, and few steps are.
 
         Args:
             overrides:
@@ -749,7 +750,7 @@ class HealingConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Self:
         """
-        Makes a config of settings given by name, by section, or both.
+        Makes a config of settings that are given by name, by section, or both.
 
         Args:
             config (`Mapping[str, Any]`):

@@ -12,6 +12,10 @@ from .command_line import LeftOut
 from .setting import Setting
 
 
+# YAML 1.1 reads these words as booleans, unless they are quoted.
+_YAML_WORDS = {True: ("yes", "on"), False: ("no", "off")}
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """A setting as its field declares it."""
@@ -25,11 +29,11 @@ class Declared:
         return f"`{self.name}` in [{self.setting.section}]"
 
     def converted(self, value: Any) -> Any:
-        """The value as it is kept: numbers and paths of other libraries become Python's own."""
-        if self.name == "zclip_mode" and value is False:
-            # YAML reads `off` as false.
-            return "off"
-        if isinstance(value, bool | int | float | str) or get_origin(self.kind) is Literal:
+        """Converts a value to what is kept: numbers and paths of other libraries become Python's own."""
+        if get_origin(self.kind) is Literal:
+            words = _YAML_WORDS[value] if isinstance(value, bool) else ()
+            return next((choice for choice in get_args(self.kind) if choice in words), value)
+        if isinstance(value, bool | int | float | str):
             return value
         try:
             if self.kind is int and isinstance(value, numbers.Integral):
