@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from .config import ConfigurationError
-from .detectors.norm_statistics import ClipVariant, ZClipStatistic
+from ..config import ConfigurationError
+from ..detectors.norm_statistics import ClipVariant, ZClipStatistic
 
 
 Parameters = nn.Module | Iterable[Tensor]
