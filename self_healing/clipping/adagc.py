@@ -1,233 +1,24 @@
-"""Gradient clipping that follows the run: ZClip for the gradient as a whole, AdaGC for each tensor by itself."""
+"""AdaGC: the gradient of each tensor is clipped by its own recent norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from ..config import ConfigurationError
-from ..detectors.norm_statistics import ClipVariant, ZClipStatistic
-
-
-Parameters = nn.Module | Iterable[Tensor]
-
-
-# ---- gradients: their norm, and scaling them ----
-
-
-@torch.no_grad()
-def total_gradient_norm(parameters: Parameters) -> Tensor:
-    """
-    Returns the 2-norm of all gradients together, as a tensor without dimensions on the device of the first gradient.
-
-    It is that of `torch.nn.utils.get_total_norm`, and for sharded gradients that of the whole, not of the shard: then
-    all ranks have to call it. Gradients on several device meshes, or sharded ones next to plain ones, are supported.
-
-    Args:
-        parameters (`nn.Module` or iterable of `Tensor`):
-            The parameters whose gradients count; those without a gradient are left out.
-    """
-    groups = _by_mesh(_gradients(parameters))
-    if not groups:
-        return torch.tensor(0.0)
-    norms = [_whole(get_total_norm(group)) for group in groups]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Parameters, factor: float) -> None:
-    """
-    Multiplies all gradients by a number, in place. With a factor of 1 nothing is touched.
-
-    Args:
-        parameters (`nn.Module` or iterable of `Tensor`):
-            The parameters whose gradients are scaled; those without a gradient are left out.
-        factor (`float`):
-            The number; finite and at least 0.
-    """
-    if not 0 <= factor < math.inf:
-        raise ValueError(f"Gradients cannot be scaled by {factor}. Please give a finite factor that is at least 0.")
-    if factor == 1:
-        return
-    for group in _by_mesh(_gradients(parameters)):
-        torch._foreach_mul_(group, factor)
-
-
-def _tensors(parameters: Parameters) -> list[Tensor]:
-    if isinstance(parameters, nn.Module):
-        return list(parameters.parameters())
-    if isinstance(parameters, Tensor):
-        # It would pass as an iterable: of its rows, which have no gradients.
-        return [parameters]
-    # Each once: a tied weight that is listed twice has one gradient, not two.
-    return list(dict.fromkeys(parameters))
-
-
-def _gradients(parameters: Parameters) -> list[Tensor]:
-    return [tensor.grad for tensor in _tensors(parameters) if tensor.grad is not None]
-
-
-def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Plain tensors and those of each device mesh apart, because one operation cannot take both."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    return list(groups.values())
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-# ---- ZClip ----
-
-
-@dataclass(frozen=True, slots=True)
-class ClipResult:
-    """
-    What [`ZClip`] did to the gradients of one step.
-
-    Args:
-        norm (`float`):
-            Total norm before clipping.
-        factor (`float`):
-            What the gradients were multiplied by; 1 if they were not touched.
-        limit (`float` or `None`):
-            Norm that they were clipped to. `None` if they were not.
-        z (`float` or `None`):
-            Standard deviations that the norm lies above the mean, see [`ClipDecision`].
-        mean (`float` or `None`):
-            The mean that the norm was judged by. `None` during warm-up.
-        std (`float` or `None`):
-            The standard deviation that the norm was judged by. `None` during warm-up.
-    """
-
-    norm: float
-    factor: float
-    limit: float | None
-    z: float | None
-    mean: float | None
-    std: float | None
-
-
-class ZClip:
-    """
-    Clips a gradient whose norm stands out from those of the last steps (arXiv:2504.02507), in a training loop of your
-    own.
-
-    What stands out, what it is clipped to, and what of this is the paper's, says [`ZClipStatistic`]. Where nothing is
-    clipped, no operation touches the gradients. A norm that is NaN or infinite leaves gradients and statistic as they
-    are: whether the step may be applied is for the caller to decide.
-
-    Under DDP and FSDP every rank keeps its own statistic, and they stay equal, because every rank sees the norm of the
-    whole gradient.
-
-    Args:
-        z_threshold (`float`, *optional*, defaults to 2.5):
-            Standard deviations above the mean from which a norm is clipped.
-        ema_decay (`float`, *optional*, defaults to 0.97):
-            Weight of the past in the running mean and variance.
-        warmup_steps (`int`, *optional*, defaults to 25):
-            Steps that only fill the statistic.
-        variant (`str`, *optional*, defaults to `"reciprocal"`):
-            What a norm that stands out is clipped to: `"reciprocal"`, `"mean"` or `"percentile"`.
-        max_grad_norm (`float`, *optional*):
-            Ceiling for the norm, also during warm-up. As in the published code, the statistic takes the norm from
-            before the ceiling: the ceiling limits what is applied, not what counts as usual.
-
-    Example:
-
-    ```python
-    zclip = ZClip(max_grad_norm=1.0)
-    for batch in loader:
-        model(**batch).loss.backward()
-        zclip.update_and_clip(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    ```
-    """
-
-    def __init__(
-        self,
-        z_threshold: float = 2.5,
-        ema_decay: float = 0.97,
-        warmup_steps: int = 25,
-        variant: ClipVariant = "reciprocal",
-        max_grad_norm: float | None = None,
-    ) -> None:
-        if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
-            raise ConfigurationError(
-                f"`max_grad_norm` is {max_grad_norm!r}, but must be a finite number above 0. Please change it, or "
-                "leave it out for no ceiling."
-            )
-        self.statistic = ZClipStatistic(z_threshold, ema_decay, warmup_steps, variant)
-        self.max_grad_norm = max_grad_norm
-
-    def decide(self, grad_norm: float) -> ClipResult:
-        """
-        Takes the norm into the statistic and says what the gradients are to be multiplied by. Touches no gradient.
-
-        Args:
-            grad_norm (`float`):
-                Total norm of the gradients before any clipping.
-        """
-        decision = self.statistic.observe(grad_norm)
-        limit, ceiling = decision.limit, self.max_grad_norm
-        if ceiling is not None and ceiling < grad_norm < math.inf:
-            limit = ceiling if limit is None else min(limit, ceiling)
-        factor = 1.0 if limit is None else limit / grad_norm
-        return ClipResult(grad_norm, factor, limit, decision.z, decision.mean, decision.std)
-
-    def update_and_clip(self, parameters: Parameters, grad_norm: float | Tensor | None = None) -> ClipResult:
-        """
-        Takes the norm into the statistic and clips the gradients in place. Call it between `backward()` and `step()`.
-
-        Args:
-            parameters (`nn.Module` or iterable of `Tensor`):
-                The parameters that are trained.
-            grad_norm (`float` or `Tensor`, *optional*):
-                Total norm of their gradients before any clipping, if it is known already. It is computed if left out.
-                Either way it is read on the host, which waits for the device.
-        """
-        if grad_norm is None:
-            if not isinstance(parameters, nn.Module):
-                parameters = _tensors(parameters)  # an iterator can be read only once
-            grad_norm = total_gradient_norm(parameters)
-        if isinstance(grad_norm, Tensor):
-            grad_norm = float(_whole(grad_norm))
-        result = self.decide(grad_norm)
-        scale_gradients(parameters, result.factor)
-        return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the statistic, ready for JSON."""
-        return self.statistic.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Takes up the state that [`ZClip.state_dict`] gave.
-
-        Args:
-            state (`dict`):
-                The state. The settings are not in it: they are those this object was made with.
-        """
-        self.statistic.load_state_dict(state)
-
-
-# ---- AdaGC ----
+from .gradients import Parameters, by_mesh, tensors_of, whole
 
 
 @dataclass(frozen=True, slots=True)
 class TensorClipResult:
     """
-    What [`AdaGC`] did to the gradients of one step; on the device, so that nothing waits for it.
+    Result of [`AdaGC`] for one step; on the device, so that nothing waits for it.
 
     Args:
         names (`Sequence[str]`):
@@ -235,7 +26,7 @@ class TensorClipResult:
         norms (`Tensor`):
             Norm of the gradient of each before clipping, 0 where there is none. Of shape `(len(names),)`.
         factors (`Tensor`):
-            What the gradient of each was multiplied by; 1 if it was left as it is. Of shape `(len(names),)`.
+            Factor the gradient of each was multiplied by; 1 if it was left as it is. Of shape `(len(names),)`.
     """
 
     names: Sequence[str]
@@ -269,7 +60,7 @@ class AdaGC:
       γ_{t,i} = β γ_{t-1,i} + (1 − β) ‖h_i g_{t,i}‖.
 
     γ takes in what comes out, so that it grows by (1 − β)(λ_rel − 1) a step at most: 0.1 % with the defaults,
-    e-fold in 1,000 steps. Whatever made γ too small is therefore there to stay, and what is ours is against that:
+    e-fold in 1,000 steps. A γ that has become too small therefore stays so, and our additions are against that:
 
     - A gradient of exactly 0 says nothing about the usual norm and does not enter γ (an expert without tokens, a
       parameter that is not used yet). A tensor whose gradients were 0 all through the warm-up is held to λ_abs by its
@@ -386,7 +177,7 @@ class AdaGC:
         return TensorClipResult(tracked.names, norms, factors)
 
     def _track(self, named: dict[str, Tensor]) -> _Tracked:
-        """The state for these parameters; those it has not seen before start without a γ."""
+        """Makes the state for these parameters; those it has not seen before start without a γ."""
         state = self.state_dict()
         tensors = list(named.values())
         # Norms of half-precision gradients are taken in float32.
@@ -425,19 +216,19 @@ class AdaGC:
 
 
 def _named(parameters: Parameters) -> dict[str, Tensor]:
-    """The tensors that are trained, by name, or by position where they have none."""
+    """Returns the tensors that are trained by name, or by position where they have none."""
     if isinstance(parameters, nn.Module):
         return {name: tensor for name, tensor in parameters.named_parameters() if tensor.requires_grad}
-    return {str(position): tensor for position, tensor in enumerate(_tensors(parameters))}
+    return {str(position): tensor for position, tensor in enumerate(tensors_of(parameters))}
 
 
 def _norms(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
-    """The norm of each gradient, 0 where there is none, in the type and on the device of `like`."""
+    """Computes the norm of each gradient, 0 where there is none, in the type and on the device of `like`."""
     norms = [like.new_zeros(())] * len(gradients)
     positions = {id(gradient): position for position, gradient in enumerate(gradients)}
-    for group in _by_mesh(gradient for gradient in gradients if gradient is not None):
+    for group in by_mesh(gradient for gradient in gradients if gradient is not None):
         # Stacked first: for sharded gradients that is one collective for all of them instead of one for each.
-        stacked = _whole(torch.stack([norm.to(like) for norm in torch._foreach_norm(group, 2, like.dtype)]))
+        stacked = whole(torch.stack([norm.to(like) for norm in torch._foreach_norm(group, 2, like.dtype)]))
         for gradient, norm in zip(group, stacked.unbind(), strict=True):
             norms[positions[id(gradient)]] = norm
     return torch.stack(norms) if norms else like.new_zeros(0)
