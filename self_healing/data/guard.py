@@ -54,7 +54,7 @@ class LetPass(Exception):
 
 @dataclass(slots=True)
 class CallResult:
-    """What a call returned, or what it raised."""
+    """Result of a call: its value, or the exception it raised."""
 
     value: Any
     error: BaseException | None = None
@@ -62,7 +62,7 @@ class CallResult:
 
 class Guard:
     """
-    What the guards of one data loader share.
+    State that the guards of one data loader share, and the calls they make.
 
     Args:
         known ([`KnownBadSamples`]):

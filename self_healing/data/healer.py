@@ -1,4 +1,4 @@
-"""Samples that cannot be used, seen from the training process: incidents, and the end of a run that has too many."""
+"""Guards the training data, opens incidents for bad samples, and ends a run that has too many of them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,16 @@ from .collator import GuardedCollator
 from .dataset import GuardedDataset
 from .guard import DataSourceError, Guard
 from .known_bad_samples import KnownBadSamples
-from .quarantine import (
-    QUARANTINE_FILE,
-    Quarantine,
-    dataset_fingerprint,
-    why_not_appendable,
-)
+from .quarantine import QUARANTINE_FILE, Quarantine, dataset_fingerprint, why_not_appendable
 from .sample_names import describe_name
 from .stream import GuardedStream
 
 
 logger = logging.getLogger("self_healing")
 
-# `max_bad_data_fraction` is of so many samples at least: the first batch of a run says little.
-_AT_LEAST = 100
+# `max_bad_data_fraction` is of this many samples at least: the first batch of a run says little.
+_FEWEST_SAMPLES = 100
+# Bad samples that are named where a run ends.
 _LISTED = 20
 
 
@@ -59,21 +55,21 @@ class LoadCalls(Protocol):
         """Claims the exception that training was left by after a call was given up."""
 
     def take_back(self) -> Incident | None:
-        """Gives the incident of a call that was given up, which is not to be healed outside of `train()` any more."""
+        """Returns the incident of a call that was given up, for which `train()` need not be entered again any more."""
 
 
 class SampleHealer(Healer):
     """
-    Guards the data of a run, and answers for what the guards find.
+    Guards the data of a run, and reports what the guards find.
 
     Args:
         run ([`RunContext`]):
             The run; its configuration has `on_bad_sample`, `max_bad_data_fraction`, and the settings that begin with
             `retry_`.
         quarantine ([`Quarantine`]):
-            Where samples are written down.
+            Where bad samples are written down.
         calls ([`LoadCalls`]):
-            Load a sample in this process again where that may help.
+            Makes calls that load a sample in this process again where that may help.
     """
 
     def __init__(self, run: RunContext, quarantine: Quarantine, calls: LoadCalls) -> None:
@@ -114,7 +110,7 @@ class SampleHealer(Healer):
             known = self._quarantine.watch(run.run_id, fingerprint, args.process_index, instrument.view.step)
             known.take()
             if loading.has_workers:
-                self._let_workers_tell(known)
+                self._ensure_shared_file(known)
         seed = args.seed if args.data_seed is None else args.data_seed
         guard = Guard(known, int(seed), self._retry(loading), names_only)
         if not loading.has_workers:
@@ -132,7 +128,8 @@ class SampleHealer(Healer):
             instrument.position.actual = guarded.actual
         instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
 
-    def _let_workers_tell(self, known: KnownBadSamples) -> None:
+    def _ensure_shared_file(self, known: KnownBadSamples) -> None:
+        """Has data loader workers report through a temporary file if `quarantine.jsonl` cannot be written."""
         path = self._quarantine.path
         error = why_not_appendable(path)
         if error is None:
@@ -151,7 +148,7 @@ class SampleHealer(Healer):
         if loading.has_workers:
             # It goes to another process, where there is no journal.
             return RetryPolicy.of(self.config).call
-        return partial(self.calls.call, "the training data", _nothing)
+        return partial(self.calls.call, "the training data", _nothing_to_rewind)
 
     @property
     def has_claim(self) -> bool:
@@ -175,11 +172,11 @@ class SampleHealer(Healer):
             self._end_for_the_source(broken)
         elif instrument.attached:
             with instrument.failsafe.contained():
-                self._take_stock(len(fetched[0]))
+                self._count_and_report(len(fetched[0]))
         return fetched
 
-    def _take_stock(self, batches: int) -> None:
-        """What was found while a window was fetched."""
+    def _count_and_report(self, batches: int) -> None:
+        """Counts the samples of a window that was fetched, and reports bad ones found meanwhile."""
         loading, known = self._loading, self._known
         if loading is None or known is None:
             return
@@ -191,7 +188,7 @@ class SampleHealer(Healer):
         new, retried = known.take()
         given_up = self.calls.take_back() if new else None
         if given_up is not None:
-            # The call was that of a sample which has been replaced: nobody enters again for it.
+            # The call was that of a sample which has been replaced: there is nothing left to enter again for.
             self.run.dealing_with(given_up).close("resolved")
         self._report(new, retried)
         bad, limit = known.bad, self._limit(loading)
@@ -200,7 +197,7 @@ class SampleHealer(Healer):
 
     def _limit(self, loading: TrainingLoader) -> float:
         whole = math.inf if loading.samples is None else loading.samples
-        return self.config.max_bad_data_fraction * min(whole, max(self._drawn, _AT_LEAST))
+        return self.config.max_bad_data_fraction * min(whole, max(self._drawn, _FEWEST_SAMPLES))
 
     def _report(self, new: Sequence[BadSample], retried: Sequence[str]) -> None:
         evidence: dict[str, Any] = {"samples": [asdict(sample) for sample in new]}
@@ -240,5 +237,5 @@ class SampleHealer(Healer):
             self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, instrument.trainer.args)
 
 
-def _nothing() -> None:
-    """Nothing is left behind by a sample that could not be loaded."""
+def _nothing_to_rewind() -> None:
+    """Does nothing: a sample that could not be loaded leaves nothing behind."""

@@ -1,4 +1,4 @@
-"""Rows and samples that are not used any more, for as long as a run lasts: `quarantine.jsonl`, and checkpoints."""
+"""Keeps rows and samples out of a run for as long as it lasts: `quarantine.jsonl`, and checkpoints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class QuarantinedRow:
 
 class Quarantine:
     """
-    What is not to be used any more, for as long as the run lasts and in its checkpoints.
+    Rows and samples that a run does not use any more, also after it was resumed from a checkpoint.
 
     A row seen again in a later epoch is counted, not written twice.
 
@@ -70,15 +70,14 @@ class Quarantine:
         self.path = directory / QUARANTINE_FILE
         self._keep_text = keep_text
         self.seen: set[str] = set()
-        # By the fingerprint of the data set.
+        # By the fingerprint of the data set, and by name: why, and the step in which a row was dropped first.
         self.blocked: dict[str, dict[SampleName, str]] = {}
-        # Likewise.
         self._dropped_in: dict[str, dict[SampleName, int]] = {}
         self.known: KnownBadSamples | None = None
 
     def watch(self, run: str, fingerprint: str, rank: int = 0, step: int | None = None) -> KnownBadSamples:
         """
-        From here on the samples of a data set are guarded.
+        Begins to keep the bad samples of a data set.
 
         Args:
             run (`str`):
@@ -137,7 +136,7 @@ class Quarantine:
 
 
 def dataset_fingerprint(dataset: Any) -> str:
-    """What has to be the same for the index of a sample to mean the same sample."""
+    """Fingerprint of a data set: where it is the same, an index names the same sample."""
     own = getattr(dataset, "_fingerprint", None)
     if isinstance(own, str):
         return own
@@ -149,7 +148,7 @@ def dataset_fingerprint(dataset: Any) -> str:
 
 
 def why_not_appendable(path: Path) -> OSError | None:
-    """What stands in the way of appending to a file; nothing is left behind."""
+    """Tries whether a file can be appended to, and returns the error if not; leaves nothing behind."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():

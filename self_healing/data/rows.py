@@ -1,4 +1,4 @@
-"""Writing rows of a batch that are to blame to the quarantine file, with where in the data they come from."""
+"""Writes rows of a step that are to blame to the quarantine file, with where in the data they come from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RowQuarantine:
         self._quarantine = quarantine
 
     def table(self) -> dict[Action, CarryOut]:
-        """The action, and what does it."""
+        """Maps the action to the method that carries it out."""
         return {Action.QUARANTINE_ROWS: self._quarantine_rows}
 
     def _quarantine_rows(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class RowQuarantine:
 def quarantined_rows(
     window: Window, poison: Mapping[int, list[int]], tokenizer: Any, keep_text: bool = True
 ) -> list[QuarantinedRow]:
-    """Everything that is known about the rows to be dropped; without their text, if that is not to be kept."""
+    """Describes the rows to be dropped with all that is known; without their text, if that is not to be kept."""
     rows = []
     for index, bad in poison.items():
         layout, batch = window.layout(index), window.prepared[index]

@@ -10,7 +10,7 @@ SampleName = int | str
 
 
 def describe_name(name: SampleName) -> str:
-    """A name in words."""
+    """Says a name in words."""
     if isinstance(name, int):
         return f"sample {name}"
     shard, _, rest = name.partition(":")
@@ -20,7 +20,7 @@ def describe_name(name: SampleName) -> str:
 
 
 def place(name: str) -> dict[str, Any]:
-    """Shard, ordinal and stage in the name of a sample; of several that were mapped together, those of the first."""
+    """Reads shard, ordinal and stage from a name; from that of several mapped together, those of the first."""
     found = re.match(r"(\d+):(\d+)(?:_.*?)?(?:@(\d+))?$", name)
     if found is None:
         return {"shard": None, "stream_ordinal": None}

@@ -1,10 +1,9 @@
 """
-Streams in which some samples cannot be read, mapped or put into a batch: they are left out, and the next one takes
-their place.
+Streams without the samples that cannot be read, mapped or put into a batch; the next one takes the place of each.
 
 An iterator that a generator feeds is dead once something in it has raised. Of Hugging Face streams the functions are
 therefore guarded one by one, each above a source that lives on; any other source is asked for its next sample, and
-opened anew where it has died.
+opened again where it has died.
 
 Read against datasets 5.2.
 """
@@ -34,13 +33,13 @@ except ImportError:
 
 class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
     """
-    An iterable dataset without the samples that cannot be used.
+    Leaves out the samples of an iterable dataset that cannot be used.
 
     Args:
         wrapped (`IterableDataset`):
             Of torch or of Hugging Face datasets.
         guard ([`Guard`]):
-            What it shares with the collator.
+            Shared with the collator.
     """
 
     _own = frozenset({"wrapped", "guard", "live"})
@@ -78,7 +77,7 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
             yield drawn
 
     def refuse(self, name: SampleName, sample: Any) -> None:
-        """See [`Supply`]: it comes next."""
+        """See [`Supply`]: it is the next one again."""
         if self.live is not None:
             self.live.put_back(name, sample)
 
@@ -89,13 +88,13 @@ class GuardedStream(Proxy, IterableDataset):  # type: ignore[type-arg]
 
 class LiveStream:
     """
-    One pass through a stream.
+    Gives the samples of a stream, once.
 
     Args:
         dataset (`IterableDataset`):
             The stream.
         guard ([`Guard`]):
-            What the guards of the loader share.
+            Shared by the guards of the loader.
     """
 
     def __init__(self, dataset: Any, guard: Guard) -> None:
@@ -123,7 +122,7 @@ class LiveStream:
         return sample
 
     def _plain(self) -> Any:
-        """Without the guard, from where it stands."""
+        """Goes on without the guard, from where it stands."""
         if self._back:
             return self._back.popleft()[1]
         if self._reading.source is None:
@@ -131,7 +130,7 @@ class LiveStream:
         return next(self._reading.source)
 
     def draw(self) -> tuple[SampleName, Any]:
-        """The next sample that can be used, and its name."""
+        """Draws the next sample that can be used, and its name."""
         if self._back:
             return self._back.popleft()
         guard, tracked = self._guard, self._tracked
@@ -144,7 +143,7 @@ class LiveStream:
             if not self._begun:
                 self._begun = True
                 if tracked is not None:
-                    # Whoever holds the stream itself can ask it where it stands.
+                    # The stream itself is asked where it stands, by the loader and by checkpoints.
                     self._dataset._state_dict = tracked.dataset._state_dict
             name = self._name(self._reading.ordinal - 1)
             if guard.known.blocked and tracked is not None and name in guard.known.blocked:
@@ -167,18 +166,18 @@ class LiveStream:
         return self._name(self._reading.ordinal - 1), sample
 
     def put_back(self, name: SampleName, sample: Any) -> None:
-        """The sample comes next."""
+        """Gives this sample next."""
         self._back.appendleft((name, sample))
 
     def _open(self) -> Iterator[Any]:
         return iter(self._dataset if self._tracked is None else self._tracked.dataset)
 
     def _is_apart(self) -> bool:
-        """Whether it can be opened a second time while it is read: it keeps to itself where it stands."""
+        """Whether it can be opened a second time while it is read, because its position is in its iterator."""
         return self._reading.source is not self._dataset and not hasattr(self._dataset, "state_dict")
 
     def _advance_by(self) -> Iterator[Any] | None:
-        """The stream from where it says it stands."""
+        """Opens the stream where it says it stands; `None` if it does not say."""
         if self._tracked is not None:
             state = self._tracked.dataset.state_dict()
             self._tracked = hugging_face.guarded(self._dataset, self._guard)
@@ -192,7 +191,7 @@ class LiveStream:
         return self._open()
 
     def _name(self, ordinal: int) -> str:
-        """Of the sample that was given last, the nth of this pass."""
+        """Name of the sample that was given last, the nth of this pass."""
         if self._tracked is not None and self._tracked.key is not None:
             return f"{self._tracked.key}@{self._tracked.stages}"
         return f"{worker_id() or 0}:{ordinal}"

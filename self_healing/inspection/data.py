@@ -240,7 +240,7 @@ def _is_blank(text: Any) -> bool:
 
 
 def _trained(columns: Mapping[str, Any]) -> np.ndarray | None:
-    """Which tokens count in the loss (T), or `None` if the row does not say."""
+    """Mask of the tokens that count in the loss, of shape (T); `None` if the row does not say."""
     labels = columns.get("labels")
     if labels is not None:
         # A single number is a class or a score.
