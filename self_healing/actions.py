@@ -13,7 +13,7 @@ from .run.dispatch import HealingContext
 
 
 class HasRun(Protocol):
-    """What is attached to a run, or to none."""
+    """Is attached to a run, or to none."""
 
     @property
     def run(self) -> Run | None:

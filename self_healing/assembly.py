@@ -76,7 +76,7 @@ class Run:
 
     @property
     def journal(self) -> Journal:
-        """Where incidents are written down."""
+        """The journal of its incidents."""
         return self.context.journal
 
     @property
@@ -132,8 +132,8 @@ class Run:
 
     def start_over(self, checkpoint: str, step: int) -> None:
         """
-        The checkpoint that was resumed from is damaged: what was learned from it is forgotten, and read anew from an
-        older one when `train()` is entered the next time, as a new process would.
+        Forgets what was learned from the damaged checkpoint that was resumed from; it is read from an older
+        one when `train()` is entered the next time, as a new process would.
 
         Args:
             checkpoint (`str`), step (`int`):

@@ -80,7 +80,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
 
     @property
     def healing_state(self) -> dict[str, Any] | None:
-        """What detectors, policy and quarantine remember, as JSON."""
+        """The state of detectors, policy and quarantine, as JSON."""
         return self._saved_state if self.run is None else self.run.state_dict()
 
     @healing_state.setter
@@ -165,7 +165,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         return bool(others) and others[0] is not self
 
     def _state_of(self, state: Any) -> dict[str, Any] | None:
-        """What a checkpoint knows of healing, of a run that goes on from one."""
+        """Gives the healing state in the checkpoint that a run goes on from."""
         saved, self._saved_state = self._saved_state, None
         if saved is None and state.global_step > 0:
             # Without restore_callback_states_from_checkpoint the state is in the checkpoint all the same.

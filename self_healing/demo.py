@@ -61,7 +61,7 @@ _NOT_READ = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSize:
     """
-    How much is trained. The defaults take two CPU cores about a minute, the fault-free twin included.
+    Size of model, text and run. The defaults take two CPU cores about a minute, the fault-free twin included.
 
     Args:
         steps (`int`, *optional*, defaults to 120):
@@ -106,7 +106,7 @@ class DemoSize:
 @dataclass(frozen=True, slots=True)
 class DemoResult:
     """
-    What the demo showed.
+    Outcome of the demo.
 
     Args:
         problems (`list[str]`):
@@ -130,7 +130,7 @@ class DemoResult:
 
 def stdlib_docstrings(least: int = 80) -> list[str]:
     """
-    The docstrings of Python's standard library, each once, in the order of files and lines.
+    Collects the docstrings of Python's standard library, each once, in the order of files and lines.
 
     The files are parsed, never imported.
 
@@ -182,7 +182,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
 
 def small_llama(tokenizer: Any, size: DemoSize, seed: int) -> LlamaForCausalLM:
     """
-    A Llama with random weights.
+    Builds a Llama with random weights.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
@@ -598,7 +598,7 @@ def _unmet(
     loss: float,
     twin_loss: float,
 ) -> list[str]:
-    """What a run that healed everything would show, and this one did not."""
+    """Lists what a run that healed everything would show, and this one did not."""
     problems = []
     if step != stage.size.steps:
         problems.append(f"{step} of {stage.size.steps} steps were trained")

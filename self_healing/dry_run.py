@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class DryRunReport:
     """
-    What the steps of a dry run looked like.
+    Loss, norm, time and memory of the steps of a dry run.
 
     Args:
         steps (`int`):

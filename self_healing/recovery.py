@@ -34,7 +34,7 @@ logger = logging.getLogger("self_healing")
 @dataclass(frozen=True, slots=True)
 class NextEntry:
     """
-    How `train()` is entered again.
+    The next entry into `train()`.
 
     Args:
         incident ([`Incident`]):
@@ -201,7 +201,7 @@ class Recovery:
     def _resume_from(
         self, incident: Incident, error: BaseException, failure: FailureType, resume_from: Any
     ) -> tuple[Any, bool]:
-        """Where to enter again, and whether that is where this entry began."""
+        """Finds where to enter again, and whether that is where this entry began."""
         run, instrument = self.run, self.run.instrument
         if instrument is None:
             # Before our on_train_begin: nothing has moved, the same call can be made again.

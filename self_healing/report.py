@@ -26,7 +26,7 @@ _OF_THE_RATE = ("lr_reductions", "learning_rate_scale", "learning_rate")
 @dataclass(frozen=True, slots=True)
 class HealingReport:
     """
-    What happened in a run.
+    The incidents of a run.
 
     Args:
         incidents (`list[dict]`):
@@ -157,7 +157,7 @@ class HealingReport:
 
     @property
     def rate(self) -> str:
-        """What became of the learning rate, in a sentence; empty if it is the schedule's."""
+        """The learning rate in force, in a sentence; empty if it is the schedule's."""
         if self.learning_rate is None:
             return ""
         times = "once" if self.lr_reductions == 1 else f"{self.lr_reductions} times"
@@ -174,7 +174,7 @@ class HealingReport:
 
     @property
     def ending(self) -> str:
-        """How the run ended and what to do, from its postmortem; empty if there is none."""
+        """The run's end and what to do, from its postmortem; empty if there is none."""
         if self.journal is None:
             return ""
         try:
@@ -220,7 +220,7 @@ def _journal_of(place: Path) -> tuple[Path, RunStatus | None]:
 
 
 def _status_of(events: Sequence[Mapping[str, Any]]) -> RunStatus | None:
-    """What has become of the newest run in a journal, whose `output_dir` may lie elsewhere."""
+    """Reads the status of the newest run in a journal, whose `output_dir` may lie elsewhere."""
     started = next((event for event in reversed(events) if event["kind"] == "run_started"), None)
     if started is None:
         return None

@@ -123,7 +123,7 @@ class SelfHealingTrainer:
         Args:
             resume_from_checkpoint (`str`, `PathLike` or `bool`, *optional*):
                 `True` resumes from the newest checkpoint in `output_dir` that is complete, finite and not suspect,
-                `"auto"` does the same or starts anew where there is none. A path is looked at before it is used.
+                `"auto"` does the same or starts a new run where there is none. A path is looked at before it is used.
             **kwargs:
                 Handed to the wrapped trainer's `train()`.
 
@@ -175,7 +175,7 @@ class SelfHealingTrainer:
     # ---- where the run begins ----
 
     def _open_run(self, requested: str | os.PathLike[str] | bool | None) -> tuple[Run, Start]:
-        """What this call begins with: the memory of a new run, or of one that an earlier process began."""
+        """Begins a run, or goes on with one that an earlier process began."""
         args = self.trainer.args
         start = find_start(self.trainer, self.config, requested)
         directory = Path(self.config.healing_dir or args.output_dir)
@@ -222,7 +222,7 @@ class SelfHealingTrainer:
             self._let_go(recovery.run)
             recovery.prepare(entry)
             resume_from = entry.resume_from
-            # Samplers and their seeds are made anew on entry, some from the global generators.
+            # Samplers and their seeds are made again on entry, some from the global generators.
             entry_rng.restore()
             if recovery.run.attempts.resume_point is not None:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
@@ -256,14 +256,14 @@ class SelfHealingTrainer:
             self.trainer.args.auto_find_batch_size = False
 
     def _find_callback(self) -> SelfHealingCallback | None:
-        # Looked up anew each time: restore_callback_states_from_checkpoint=True puts a new object in its place.
+        # Looked up each time: restore_callback_states_from_checkpoint=True puts a new object in its place.
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, SelfHealingCallback):
                 return callback
         return None
 
     def _put_callback_in_force(self) -> None:
-        """What became of the callback since this object was made: without it nothing would be healed in a step."""
+        """Adds a callback that was removed since this object was made: without it nothing is healed in a step."""
         callback = self._find_callback()
         if callback is not None:
             self._put_config_in_force(callback)
@@ -299,7 +299,7 @@ class SelfHealingTrainer:
         return dry_run(self.trainer, num_steps)
 
     def get_report(self) -> HealingReport:
-        """What happened in the last run of the trainer, whoever called its `train()`; else in those on the disk."""
+        """Reports the last run of the trainer, whichever way its `train()` was called; else those on the disk."""
         callback = self._find_callback()
         runs = [self._run, None if callback is None else callback.run]
         run = max((each for each in runs if each is not None), key=lambda each: each.context.started_at, default=None)

@@ -18,7 +18,7 @@ logger = logging.getLogger("self_healing.chaos")
 
 
 class SampleError(ValueError):
-    """What a bad sample raises."""
+    """Raised by a bad sample."""
 
 
 class DataFaults:

@@ -27,7 +27,7 @@ class Kind:
         parameters (`Mapping[str, Any]`):
             The names it takes beyond step and times, and their defaults.
         counts_calls (`bool`):
-            Whether several times means that so many calls in a row fail, instead of one step each.
+            Whether several times means calls that fail in a row, instead of one step each.
         times (`int` or `str`):
             How often it strikes if nothing is said.
     """
@@ -79,7 +79,7 @@ class Fault:
         at (`int` or `"random"`, *optional*, defaults to `"random"`):
             The optimizer steps that are finished when it strikes: in the step after that.
         times (`int` or `"always"`, *optional*):
-            How often: in so many steps one after the other, or so many calls for what fails in calls (`oom`,
+            How often: in this many steps one after the other, or this many calls for what fails in calls (`oom`,
             `network_error`, `disk_full`); `"always"` at every opportunity, also when the step is computed again.
             Defaults to once; `bad_sample` always.
         seconds (`float`, *optional*):
@@ -97,7 +97,7 @@ class Fault:
             Of `poison_samples`: chooses only rows that hold this token, in the first batch with such rows from that
             step on. Defaults to any rows.
         then (`str`, *optional*):
-            Of `torn_checkpoint`: `"sigkill"` ends the process, so that somebody has to read it.
+            Of `torn_checkpoint`: `"sigkill"` ends the process, so that the next one has to read it.
 
     Example:
 
@@ -159,7 +159,7 @@ class Fault:
 
     @property
     def limit(self) -> int | None:
-        """How often it strikes; `None` is always."""
+        """The number of times it strikes; `None` is always."""
         times = KINDS[self.kind].times if self.times is None else self.times
         return None if times == ALWAYS else int(times)
 

@@ -1,4 +1,4 @@
-"""What has struck, on disk before it strikes: the memory of a rehearsal across the deaths of its processes."""
+"""Keeps what has struck, on disk before it strikes, so that it outlives the processes of a rehearsal."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Ledger:
         self.write("effect", fault=fault, count=count, effect=effect, detail=dict(detail))
 
     def lines(self) -> list[dict[str, Any]]:
-        """All that is there; a line torn by a killed process is passed over."""
+        """Reads all that is there; a line torn by a killed process is passed over."""
         try:
             found, _ = parse_lines(self.path.read_text(encoding="utf-8", errors="replace"))
         except FileNotFoundError:
@@ -84,7 +84,7 @@ class Ledger:
         return [entry for entry in found if "event" in entry]
 
     def strikes(self) -> list[Strike]:
-        """All strikes in the order they came."""
+        """Reads all strikes in the order they came."""
         found: list[Strike] = []
         latest: dict[tuple[str, int], Strike] = {}
         for line in self.lines():
@@ -101,9 +101,9 @@ class Ledger:
         return found
 
     def run_dirs(self) -> list[str]:
-        """Where the runs of the rehearsal keep their journals, each once."""
+        """Gives the directories of the rehearsal's journals, each once."""
         return list(dict.fromkeys(line["run_dir"] for line in self.lines() if line["event"] == "run"))
 
     def asked_for(self) -> list[str]:
-        """The faults of the rehearsal."""
+        """Gives the faults of the rehearsal."""
         return list(dict.fromkeys(name for line in self.lines() if line["event"] == "run" for name in line["faults"]))

@@ -1,4 +1,4 @@
-"""Where in any network a fault has to go, so that the loss sees it whichever head computes it."""
+"""Finds the places in any network where a fault reaches the loss, whichever head computes it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ VARIABLE = "SELF_HEALING_CHAOS"
 
 
 def environment(faults: str, seed: int, ledger: Path, min_gap: int | None) -> dict[str, str]:
-    """What a rehearsal is told by, to processes and their children."""
+    """Gives the environment that tells processes and their children of a rehearsal."""
     told = {"faults": faults, "seed": seed, "ledger": str(ledger), "min_gap": min_gap}
     return os.environ | {VARIABLE: json.dumps(told)}
 

@@ -1,4 +1,4 @@
-"""When faults strike: at their step, or spread over the run at random with room to recover between them."""
+"""Schedules faults: at their step, or spread over the run at random with room to recover between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .faults import RANDOM, Fault, FaultError
 
 def strike_steps(faults: Sequence[Fault], max_steps: int, seed: int, min_gap: int | None = None) -> tuple[int, ...]:
     """
-    The step of each fault: its own, or one drawn at random. The same for the same arguments.
+    Gives the step of each fault: its own, or one drawn at random. The same for the same arguments.
 
     Those at random are put into a random order and each gets an equal share of the run; it strikes somewhere in its
     share, `min_gap` steps before the next one may. The first `min_gap` steps of the run are left alone.

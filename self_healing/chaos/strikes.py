@@ -85,11 +85,11 @@ class Strikes:
         return strikes
 
     def count(self, number: int) -> int:
-        """How often a fault has struck."""
+        """Gives the number of times a fault has struck."""
         return int(self._struck[number, 0])
 
     def bad_index(self, number: int) -> int:
-        """The index of a bad sample, once it is known; -1 before."""
+        """Gives the index of a bad sample, once it is known; -1 before."""
         return int(self._struck[number, 2])
 
     def note_bad_index(self, number: int, index: int) -> None:

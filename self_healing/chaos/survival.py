@@ -1,4 +1,4 @@
-"""What became of each fault: the ledger of a rehearsal held against the journal of the run."""
+"""Holds the ledger of a rehearsal against the journal of the run, and tells what became of each fault."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ EXPECTED: dict[str, frozenset[FailureType]] = {
     "disk_full": frozenset({FailureType.DISK}),
     "torn_checkpoint": frozenset({FailureType.PROCESS_DIED}),
 }
-# These may rightly leave no trace: a slow step within its timeout, a torn checkpoint nobody had to read.
+# These may rightly leave no trace: a slow step within its timeout, a torn checkpoint that was not read.
 _MAY_PASS = {"slow_step": "within its timeout", "torn_checkpoint": "was not needed"}
 # Clocks of files and processes; an incident is never seen before its fault strikes.
 _EARLY_SECONDS = 1.0
@@ -61,7 +61,7 @@ _EARLY_SECONDS = 1.0
 @dataclass(frozen=True, slots=True)
 class Survival:
     """
-    What became of one strike.
+    The outcome of one strike.
 
     Args:
         fault (`str`):
@@ -213,7 +213,7 @@ def _matching(strike: Strike, incidents: Sequence[_Seen]) -> _Seen | None:
 
 
 def survival_table(rows: Sequence[Survival]) -> Table:
-    """The rows for the terminal."""
+    """Puts the rows into a table for the terminal."""
     table = Table(title="What was survived", header_style="bold")
     for column in ("fault", "step", "struck", "incident", "outcome", "survived"):
         table.add_column(column, justify="right" if column == "step" else "left", overflow="fold")

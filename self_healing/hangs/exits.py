@@ -1,4 +1,4 @@
-"""What a process that was ended because of a hang leaves to the next one: where it hung, and for how long."""
+"""Keeps the exits of a job because of hangs for its next process: where it hung, and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the threads of this process, and of those it has started, wait: the line of each, and all stacks in a file."""
+"""Finds the lines at which threads and workers wait, and writes all stacks to a file."""
 
 from __future__ import annotations
 

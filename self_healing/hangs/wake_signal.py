@@ -15,7 +15,7 @@ import psutil
 
 
 class Interruptible(Protocol):
-    """What a signal interrupts."""
+    """Is interrupted by a signal."""
 
     @property
     def needed(self) -> bool:
@@ -28,13 +28,13 @@ class Interruptible(Protocol):
 class WakeSignal:
     """
     Handles the signal that interrupts the training thread, and the one that data loader workers answer to. Does not
-    keep the run in memory, should nobody give it back.
+    keep the run in memory if it is never given back.
 
     Args:
         watchdog ([`Interruptible`]):
             Whose.
         free (`list[int]`):
-            Signals that nobody has a handler for; at least one.
+            Signals without a handler; at least one.
     """
 
     def __init__(self, watchdog: Interruptible, free: list[int]) -> None:

@@ -88,7 +88,7 @@ class Watchdog:
         journal ([`Journal`]):
             Where hangs are written down.
         may_recover (`Callable[[], bool]`):
-            Whether somebody catches [`TrainingHang`] and enters `train()` again.
+            Whether [`TrainingHang`] is caught, and `train()` entered again.
         before_exit (`Callable[[str], None]`):
             Told why, before the process ends for a restart.
         step (`Callable[[], int]`):
@@ -101,7 +101,7 @@ class Watchdog:
         over (`Callable[[], None]`, *optional*):
             Told when a run turns out to have ended without a word.
         counts_attempts (`Callable[[], bool]`, *optional*):
-            Whether somebody ends a job that is started again and again without progress.
+            Whether a job that is started again and again without progress is ended.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class Watchdog:
 
     def _look_after_the_interrupted(self, beats: int) -> None:
         if self._interrupted is not None and beats - self._interrupted[1] > _GOES_ON:
-            # The exception was swallowed on its way, and training goes on: nobody will ask for the incident.
+            # The exception was swallowed on its way, and training goes on: its incident is not asked for any more.
             incident, self._interrupted = self._interrupted[0], None
             self._claimed = None
             if incident is not None:
@@ -343,14 +343,14 @@ class Watchdog:
         if self._is_only_told(alarm):
             return False
         if self._memory.has_left(self._step(), alarm.section) and not self._counts_attempts():
-            # The process before this one was ended here already, and nobody would ever put an end to that.
+            # The process before this one was ended here already, and the next ones would be as well.
             return False
         return self._config.hang_action == "recover" and restarts_on_exit(self._config)
 
     def _is_only_told(self, alarm: _Alarm) -> bool:
         """
-        Whether nobody knows how long it may take: one of the first times of a part, or what comes after the last step
-        (uploads, the best model).
+        Whether it is not known how long it may take: one of the first times of a part, or what comes after the last
+        step (uploads, the best model).
         """
         return not alarm.known or (alarm.section == BETWEEN and self._at_the_end())
 

@@ -15,7 +15,7 @@ from ..run.context import RunContext
 
 logger = logging.getLogger("self_healing")
 
-# Twice within so many steps is no accident.
+# Twice within this many steps is no accident.
 _LATELY = 50
 
 
@@ -39,7 +39,7 @@ class MemoryOutsideOfModel:
 
     def claim(self, error: BaseException, incident: Incident) -> Claim | None:
         """
-        Claims an exception that nobody else does.
+        Claims an exception that no healer does.
 
         Args:
             error (`BaseException`):

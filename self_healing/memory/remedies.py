@@ -16,7 +16,7 @@ from .splitting import SizeMemory
 @dataclass(slots=True)
 class MemoryState:
     """
-    What a run knows about its memory.
+    Sizes and settings that a run is known to fit into memory with.
 
     Args:
         sizes ([`SizeMemory`]):

@@ -19,7 +19,7 @@ from .status import RunState, StatusKeeper
 
 
 class HealedSteps(Protocol):
-    """What healing inside of steps has decided, which the next process must not forget, and has left open."""
+    """Holds what healing inside of steps has decided, for the next process, and what it has left open."""
 
     def recovery_state(self) -> dict[str, Any]:
         """Gives what the record keeps of it, as JSON."""

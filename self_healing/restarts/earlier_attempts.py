@@ -25,7 +25,7 @@ logger = logging.getLogger("self_healing")
 @dataclass(slots=True)
 class Refusal:
     """
-    Why a run is not continued once more.
+    A run is not continued once more, and why.
 
     Args:
         verdict (`str`):
@@ -209,7 +209,7 @@ def _refuse(run: RunContext, attempts: Attempts, start: Start, refused: Refusal)
 
 
 def _log_history_in(checkpoint: str | None) -> list[dict[str, Any]]:
-    """What had been logged when a checkpoint was written; nothing if that cannot be read."""
+    """Reads the log history of a checkpoint; empty if it cannot be read."""
     if checkpoint is None:
         return []
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -157,7 +157,7 @@ class Preemption:
 
     @property
     def exit_code(self) -> int:
-        """What the process ends with: 143 after SIGTERM, 75 after SIGUSR1."""
+        """The process's exit code: 143 after SIGTERM, 75 after SIGUSR1."""
         return EXIT_CODES[self.requested or signal.SIGTERM]
 
     # ---- a signal comes ----
@@ -205,7 +205,7 @@ class Preemption:
             self.raised = self.raised or error
 
     def _must_be_left_by(self, came: float) -> float:
-        """When a step has to be left for its state to be saved before the deadline."""
+        """Gives the time by which a step is left, so that its state is saved before the deadline."""
         reserve = _SLOWER_SAVE * self._longest_save() + _LEAVING
         return came + max(self.deadline - reserve, self.deadline / 2)
 
@@ -271,7 +271,7 @@ def _abandoned(handler: Any) -> Iterator[Preemption]:
 
 
 def _before_stale_ones(signum: signal.Signals, handler: Any) -> Any:
-    """What was there before handlers of runs that an exception has ended without a word."""
+    """Looks past handlers of runs that an exception has ended without an event."""
     owner = getattr(handler, "__self__", None)
     while isinstance(owner, Preemption) and not owner._still_training(sys._getframe()):
         handler = owner._earlier.get(signum, signal.SIG_DFL)

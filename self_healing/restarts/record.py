@@ -1,4 +1,4 @@
-"""What is known about a run beyond the life of its process: `healing_run.json`, and a mark of how far it came."""
+"""Keeps what outlives the processes of a run: `healing_run.json`, and a mark of the step it has come to."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _EMPTY: dict[str, Any] = {
 _INCIDENT = Incident("", 0, "").to_dict()
 
 
-# A fact of this process, whoever asks: how often training into a directory has begun in it.
+# Of this process and not of one run: how often training into a directory has begun in it.
 _CALLS: Counter[str] = Counter()
 
 
@@ -55,7 +55,7 @@ def first_call(directory: Path) -> bool:
 
 
 class Ending(StrEnum):
-    """How an attempt ended; `RUNNING` in the record of one that is gone says that it had no time to say so."""
+    """The end of an attempt; `RUNNING` in the record of one that is gone says that it was killed."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -241,7 +241,7 @@ class RunRecord:
 
     @property
     def ending(self) -> Ending:
-        """How the newest attempt ended."""
+        """The end of the newest attempt."""
         return self.newest.ending if self.attempts else Ending.FINISHED
 
     # ---- writing ----
@@ -273,7 +273,7 @@ class RunRecord:
         return attempt
 
     def note_step(self, step: int) -> None:
-        """How far the run is, for those who find it dead; may take a hundredth of the time, however slow the disk."""
+        """Marks the step that a killed process leaves; takes at most a hundredth of the time, on any disk."""
         now = time.perf_counter()
         if self._progress is None or now < self._next_mark:
             return

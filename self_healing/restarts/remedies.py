@@ -86,7 +86,7 @@ class LastResorts:
         return {"checkpoint": point.path}
 
     def _not_worth_saving(self, context: HealingContext) -> str:
-        """Why a checkpoint of the state gone back to would mislead: there is none, or one that got further."""
+        """Says why a checkpoint of the state gone back to would mislead: there is none, or one that got further."""
         if Action.ROLL_BACK not in context.attempted:
             return ""
         if context.went_back is None:
@@ -113,7 +113,7 @@ class LastResorts:
 
 
 def _why_there_is_none(instrument: Instrument) -> str:
-    """Why an emergency checkpoint was not even begun."""
+    """Says why an emergency checkpoint was not even begun."""
     if consensus.world_size() > 1:
         return "several processes train together, and the others may not be able to save"
     return f"the weights cannot be trusted: it happened {instrument.reentry.phase.value}"

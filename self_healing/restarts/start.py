@@ -46,7 +46,7 @@ _LOOKED_AT = frozenset({Ending.FAILED, Ending.GAVE_UP, Ending.INTERRUPTED})
 @dataclass(frozen=True, slots=True)
 class Start:
     """
-    Where a process begins.
+    The beginning of a process: checkpoint, step, and the run it continues.
 
     Args:
         checkpoint (`str`, *optional*):
@@ -56,7 +56,7 @@ class Start:
         record ([`RunRecord`], *optional*):
             Of the run that it continues; `None` for a new one.
         by_hand (`bool`):
-            Whether somebody who has looked at the failure started it.
+            Whether a person started it, who has looked at the failure.
         by_agent (`bool`):
             Whether a launcher that has lived on started it again.
         beside (`bool`):
@@ -256,7 +256,7 @@ def was_writing(record: RunRecord, checkpoint: Path) -> bool:
 
 
 def bookkeeping_of(record: RunRecord | None, checkpoint: Path) -> Mapping[str, Any] | None:
-    """What the marker of a checkpoint was to say, if the process was killed before it could write it."""
+    """Gives what the marker of a checkpoint was to say, if the process was killed before it could write it."""
     if record is None or record.saving is None or not _was_about_to_save(record, checkpoint):
         return None
     with contextlib.suppress(ValueError, TypeError):
@@ -280,7 +280,7 @@ def start_of(
     checkpoint: str | None, record: RunRecord | None, launch: Launch, taken_up: bool, requested: Any
 ) -> Start:
     """
-    What it means to begin at a checkpoint.
+    Puts together what it means to begin at a checkpoint.
 
     Args:
         checkpoint (`str`, *optional*):

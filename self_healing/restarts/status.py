@@ -1,4 +1,4 @@
-"""Whether a run goes on, has ended or died, told to whoever looks into its `output_dir`: `healing_status.json`."""
+"""Writes and reads `healing_status.json`: whether the run in an `output_dir` goes on, has ended or died."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHARE = 0.01
 
 
 class RunState(StrEnum):
-    """What has become of a run."""
+    """The state of a run, as its status file has it."""
 
     RUNNING = "running"
     ENDED = "ended"
@@ -109,7 +109,7 @@ class RunStatus:
 
 
 def read_status(directory: Path) -> RunStatus | None:
-    """What there is to know about the newest run into an `output_dir`; `None` if nothing is written down."""
+    """Reads the status of the newest run into an `output_dir`; `None` if nothing is written down."""
     try:
         content = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
         known = {each.name for each in fields(RunStatus)}
@@ -194,7 +194,7 @@ class StatusKeeper:
             atexit.register(lambda: (method := at_exit()) and method())
 
     def note_step(self, step: int) -> None:
-        """How far the run is; may take a hundredth of the time, however slow the disk."""
+        """Marks the step the run is at; takes at most a hundredth of the time, however slow the disk."""
         now = time.perf_counter()
         if self._progress is None or now < self._next_mark:
             return

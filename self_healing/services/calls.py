@@ -109,7 +109,7 @@ class ServiceCalls(Healer):
                 self._write_down(failures, retry)
 
     def _policy(self, service: str) -> RetryPolicy:
-        """What is known to be lasting is not waited for again and again."""
+        """Gives the policy of a service; a failure that is known to last is not waited for."""
         return replace(self.policy, at_once=True) if service in self._never_finite else self.policy
 
     def _open(self, failures: _Failures, error: BaseException) -> Incident:

@@ -19,7 +19,7 @@ logger = logging.getLogger("self_healing")
 
 # Training is waiting: one more attempt, at once or nearly so.
 _ATTEMPTS, _LONGEST_WAIT = 2, 1.0
-# A call that fails only after so many seconds is not made at every log, but so many seconds later.
+# A call that takes this many seconds to fail is not made at every log, but this much later.
 _SLOW, _PAUSE = 5.0, 300.0
 
 

@@ -1,4 +1,4 @@
-"""Whether the rows of a model call are computed one by one, and how the losses of some add up to that of all."""
+"""Finds out whether rows of a model call are independent, and how losses of some add up to that of all."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def merge(
     outputs: Sequence[Any], chunks: Sequence[Chunk], whole: Mapping[str, Any], rule: Rule, knows: int = -1
 ) -> Any:
     """
-    What the model would have given for all rows.
+    Merges outputs of chunks into what the model would have given for all rows.
 
     Args:
         outputs (`Sequence`):
@@ -118,7 +118,7 @@ def _weights(rule: Rule, chunks: Sequence[Chunk], whole: Mapping[str, Any]) -> l
 
 
 def _count(kwargs: Mapping[str, Any], whole: Mapping[str, Any], rule: Rule) -> torch.Tensor:
-    """How many labels a chunk has."""
+    """Counts the labels of a chunk."""
     if isinstance(whole.get("shift_labels"), torch.Tensor):
         return _count_of(kwargs["shift_labels"])
     labels = kwargs.get("labels")
@@ -175,7 +175,7 @@ def is_classifier(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def why_rows_depend(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Why the rows of a call cannot be computed one after the other, as far as that can be seen; empty if they can."""
+    """Says why the rows of a call cannot be computed one after the other, as far as can be seen; empty if they can."""
     if any(isinstance(each, torch.nn.modules.batchnorm._BatchNorm) and each.training for each in module.modules()):
         return "batch normalisation computes its statistics over all rows of the batch"
     config: Any = getattr(module, "config", None)
@@ -210,7 +210,7 @@ def innermost(module: torch.nn.Module) -> torch.nn.Module:
 
 class Additivity:
     """
-    How the losses of one module add up.
+    The way the losses of one module add up.
 
     Args:
         module (`torch.nn.Module`):
@@ -232,7 +232,7 @@ class Additivity:
         self, original: Callable[..., Any], chunks: Sequence[Chunk], args: tuple[Any, ...], whole: dict[str, Any]
     ) -> Rule:
         """
-        How the losses of these chunks add up; for a model that is not known, found out by experiment.
+        Gives how the losses of these chunks add up; for an unknown model, found out by experiment.
 
         Raises:
             CannotSplit: If what comes out for some rows depends on others.
@@ -294,7 +294,7 @@ class Additivity:
     def _rule_of_segments(
         self, original: Callable[..., Any], shape: CallShape, whole: dict[str, Any], known: Rule | None
     ) -> Rule:
-        """Whether sequences of a flattened batch see each other depends on the attention there is."""
+        """Finds the rule of a flattened batch: whether its sequences see each other depends on the attention."""
         if known is None:
             raise CannotSplit("a flattened batch is only split for causal language models of transformers")
         signature = (*sorted(name for name, value in whole.items() if value is not None), whole.get("use_cache"))
@@ -387,7 +387,7 @@ class Additivity:
         return 1e-4 if self._device.type == "cpu" else 3e-3
 
     def _noise(self, original: Callable[..., Any], chunk: Chunk, repetitions: int) -> tuple[float, float]:
-        """How far outputs, and what is one number of them, may lie apart where the same draws are made."""
+        """Measures how far outputs, and single numbers among them, lie apart where the same draws are made."""
         outputs, numbers, first = 0.0, 0.0, None
         for _ in range(repetitions):
             with random_states_kept(self._device):

@@ -122,7 +122,7 @@ class SplitCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, bool]:
-        """What the call gives, and whether it was split; if not, it has to be made."""
+        """Gives the output of the call, and whether it was split; if not, the call has to be made."""
         allowed = self._sizes.rows_for(shape)
         if allowed >= shape.rows:
             return None, False
@@ -292,7 +292,7 @@ class SplitCalls:
 
     def _wants_whole_gradients(self) -> bool:
         """
-        Whether somebody takes gradients as they come: DistributedDataParallel, or a hook on a parameter. They must not
+        Whether gradients are taken as they come: by DistributedDataParallel, or a hook on a parameter. They must not
         come in portions; held back, they need the memory of a second set.
         """
         if consensus.world_size() > 1:

@@ -1,4 +1,4 @@
-"""What a model gives: taken apart, put together, compared."""
+"""Outputs of a model: taken apart, put together, compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def merged(
     knows: int = -1,
 ) -> Any:
     """
-    What the model would have given for all rows, from what it gave for some after the other.
+    Merges the outputs for some rows after the other into what the model would have given for all.
 
     Args:
         name (`str`):
@@ -96,7 +96,7 @@ def loss_alone(output: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor was."""
+    """The place of a tensor in an output."""
 
     index: int
 
@@ -132,7 +132,7 @@ def filled(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 # No parts of a tensor have fewer elements than this.
 _SMALL = 2**14
-# In so many parts outputs are compared, for which several copies of each are made in double precision.
+# Outputs are compared in this many parts, for which several copies of each are made in double precision.
 _COMPARED = 256
 
 
@@ -163,7 +163,7 @@ def alike(one: Any, other: Any, looseness: float) -> bool:
 
 
 def furthest(one: Any, other: Any) -> float:
-    """How far two outputs of the same sizes lie apart at most, relative to the largest number in each tensor."""
+    """Measures how far two outputs of the same sizes lie apart, relative to the largest number in each tensor."""
     first: list[torch.Tensor] = []
     second: list[torch.Tensor] = []
     flattened(one, first)

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 # By how much the gradient of an output may differ, in last places and at least: the loss computes it with the same
 # kernels on tensors of the same sizes, but they may add up in another order.
 _LAST_PLACES, _SAME = 2, 1e-5
-# In so many parts it is summed up.
+# It is summed up in this many parts.
 _PARTS = 64
 # Steps in a row that could not be computed in passes, after which it is not tried any more.
 _ENOUGH = 2
@@ -95,7 +95,7 @@ class SplitCall:
         return self.chunks[len(self._outputs)]
 
     def join(self, output: Any, whole: Mapping[str, Any]) -> Any:
-        """What the model would have given for all rows, from what it gave for the chunk whose turn it is."""
+        """Gives what the model would have given for all rows, from the output of the chunk whose turn it is."""
         tensors: list[torch.Tensor] = []
         structure, live = flattened(output, tensors), len(self._outputs)
         self._watch(tensors)
@@ -136,7 +136,7 @@ class SplitCall:
                     given[place] = tensor.detach().requires_grad_()
 
     def agreeing(self) -> list[torch.Tensor]:
-        """Whether each output was given the gradient that it gets when all others are known."""
+        """Tells of each output whether it was given the gradient that it gets when all others are known."""
         found: list[torch.Tensor] = []
         for given, tensors in zip(self._gradients[:-1], self._known[:-1], strict=True):
             for place, tensor in enumerate(tensors):
@@ -287,7 +287,7 @@ def fingerprint(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _agree(given: torch.Tensor, due: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Whether sums are those of the same gradient, but for rounding."""
+    """Tells whether sums are those of the same gradient, but for rounding."""
     # They are as exact as what they are large against.
     near = (given - due).abs() <= max(_LAST_PLACES * torch.finfo(dtype).eps, _SAME) * given[1].abs()
     # A number that is not finite says nothing about splitting; the step is judged by it soon enough.

@@ -37,7 +37,7 @@ def recomputed(
     unclear: Callable[[], None] = lambda: None,
 ) -> Any:
     """
-    What `run` gives, kept without its activations: in the backward pass it is run again.
+    Gives the output of `run` without keeping its activations: in the backward pass it is run again.
 
     Args:
         run (`Callable[[], Any]`):
@@ -65,7 +65,7 @@ def recomputed(
 
 def recomputed_at_once(run: Callable[[], Any], device: torch.device) -> Any:
     """
-    The same, but gradients of all chunks arrive together, at the end of the backward pass: whoever takes them sees
+    The same, but gradients of all chunks arrive together, at the end of the backward pass: a hook sees
     them once, and they need memory for a second set.
     """
     drawn: list[RandomState] = []
@@ -87,7 +87,7 @@ class _Recomputed(torch.autograd.Function):
     Keeps what came out, computes it again in the backward pass, and adds the gradients to those there are.
 
     Not `torch.utils.checkpoint`: without re-entering, gradients of all parameters would be held a second time until
-    all chunks are through; with it, outputs that nobody has used would be gone through with gradients of zero.
+    all chunks are through; with it, outputs that were not used would be gone through with gradients of zero.
     """
 
     @staticmethod
@@ -119,7 +119,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            # Would be added to `.grad`, where nobody looks for them.
+            # Would be added to `.grad`, where no optimizer looks for them.
             raise RuntimeError(
                 "A model call was split because it did not fit in memory; gradients of it can be computed by "
                 "`backward()`, but not by `torch.autograd.grad` or for some inputs only."
@@ -141,7 +141,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _run_again(ctx: Any, with_gradients: bool) -> tuple[list[torch.Tensor], Trace]:
-    """What comes out with the random states and the precision of the first time; with activations, or as then."""
+    """Runs once more with the random states and the precision of the first time; with activations, or as then."""
     tensors: list[torch.Tensor] = []
     with random_states_kept(ctx.device), contextlib.ExitStack() as stack:
         ctx.rng.restore()
@@ -157,7 +157,7 @@ def _run_again(ctx: Any, with_gradients: bool) -> tuple[list[torch.Tensor], Trac
 
 def _looked_into(ctx: Any) -> list[torch.Tensor]:
     """
-    What comes out, if it is the same as the first time but for the noise of the kernels.
+    Runs once more and gives the output, if it is that of the first time but for the noise of the kernels.
 
     Raises:
         ComputedOtherwise: If it is not. A single observation may be a fault of the device: it is not believed.

@@ -1,7 +1,7 @@
 """
-Whether what is computed again is the same computation, where kernels need not repeat bitwise.
+Tells whether a computation was repeated, where kernels need not repeat bitwise.
 
-Two computations of the same rows lie apart by the noise of the kernels: atomic sums, tiles that are chosen anew. How
+Two computations of the same rows lie apart by the noise of the kernels: atomic sums, tiles that are chosen again. How
 much of it arrives in an output, its precision does not say: in bfloat16 the log-probabilities of a small model move by
 1e-4 of themselves, and the score of a reward model, a sum that nearly cancels, by a tenth. Dropout that is on in one
 of the two and off in the other moves the former by 2e-3, which is less than the last place of a bfloat16. So the noise
@@ -24,7 +24,7 @@ from ...random_state import RandomState
 from ...repeatability import lowest_precision, tolerance
 
 
-# How often something is computed again to see how far it lies apart from itself; more often where that does not settle
+# How often something is computed again to see how far it lies apart from itself; more often where that does not decide
 # what there was: a single number repeats by chance, and noise of less than a last place shows in few computations.
 FEW, MANY = 4, 16
 # Elements of each output that are kept to compare it by.
@@ -44,7 +44,7 @@ _HUGE = 1e15
 
 
 class Verdict(enum.Enum):
-    """What two computations are that lie apart."""
+    """The verdict on two computations that lie apart."""
 
     SAME = enum.auto()
     UNCLEAR = enum.auto()
@@ -54,7 +54,7 @@ class Verdict(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Trace:
     """
-    What is kept of a computation to know it again.
+    A sample of a computation, to know it again.
 
     Args:
         sample (`list[torch.Tensor]`):
@@ -88,7 +88,7 @@ class Trace:
 @dataclass(slots=True)
 class _Level:
     """
-    What has been seen of one output.
+    The noise and the size of one output, as seen so far.
 
     Args:
         scale (`float`):
@@ -113,13 +113,13 @@ class _Level:
             self.sizes.clear()
 
     def at_most(self, dtype: torch.dtype) -> float:
-        """What lies further apart differs by more than its kernels."""
+        """Gives the distance up to which the noise of kernels explains a difference."""
         return max(_UNCLEAR / _NOISE * self.noise, tolerance(dtype) * self.scale)
 
 
 class Repeats:
     """
-    How closely a module repeats what it computes, as far as has been seen.
+    Learns how closely a module repeats what it computes.
 
     Distances and sizes are root mean squares over the elements of an output. They are not relative: a number that
     happens to be near zero is not less noisy for it.
@@ -145,7 +145,7 @@ class Repeats:
         self._levels: dict[tuple[tuple[bool, torch.dtype], ...], list[_Level]] = {}
 
     def trace(self, tensors: Sequence[torch.Tensor]) -> Trace:
-        """What is kept of what came out just now."""
+        """Samples the output, and notes the settings it was computed with."""
         kind, modules = self._device.type, list(self._module.modules())
         return Trace(
             sampled(tensors),
@@ -175,7 +175,7 @@ class Repeats:
 
     def judge(self, first: Trace, repeated: Sequence[Trace]) -> Verdict:
         """
-        Whether a computation could have been one more of several repetitions.
+        Judges whether a computation could have been one more of several repetitions.
 
         Where something was switched in between, nothing else explains what is more than their noise. Otherwise other
         kernels may have been chosen for it (by the memory there was, by what was tuned since), which does not show in
@@ -270,7 +270,7 @@ def _size(values: torch.Tensor) -> torch.Tensor:
 
 
 def _last_places(values: torch.Tensor, dtype: torch.dtype) -> float:
-    """What rounding may take from a single number, relatively."""
+    """The relative error that rounding leaves in a single number."""
     usable, last_place = _usable(values), torch.finfo(values.dtype).eps
     # What was computed in fewer bits and cast is as coarse as these.
     if torch.equal(usable.to(dtype).to(values.dtype), usable):
@@ -279,7 +279,7 @@ def _last_places(values: torch.Tensor, dtype: torch.dtype) -> float:
 
 
 def _adapters(modules: Sequence[torch.nn.Module]) -> list[Any]:
-    """Which adapters are active in which layer, how strongly, and which are merged into it."""
+    """Gives which adapters are active in which layer, how strongly, and which are merged into it."""
     if "peft" not in sys.modules:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -1,4 +1,4 @@
-"""What sizes of model calls fitted, and which did not."""
+"""Remembers which sizes of model calls fitted, and which did not."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Room(Protocol):
         """Bytes that could be taken beyond them."""
 
 
-# A size nobody has: it says that something did fail, and so that only what is known to fit is safe.
+# Larger than any size: it says that something did fail, and so that only what is known to fit is safe.
 _BEYOND_ALL = 1 << 30
 
 
 @dataclass(slots=True)
 class _Frontier:
     """
-    What is known of one kind of call.
+    The sizes of one kind of call that are known to fit, or not to.
 
     Args:
         wait (`int`):
@@ -98,7 +98,7 @@ class _Try:
 
 class SizeMemory:
     """
-    What sizes of model calls fitted and which did not, and with it how many rows of the next one may run at a time.
+    Remembers which sizes of model calls fitted, and tells how many rows of the next one may run at a time.
 
     Sizes are compared in both directions at once (as many rows *and* as long): memory grows linearly with one and
     faster than that with the other, so their product alone says too little.
@@ -154,7 +154,7 @@ class SizeMemory:
                 frontier.next_retry, frontier.next_try = step + frontier.wait, step + frontier.try_wait
 
     def rows_for(self, shape: CallShape) -> int:
-        """How many rows of a call of this size may run at a time, at least 1; a size that is tried is noted."""
+        """Gives how many rows of a call of this size may run at a time, at least 1; notes a size that is tried."""
         allowed = self.known_rows(shape)
         if not self._has_failed(shape.kind) or self._trying is not None:
             return allowed
@@ -166,7 +166,7 @@ class SizeMemory:
         return allowed if self._trying is None else self._trying.rows
 
     def known_rows(self, shape: CallShape) -> int:
-        """How many of its rows are known to fit; half of what failed where nothing is known."""
+        """Gives how many of its rows are known to fit; half of what failed where nothing is known."""
         if not self._has_failed(shape.kind):
             return shape.rows
         most = self._most(shape) or self._half_of_what_failed(shape)
@@ -305,12 +305,12 @@ class SizeMemory:
         return self._trying is not None and shape.kind == self._trying.kind and shape.rows <= self._trying.rows
 
     def forget_attempt(self) -> None:
-        """What ran since the last failure says nothing: it runs again."""
+        """Forgets the calls since the last failure: they run again."""
         self._seen.clear()
         self._forget_begun()
 
     def _forget_begun(self) -> None:
-        """What does not fit from here on is not what ran before."""
+        """Forgets which calls have begun: what does not fit from here on is none of them."""
         self.begun.clear()
         self.last_begun = None
 
@@ -327,7 +327,7 @@ class SizeMemory:
         self.changed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known, as JSON."""
+        """Gives what is known, as JSON."""
         return {kind: {"fits": frontier.fits, "fails": frontier.fails} for kind, frontier in self._frontiers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

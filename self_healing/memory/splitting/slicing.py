@@ -167,7 +167,7 @@ def mapping_like(like: Mapping[str, Any], content: dict[str, Any]) -> Any:
 
 def used_lengths(kwargs: Mapping[str, Any], rows: int) -> list[int] | None:
     """
-    Where the padding on the right of each row begins, from its attention mask and labels; `None` if that is not known,
+    Finds where the padding on the right of each row begins, by attention mask and labels; `None` if it is not known,
     or if something in the call is in the way of cutting it off. One device sync.
     """
     mask = kwargs.get("attention_mask")
