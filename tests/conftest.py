@@ -34,6 +34,8 @@ from transformers import (
 from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
 from self_healing.journal.journal import Journal
 from self_healing.own_files import CHECKPOINT_FILES, GITIGNORE, RUN_FILES
+from self_healing.run.incidents import OpenIncident
+from self_healing.run.outcomes import Outcomes
 
 
 try:
@@ -682,6 +684,51 @@ def _ladders_are_climbed_as_declared(monkeypatch: pytest.MonkeyPatch) -> Iterato
     yield
     departures = [off_the_ladder(failure, actions) for (_, failure), actions in taken.items()]
     assert [each for each in departures if each is not None] == []
+
+
+@pytest.fixture(autouse=True)
+def _no_incident_is_lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """
+    Whatever a test does to a run: an incident that was told of has an outcome, or is where it waits for one, and none
+    is open any more when the run has ended.
+    """
+    told: list[Incident] = []
+    waiting: list[Incident] = []
+    lost: list[str] = []
+    deal_with, event = Journal.dealt_with, Journal.event
+    wait_for, leave_open = Outcomes.wait_for, OpenIncident.leave_open
+
+    def dealt_with(self: Journal, incident: Incident) -> None:
+        told.append(incident)
+        deal_with(self, incident)
+
+    def written(self: Journal, kind: str, step: int, **fields: Any) -> None:
+        if kind in ("run_ended", "postmortem"):
+            lost.extend(f"{each} when {kind}" for each in self.incidents if each.outcome == "open" and not left(each))
+        event(self, kind, step, **fields)
+
+    def waits(self: Outcomes, incident: Incident) -> None:
+        waiting.append(incident)
+        wait_for(self, incident)
+
+    def stays_open(self: OpenIncident) -> None:
+        waiting.append(self.incident)
+        leave_open(self)
+
+    def left(incident: Incident) -> bool:
+        """Whether the next process takes it up."""
+        return Action.EXIT_FOR_RESTART in incident.actions
+
+    monkeypatch.setattr(Journal, "dealt_with", dealt_with)
+    monkeypatch.setattr(Journal, "event", written)
+    monkeypatch.setattr(Outcomes, "wait_for", waits)
+    monkeypatch.setattr(OpenIncident, "leave_open", stays_open)
+    yield
+    placed = {id(incident) for incident in waiting}
+    # Of a save that failed it is told at once, and the next save or the end of the run closes it.
+    open_still = [each for each in told if each.outcome == "open" and each.failure is not FailureType.DISK]
+    lost += [f"{each} told of" for each in open_still if id(each) not in placed and not left(each)]
+    assert lost == []
 
 
 @pytest.fixture(autouse=True)
