@@ -14,8 +14,8 @@ from ..journal.journal import Journal
 from .outcomes import Outcomes
 
 
-# Where the process leaves, the next one takes up what is open.
-_GOES_ON_ELSEWHERE = frozenset({FailureType.PREEMPTED, FailureType.INTERRUPTED})
+# Where the process ends, the next one takes up what is open.
+_ENDS_THE_PROCESS = frozenset({FailureType.PREEMPTED, FailureType.INTERRUPTED, FailureType.DEVICE})
 
 
 class OpenIncident:
@@ -26,7 +26,8 @@ class OpenIncident:
       follow it.
     - An exception closes it as unresolved, whether training code or code of this library has raised it, unless it is
       closed already (`STOP` closes it as fatal), waits somewhere, or is carried on by the exception
-      ([`DamagedCheckpointError`]). Where the process is interrupted or leaves, it stays open for the next one.
+      ([`DamagedCheckpointError`]). Where the process ends (it is interrupted, asked to leave, or has lost its device),
+      it stays open for the next one.
 
     Args:
         journal ([`Journal`]):
@@ -122,7 +123,7 @@ class OpenIncident:
         """Whether an exception leads to where it is dealt with further."""
         if isinstance(error, DamagedCheckpointError) and error.incident is self.incident:
             return True
-        return classify_exception(error) in _GOES_ON_ELSEWHERE
+        return classify_exception(error) in _ENDS_THE_PROCESS
 
     def _tell(self) -> None:
         self._told = True

@@ -98,7 +98,9 @@ def test_an_exception_leaves_it_where_it_waits(run: MadeUpRun, wait: str) -> Non
     assert opened.incident.outcome == "open"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), None])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(143), RuntimeError("CUDA error: unspecified launch failure"), None]
+)
 def test_what_goes_on_elsewhere_stays_open(run: MadeUpRun, error: Any) -> None:
     opened = run.incident(3, "nonfinite_loss", {})
     error = error or DamagedCheckpointError(opened.incident, "checkpoint-2")
