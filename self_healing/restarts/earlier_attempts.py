@@ -61,7 +61,7 @@ def gave_up(record: RunRecord) -> Refusal:
     )
 
 
-def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
+def crash_loop(record: RunRecord, attempts_allowed: int, died: bool) -> Refusal:
     """The run has ended again and again without getting further."""
     last = record.newest
     loop = [attempt for attempt in record.attempts if attempt.first_step >= last.first_step]
@@ -72,7 +72,7 @@ def crash_loop(record: RunRecord, attempts_allowed: int) -> Refusal:
         f"{step} (last end: {last.ending.value}{told}); the budget of "
         f"{attempts_allowed} attempts without progress is spent"
     )
-    advice = FAILURE_RECIPES[FailureType.PROCESS_DIED].advice if last.ending is Ending.RUNNING else ""
+    advice = FAILURE_RECIPES[FailureType.PROCESS_DIED].advice if died else ""
     advice = (
         f"{advice} Look at what the attempts have in common (chain, attempts). Started by hand with "
         "resume_from_checkpoint=True, the job gets new attempts."
@@ -111,13 +111,14 @@ def _judge(run: RunContext, attempts: Attempts, start: Start) -> Refusal | None:
     earlier, refusal = record.newest, None
     if start.by_hand:
         attempts.steps.reset_ladder()
-    spends = start.spends
-    if start.died:
+    # Before it is written down how that one ended.
+    spends, died = start.spends, start.died
+    if died:
         _infer_death(run, start, earlier)
     if record.ending is Ending.GAVE_UP and not start.by_hand:
         refusal = gave_up(record)
     elif spends and not run.budget.spend(earlier.last_step):
-        refusal = crash_loop(record, run.config.max_recovery_attempts)
+        refusal = crash_loop(record, run.config.max_recovery_attempts, died)
     _count_repeated_steps(run, start, refusal is not None)
     if refusal is None:
         logger.warning(

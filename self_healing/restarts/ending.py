@@ -71,7 +71,8 @@ class RunEnding:
             older = newest_checkpoint_of(run.run_id, self._output_dir, verified=verified)
         advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
         advice += f" {where_to_go_on(checkpoint or older)}"
-        path = self._write_postmortem(verdict, failure, error, checkpoint, advice, older)
+        # Noted, so that a start that is refused names it, and writes none over it.
+        path = attempts.postmortem = self._write_postmortem(verdict, failure, error, checkpoint, advice, older)
         return UnrecoverableTrainingError(
             f"Training stopped at step {self.step}: {verdict.rstrip('.')}. What to do: {advice} "
             f"Postmortem: {path or 'could not be written, see the log'}.",

@@ -29,7 +29,7 @@ from conftest import (
 )
 from transformers import TrainerCallback
 
-from self_healing import HealingConfig, HealingReport, SelfHealingTrainer
+from self_healing import FAILURE_RECIPES, FailureType, HealingConfig, HealingReport, SelfHealingTrainer
 from self_healing.instrument.generated import load_generated
 from self_healing.launcher import launch_of
 from self_healing.restarts.record import _CALLS, RECORD_FILE, Ending, RunRecord
@@ -319,6 +319,8 @@ def test_a_crash_loop_ends_within_the_budget_with_one_postmortem(
     assert [attempt["first_step"] for attempt in attempts[:4]] == [0, 4, 4, 4]
     assert [incident["failure"] for incident in postmortem["chain"]] == ["process_died"] * 4
     assert "started 3 times from step 4 and never came beyond step 6" in postmortem["verdict"]
+    # It did not say why it ended: it was killed.
+    assert FAILURE_RECIPES[FailureType.PROCESS_DIED].advice in postmortem["what_to_do"]
     assert postmortem["metric_tail"][-1]["step"] == 4
     # Started again all the same, it says so at once and never at greater length, and the postmortem stays.
     _, second, third, last = refusals(job)
@@ -365,6 +367,17 @@ def test_a_bug_that_strikes_after_every_restart_ends_within_the_budget(
     assert {incident["outcome"] for incident in earlier} == {"unresolved"}
     assert (last["actions"][-1], last["outcome"]) == ("stop", "fatal")
     assert len(journal(job, "run_started")) == 4
+
+
+def test_what_is_started_again_after_it_was_stopped_leaves_the_postmortem_as_it_is(
+    tmp_path: Path, until_it_ends: Callable[..., list[int]]
+) -> None:
+    job = tmp_path / "job"
+    assert until_it_ends(job, 2, poison=9, config={"on_nonfinite": "raise"}) == [1, 1]
+    (postmortem,) = postmortems(job)
+    assert postmortem["failure"] == "nonfinite_undiagnosed"
+    (refusal,) = refusals(job)
+    assert f"Postmortem: {job / 'postmortem.json'}" in refusal
 
 
 @pytest.mark.slow
