@@ -28,13 +28,13 @@ class GuardedCollator(Proxy):
             The guarded dataset.
     """
 
-    _own = frozenset({"wrapped", "guard", "supply", "labels"})
+    _own = frozenset({"wrapped", "guard", "supply", "labelled_substitutes"})
 
     def __init__(self, wrapped: Callable[[Any], Any], guard: Guard, supply: Supply) -> None:
         self.wrapped = wrapped
         self.guard = guard
         self.supply = supply
-        self.labels = LabelledSubstitutes(wrapped, guard, supply)
+        self.labelled_substitutes = LabelledSubstitutes(wrapped, guard, supply)
 
     def __call__(self, samples: Any) -> Any:
         if self.guard.off:
@@ -54,14 +54,14 @@ class GuardedCollator(Proxy):
         # What it is given is what it would be given without the guard; if the network fails, copies after that.
         collated = guard.attempt(lambda: self.wrapped(first.pop() if first else copies_of(kept)))
         if collated.error is None and (guard.names_only or not has_no_labels(collated.value)):
-            self.labels.found()
+            self.labelled_substitutes.found()
             return collated.value
         if names is None or not isinstance(kept, list) or len(names) != len(kept):
             if collated.error is not None:
                 raise LetPass(collated.error)
             return collated.value
         if collated.error is None:
-            return self.labels.replace(list(kept), list(names), collated.value)
+            return self.labelled_substitutes.replace(list(kept), list(names), collated.value)
         if guard.names_only:
             bad = self._culprits(kept) or range(len(kept))
             named = ", ".join(str(names[row]) for row in bad)

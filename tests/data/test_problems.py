@@ -1,0 +1,90 @@
+"""What makes a sample bad that raises nothing."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import quarantined
+from datasets import Dataset
+
+from self_healing.data.guard import Guard
+from self_healing.data.problems import EMPTY, comes_without_labels, find_problem, has_no_labels
+from self_healing.data.quarantine import Quarantine
+from self_healing.data.stream import GuardedStream
+
+
+@pytest.mark.parametrize("ids", [[], (), np.empty(0), torch.empty(0), torch.empty(1, 0)])
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_a_sequence_of_length_0_is_a_problem(kind: Any, ids: Any) -> None:
+    assert find_problem(kind(input_ids=ids)) is EMPTY
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"input_ids": [1]},
+        {"input_ids": torch.ones(1)},
+        {"input_ids": torch.tensor(1)},
+        {"input_ids": None},
+        {"input_ids": "text"},
+        {"text": ""},
+        {},
+        [],
+        None,
+    ],
+)
+def test_other_samples_are_none(sample: Any) -> None:
+    assert find_problem(sample) is None
+
+
+@pytest.mark.parametrize("kind", ["torch", "datasets"])
+def test_a_stream_leaves_out_an_empty_sequence(tmp_path: Path, kind: str) -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(rows)
+
+    rows: list[dict[str, Any]] = [{"input_ids": [] if number == 5 else [number]} for number in range(8)]
+    stream = Stream() if kind == "torch" else Dataset.from_list(rows).to_iterable_dataset()
+    known = Quarantine(tmp_path).watch("a run", "some data")
+    given = list(GuardedStream(stream, Guard(known, seed=7)))
+    assert given == [row for row in rows if row["input_ids"]]
+    (row,) = quarantined(tmp_path)
+    assert (row["problem"], row["stream_ordinal"], row["attempts"]) == ("empty", 5, 1)
+    assert row["error"] == "a sequence of length 0"
+
+
+@pytest.mark.parametrize(
+    ("labels", "none_counts"),
+    [
+        (torch.full((2, 3), -100), True),
+        (torch.tensor([[-100, -100], [-100, 4]]), False),
+        (torch.full((2,), -100), False),
+        (torch.full((2, 3), -100.0), False),
+        (torch.empty((2, 0), dtype=torch.long), False),
+        ([[-100]], False),
+        (None, False),
+    ],
+)
+def test_a_batch_has_no_labels_if_all_of_its_tokens_are_masked(labels: Any, none_counts: bool) -> None:
+    assert has_no_labels({"labels": labels}) is none_counts
+    assert not has_no_labels([labels])
+
+
+@pytest.mark.parametrize(
+    ("sample", "masked"),
+    [
+        ({"labels": [-100, -100]}, True),
+        ({"labels": torch.tensor([-100, 1])}, False),
+        ({"labels": "a class"}, False),
+        ({"labels": None}, False),
+        ({"input_ids": [1]}, False),
+        ([-100], False),
+    ],
+)
+def test_a_sample_comes_without_labels_if_all_of_its_own_are_masked(sample: Any, masked: bool) -> None:
+    assert comes_without_labels(sample) is masked
