@@ -11,8 +11,9 @@ import logging
 
 from ..classify import describe_exception, text_of
 from ..failures import FailureType
-from ..launcher import EXIT_FOR_RESTART, end_process_with, restarts_on_exit
+from ..launcher import EXIT_FOR_RESTART, restarts_on_exit
 from .ending import RunEnding
+from .process_exit import end_process_with
 from .record import Ending
 
 
