@@ -1,4 +1,4 @@
-"""Every generator a training step draws from."""
+"""`RandomState`: the states of all generators that a training step draws from."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ class RandomState:
     cpu: torch.Tensor
     devices: list[torch.Tensor]
     device_type: str
-    # What lay in the memory of the generators of Python and numpy.
+    # Memory of the generators of Python and numpy when they were captured.
     _python_words: bytes | None = field(default=None, repr=False)
     _numpy_words: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def capture(cls, device: torch.device | None = None, since: RandomState | None = None) -> RandomState:
         """
-        The states as of now; on a GPU they lie in host memory, so nothing waits for the device.
+        Captures the states as of now; those of a GPU lie in host memory, so nothing waits for the device.
 
         Args:
             device (`torch.device`, *optional*):
-                Of the run. Defaults to none: what is watched draws on the host alone.
+                Of the run. Defaults to none, for steps that draw on the host alone.
             since ([`RandomState`], *optional*):
-                An earlier capture: what has not been drawn from since then is shared with it. numpy takes 0.1 ms to
-                tell its state, and that of Python is 625 integers, which the garbage collector goes through.
+                An earlier capture, whose states are shared for generators not drawn from since then. Reading that of
+                numpy takes 0.1 ms, and that of Python is 625 integers, which the garbage collector goes through.
         """
-        # Read first: what another thread draws meanwhile is noticed by the next capture.
+        # Read first: the next capture notices what another thread draws meanwhile.
         python_words, numpy_words = _python_words(), _numpy_words()
         return cls(
             python=since.python if since and since._python_is_at(python_words) else random.getstate(),
@@ -84,12 +84,12 @@ class RandomState:
         return words is not None and words == self._numpy_words and not self.numpy[_HAS_GAUSS]
 
     def is_at(self, other: RandomState) -> bool:
-        """Whether torch would draw the same next."""
+        """Whether torch would draw the same numbers next."""
         mine, theirs = ([each.cpu, *each.devices] for each in (self, other))
         return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
     def restore(self) -> None:
-        """Sets all generators back."""
+        """Sets all generators to the captured states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
@@ -108,20 +108,20 @@ def _python_words_are_in_memory() -> bool:
     if sys.implementation.name != "cpython" or not isinstance(_python_generator, random.Random):
         return False
     place, *words = _PLACE_AND_WORDS.unpack(_words_in_memory())
-    told: tuple[int, ...] = random.getstate()[1]
-    return (*words, place) == told
+    state: tuple[int, ...] = random.getstate()[1]
+    return (*words, place) == state
 
 
 _HAS_PYTHON_WORDS = _python_words_are_in_memory()
 
 
 def _python_words() -> bytes | None:
-    """What the generator behind `random` draws from next; `None` where that cannot be read."""
+    """Reads the memory of the generator behind `random`; `None` where that cannot be read."""
     return _words_in_memory() if _HAS_PYTHON_WORDS else None
 
 
 def _numpy_words() -> bytes | None:
-    """What the generator behind `numpy.random` draws from next; `None` for another one than numpy's default."""
+    """Reads the memory of the generator behind `numpy.random`; `None` for another one than numpy's default."""
     generator = _bit_generator()
     return (
         None

@@ -35,7 +35,7 @@ def read_toml(path: str | os.PathLike[str], error: type[ValueError], advice: str
 
 
 def toml_value(value: bool | int | float | str | tuple[Any, ...]) -> str:
-    """A value as TOML writes it."""
+    """Writes a value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

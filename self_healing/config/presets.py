@@ -47,7 +47,7 @@ Config = TypeVar("Config", bound="DataclassInstance")
 
 
 def preset_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that `healing_preset` among the values stands for."""
+    """Returns the settings of the preset that `healing_preset` among the values names."""
     name = values.get("healing_preset")
     return PRESETS.get(name, {}) if isinstance(name, str) else {}
 

@@ -69,7 +69,7 @@ Schema = Mapping[str, Declared]
 
 @cache
 def schema_of(config: type[Any]) -> Schema:
-    """The settings that a config declares, from its annotations: parsers overwrite `Field.type`."""
+    """Reads the settings that a config declares from its annotations, because parsers overwrite `Field.type`."""
     hints = get_type_hints(config, include_extras=True)
     schema = {}
     for f in fields(config):
@@ -80,7 +80,7 @@ def schema_of(config: type[Any]) -> Schema:
 
 
 def names_in(schema: Schema, section: str) -> list[str]:
-    """The settings of a section."""
+    """Lists the settings of a section."""
     return [name for name, declared in schema.items() if declared.setting.section == section]
 
 

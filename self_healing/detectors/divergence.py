@@ -187,13 +187,13 @@ class DivergenceDetector:
             self._remember_rise()
 
     def _rise(self, reading: Reading, losses: int) -> float:
-        """Distance of the last losses above the baseline, in natural-log units."""
+        """Measures how far the last losses lie above the baseline, in natural-log units."""
         return median(list(self._last_zs)[-losses:] or [0.0]) * (reading.scale or 0.0)
 
     def _noise(self) -> float:
         """
-        Scale of the last z, if it has grown; from the moves from one to the next, of which a rise makes one. A batch
-        of one row where there were eight has the same mean loss, and thrice the noise.
+        Estimates the scale of the last z, if it has grown, from their differences, of which a rise changes one. A
+        batch of one row instead of eight has the same mean loss, and three times the noise.
         """
         zs = list(self._last_zs)
         moves = sorted(map(abs, map(sub, zs[1:], zs)))

@@ -69,7 +69,7 @@ class NonFiniteDetector:
         return self.losses[-1] if self.losses else None
 
     def trend(self) -> tuple[float, float] | None:
-        """Median and scale (1.4826 times the median absolute deviation) of the accepted losses."""
+        """Returns median and scale (1.4826 times the median absolute deviation) of the accepted losses."""
         if not self.losses:
             return None
         centre = median(self.losses)

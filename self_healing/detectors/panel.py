@@ -240,7 +240,7 @@ class DetectorPanel:
         return [] if symptom is None else [symptom]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the detectors remember, as JSON; exact."""
+        """Returns everything the detectors remember, ready for JSON; exact."""
         return {name: detector.state_dict() for name, detector in self._stateful().items()} | {
             "signed_loss": self.signed_loss
         }

@@ -284,7 +284,7 @@ class LogTrend:
         self._least_rise = self.early_rise if self._accepted < self._recent.size else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything it remembers, as JSON; exact."""
+        """Returns everything it remembers, ready for JSON; exact."""
         return {
             "recent": list(self._recent.values),
             "deviations": list(self._deviations.values),

@@ -74,7 +74,7 @@ class UsualSpikes:
             self._tail.remove(min(self._tail, key=lambda each: each[1]))
 
     def _furthest_of_tail(self, heights: list[float], step: int) -> float:
-        """The height that one step in 100,000 exceeds if the tail goes on as it began; 0 where too few are known."""
+        """Extrapolates the tail to the height that one step in 100,000 exceeds; 0 where too few values are known."""
         largest = min(_MOST_OF_TAIL, len(heights) - 1)
         if largest < _FEWEST_OF_TAIL or self._began is None or heights[largest] <= 0:
             return 0.0

@@ -74,7 +74,7 @@ class Series:
 
 
 def finite_number(value: Any) -> float | None:
-    """The value as a finite float, `None` where it is none: trainers log strings and `None` as well."""
+    """Converts a value to a finite float; `None` where it is none, as trainers log strings and `None` as well."""
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, Real):
             return None

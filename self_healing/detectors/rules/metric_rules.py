@@ -134,7 +134,7 @@ class MetricRules:
         return (track for by_metric in self._tracks.values() for track in by_metric.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on, ready for JSON."""
+        """Returns everything needed to go on, ready for JSON."""
         return {
             "step": self._step,
             "logs": self._logs,

@@ -133,7 +133,7 @@ class MetricRule:
         return tuple(dict.fromkeys([self.metric, *(part.metric for part in self.red_flag if part.metric)]))
 
     def describe(self) -> str:
-        """The red flag in words."""
+        """Puts the red flag into words."""
         return " and ".join(map(str, self.red_flag))
 
     def matches(self, metric: str) -> bool:
@@ -148,7 +148,7 @@ class MetricRule:
 
 def rules_for(rules: Iterable[MetricRule], objective: str) -> tuple[MetricRule, ...]:
     """
-    The rules in force for an objective.
+    Selects the rules in force for an objective.
 
     Args:
         rules (`Iterable[MetricRule]`):

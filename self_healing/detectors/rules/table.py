@@ -21,7 +21,7 @@ class RuleError(ValueError):
 
 def load_rules(path: str | os.PathLike[str] | None = None) -> tuple[MetricRule, ...]:
     """
-    The table of the package, with a user's table merged over it.
+    Reads the table of the package, with a user's table merged over it.
 
     A section of the user's file that bears the name of a rule changes the keys it sets and keeps the others;
     `enabled = false` switches the rule off; a section with another name is a new rule, which needs at least `metric`
@@ -48,7 +48,7 @@ def load_rules(path: str | os.PathLike[str] | None = None) -> tuple[MetricRule, 
 
 def rules_to_toml(rules: Iterable[MetricRule]) -> str:
     """
-    The rules as TOML that [`load_rules`] reads back to equal ones.
+    Writes the rules as TOML that [`load_rules`] reads back to equal ones.
 
     Args:
         rules (`Iterable[MetricRule]`):
