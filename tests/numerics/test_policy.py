@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from self_healing import (
 from self_healing.assembly import assemble
 from self_healing.failures import IN_PLACE
 from self_healing.numerics.ladder import RollbackLadder
-from self_healing.numerics.policy import Decision
+from self_healing.numerics.policy import Decision, StepPolicy
 from self_healing.run.budget import RecoveryBudget
 from self_healing.run.went_back import Target
 
@@ -110,6 +111,25 @@ def test_ladder_and_budget_are_kept_in_checkpoints() -> None:
     other = RollbackLadder(config, again)
     other.load_state_dict(ladder.state_dict())
     assert other.next(FailureType.DIVERGENCE, 110, False, True, "1e-3").actions == SLOWER
+
+
+def test_a_rung_that_has_cost_nothing_is_not_counted() -> None:
+    config = HealingConfig()
+    ladder = RollbackLadder(config, RecoveryBudget(config))
+    ladder.healed(FailureType.CORRUPTED_STATE)
+    for _ in range(3):
+        assert ladder.next(FailureType.CORRUPTED_STATE, 100, False, True, "1e-3").rung == 1
+        ladder.healed(FailureType.CORRUPTED_STATE)
+
+
+def test_what_was_left_out_is_kept_in_checkpoints() -> None:
+    config = HealingConfig(nan_patience=3)
+    policy, resumed = StepPolicy(config), StepPolicy(config)
+    for _ in range(2):
+        assert policy.note(skipped=True, explained=False) is None
+    resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert resumed.note(skipped=True, explained=False) is not None
+    assert resumed.out_of_patience
 
 
 def test_every_end_saves_the_state_that_was_gone_back_to() -> None:

@@ -14,6 +14,7 @@ from made_up_run import MadeUpRun, MadeUpWindow
 
 from self_healing import Action, FailureType, UnrecoverableTrainingError
 from self_healing.detectors import Symptom
+from self_healing.failures import Cause
 from self_healing.numerics.climb import RollbackClimb
 from self_healing.numerics.corrupted_state import CorruptedStateHealer
 from self_healing.numerics.damaged_checkpoint import DamagedCheckpointHealer
@@ -23,8 +24,10 @@ from self_healing.numerics.judge import StepJudge
 from self_healing.numerics.memory_while_healing import MemoryWhileHealing
 from self_healing.numerics.observer import StepObserver
 from self_healing.numerics.red_flags import RedFlagHealer
+from self_healing.numerics.remedies import NumericsRemedies
 from self_healing.numerics.untrained_run import UntrainedRunHealer
 from self_healing.run.dispatch import HealingContext
+from self_healing.run.went_back import WentBack
 from self_healing.signals import StepSignals
 
 
@@ -270,10 +273,68 @@ class TestMemoryWhileHealing:
         assert window.skipped
         assert run.actions.applied == [Action.EMERGENCY_CHECKPOINT, Action.STOP]
 
+    def test_the_verdict_names_what_was_looked_into(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        window = run.at(MadeUpWindow(5, NAN))
+
+        def heal() -> None:
+            run.journal.open(5, "not_looked_into_yet", {})
+            known = run.journal.open(5, "nonfinite_loss", {})
+            run.journal.diagnosed(known, FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, {})
+            out_of_memory()
+
+        with pytest.raises(UnrecoverableTrainingError, match=r"something that was wrong \(corrupted state\)"):
+            MemoryWhileHealing(*run.parts).contain(heal, window)  # type: ignore[arg-type]
+
     def test_a_mistake_of_ours_is_none_of_it(self, tmp_path: Path) -> None:
         run = MadeUpRun(tmp_path)
         with pytest.raises(KeyError):
             MemoryWhileHealing(*run.parts).contain(lambda: {}["x"], run.at(MadeUpWindow(5)))  # type: ignore[arg-type]
+
+
+class TestRemedies:
+    """What actions do, asked one by one."""
+
+    def carry_out(self, run: MadeUpRun, action: Action, window: MadeUpWindow | None = None) -> dict[str, Any]:
+        incident = run.journal.open(5, "divergence", {})
+        context: Any = HealingContext(incident, run.instrument, window)
+        remedies: Any = NumericsRemedies(*run.parts)
+        return remedies.table()[action](context, run.instrument.trainer.args)
+
+    @pytest.mark.parametrize("in_a_step", [True, False])
+    def test_a_step_that_is_gone_back_in_is_missing_too(self, tmp_path: Path, in_a_step: bool) -> None:
+        run = MadeUpRun(tmp_path)
+        run.rollback.go_back = lambda target, step, incident: WentBack(4, target, 6, 4)  # type: ignore[attr-defined]
+        window = run.at(MadeUpWindow(10))
+        self.carry_out(run, Action.ROLL_BACK, window if in_a_step else None)
+        assert run.numerics.missing.count == 6 + in_a_step
+
+    def test_moments_begin_anew_with_a_warm_up(self, tmp_path: Path) -> None:
+        run, weight = MadeUpRun(tmp_path), torch.nn.Parameter(torch.ones(2))
+        optimizer = run.instrument.trainer.optimizer = torch.optim.AdamW([weight])
+        weight.sum().backward()
+        optimizer.step()
+        done = self.carry_out(run, Action.RESET_MOMENTS)
+        assert not optimizer.state
+        assert done == {"warmup_steps": run.numerics.learning_rate.warmup}
+        assert run.numerics.learning_rate.scale(0) == 1 / run.numerics.learning_rate.warmup
+
+    def test_an_optimizer_that_is_not_known_keeps_its_state(self, tmp_path: Path) -> None:
+        run, weight = MadeUpRun(tmp_path), torch.nn.Parameter(torch.ones(2))
+        run.instrument.trainer.optimizer = torch.optim.Adagrad([weight])
+        done = self.carry_out(run, Action.RESET_MOMENTS)
+        assert not done["happened"]
+        assert run.instrument.trainer.optimizer.state
+        assert run.numerics.learning_rate.scale(0) == 1.0
+
+
+def test_a_step_after_a_warm_restart_of_the_schedule_is_seen(tmp_path: Path) -> None:
+    run = MadeUpRun(tmp_path)
+    judge = judged(run)
+    for step, rate in enumerate([1e-3, 5e-4, 1e-4, 1e-3]):
+        run.instrument.view.scheduled_rate = rate
+        judge.judge(run.at(MadeUpWindow(step, 2.0)))
+    assert run.numerics.schedule.raised_at == 3
 
 
 def test_an_incident_is_opened_with_what_was_seen(tmp_path: Path) -> None:
