@@ -1,20 +1,15 @@
-"""When memory runs out: free what can be freed, try again, run the model over fewer rows at a time, or give up."""
+"""Heals out-of-memory errors: frees memory, tries again, runs the model over fewer rows at a time, or gives up."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from .. import consensus
 from ..classify import classify_exception
-from ..failures import FAILURE_RECIPES, Action, FailureType
-from ..files import replace_file
+from ..failures import Action, FailureType
 from ..instrument import (
     CannotReduce,
     Instrument,
@@ -22,40 +17,41 @@ from ..instrument import (
     Window,
     alloc_retries,
     free_memory,
-    is_out_of_memory,
     record_memory_history,
     room_of,
     smaller_batch,
-    with_room,
     write_memory_snapshot,
 )
 from ..journal.incident import Incident
-from ..rollback.ring import SnapshotRing
 from ..run.claims import Claim, claim_by_recipe
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
 from ..run.healer import Healer
 from ..run.incidents import OpenIncident
+from .advice import BATCHES_MOVED, ENGINE_ADVICE, OPTIMIZER_ADVICE, advice_on, figures_in_words, size_in_words
+from .optimizer_backup import OptimizerBackup
 from .remedies import MemoryState
-from .splitting import CallShape, ComputedOtherwise, Passes, SplitCalls, SplitGeneration
+from .sizes_file import SizesFile
+from .split_models import SplitModels
+from .splitting import CallShape, ComputedOtherwise, Passes
 
 
 logger = logging.getLogger("self_healing")
 
-SIZES_FILE = "healing_sizes.json"
-_SIZES_VERSION = 1
-# So many failures that passed by themselves within so many steps are no accident: the size is at the limit.
+# This many failures that passed by themselves within this many steps are no accident: the size is at the limit.
 _OFTEN, _LATELY = 3, 50
 
 
 class MemoryHealer(Healer):
     """
-    What is done about out-of-memory errors in one `train()` call.
+    Heals the out-of-memory errors of one `train()` call.
 
     The first time something does not fit, memory is freed and the same is tried once more: another process may have
     held it, or fragmentation. The second time the size counts as one that does not fit, and the model runs over fewer
     rows at a time ([`SplitCalls`]); sizes are remembered ([`SizeMemory`]), in the run directory as well, so later
     batches are split before they fail.
+
+    Large, because one incident goes through all of it: forward, generation and `optimizer.step()` climb one ladder.
 
     Args:
         run ([`RunContext`]):
@@ -85,9 +81,8 @@ class MemoryHealer(Healer):
         self._free_batches = free_batches
         self._note_recomputed = note_recomputed
         self._go_back = go_back
-        self._splits: list[SplitCalls] = []
-        self._models: list[torch.nn.Module] = []
-        self._passes: Passes | None = None
+        self._models = SplitModels(run, state.sizes)
+        self._file = SizesFile(run, state)
         # What is being dealt with, over several attempts, and what actions need to know of it.
         self._opened: OpenIncident | None = None
         self._context: HealingContext | None = None
@@ -97,7 +92,7 @@ class MemoryHealer(Healer):
         self._failed: set[CallShape] = set()
         self._passed: deque[int] = deque(maxlen=_OFTEN)
         # The state right before the step that is being taken.
-        self._backup: SnapshotRing | None = None
+        self._backup: OptimizerBackup | None = None
         self._snapshot_written = False
         # Until the exception has left train(): a smaller batch needs another entry.
         self._claim: Claim | None = None
@@ -111,48 +106,28 @@ class MemoryHealer(Healer):
         if self.config.on_oom == "raise" or not instrument.view.can_reexecute:
             return
         if first:
-            self._recall()
+            self._file.read()
         self._state.sizes.begin_step(instrument.view.step)
         self._state.sizes.room = room_of(instrument.view.device)
         self._state.sizes.failure_is_fatal = consensus.world_size() > 1
         if self._state.checkpointing_activations:
             instrument.activation_checkpointing.switch_on()
         if self._state.sizes.limits:
-            self._watch_calls()
+            self._models.watch()
         if self.config.optimizer_step_backup:
-            self._backup = SnapshotRing(generations=1)
+            self._backup = OptimizerBackup()
         if self.config.oom_memory_snapshot:
             record_memory_history(instrument.view.device)
-
-    def _watch_calls(self) -> None:
-        """From now on every call of a model goes through [`SplitCalls`]."""
-        if self._splits or not self._instrument.view.can_split_calls:
-            return
-        instrument, sizes = self._instrument, self._state.sizes
-        view = instrument.view
-        self._passes = Passes(instrument.objective.paired) if view.may_repeat_the_loss else None
-        for model in view.models():
-            calls = SplitCalls(model, sizes, view.uses_only_the_loss, self._passes, view.autocast_dtype)
-            instrument.intercept_calls(model, calls.call)
-            if hasattr(model, "generate"):
-                instrument.intercept(model, "generate", SplitGeneration(model, sizes, calls).call)
-            self._splits.append(calls)
-            self._models.append(model)
-
-    def _leave_calls_alone(self) -> None:
-        self._instrument.release_calls(self._models)
-        self._splits, self._models, self._passes = [], [], None
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
         """Gives whether calls were split since the last log, and whether the device is nearly full."""
         found: dict[str, float] = {}
         if not self.config.healing_metrics:
             return found
-        pieces = max((calls.pieces for calls in self._splits), default=1)
+        pieces = self._models.pieces
         if pieces > 1:
             found["healing/split_into"] = pieces
-        for calls in self._splits:
-            calls.pieces = 1
+        self._models.count_from_here()
         if self.run.attachment.instrument is None:
             return found
         retries = alloc_retries(self._instrument.view.device)
@@ -178,7 +153,7 @@ class MemoryHealer(Healer):
     @property
     def passes(self) -> Passes | None:
         """Those that training steps are computed in, where their calls are split; `None` where they are not."""
-        return self._passes if self._passes is not None and self._passes.wanted else None
+        return self._models.passes
 
     def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """Takes the next rung of the ladder; `False` where the error has to pass."""
@@ -197,11 +172,11 @@ class MemoryHealer(Healer):
         if self._attempts == 1 and not self._passes_often:
             # The second attempt is watched, so that it is known what did not fit.
             sizes.forget_attempt()
-            self._watch_calls()
+            self._models.watch()
             return True
         if isinstance(ran_out.error, ComputedOtherwise):
             # No size failed. What one attempt saw need not be so; the next one tells.
-            return not any(calls.given_up for calls in self._splits) or self._climb(ran_out, context, shape)
+            return not self._models.given_up or self._climb(ran_out, context, shape)
         if shape is not None and shape not in self._failed and shape.rows > 1:
             self._failed.add(shape)
             context.shape = shape
@@ -210,15 +185,15 @@ class MemoryHealer(Healer):
         return self._climb(ran_out, context, shape)
 
     def _handle_oom_in_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
-        """What a vLLM engine in this process lacks says nothing about sizes: once more, with the memory freed."""
+        """Tries once more with the memory freed: what a vLLM engine in this process lacks says nothing about sizes."""
         self._state.sizes.forget_attempt()
         why = "its engine has kept requests of the call that failed, and would mix them with the next ones"
         if self._instrument.view.engine_is_free_of_requests():
             if self._attempts == 1:
                 return True
             why = "freeing what training keeps for later did not help"
-        context.verdict = f"out of memory in vLLM, which generates in this process: {why}; {_memory(ran_out)}"
-        context.incident.evidence["remedy"] = _ENGINE_ADVICE
+        context.verdict = f"out of memory in vLLM, which generates in this process: {why}; {figures_in_words(ran_out)}"
+        context.incident.evidence["remedy"] = ENGINE_ADVICE
         self._stop(context, ran_out)
         return False
 
@@ -234,8 +209,8 @@ class MemoryHealer(Healer):
 
     def _shape(self, ran_out: OutOfMemory) -> CallShape | None:
         """
-        What was running in this attempt: in a backward pass the last call with gradients, in generation that, else
-        the last one that began. `None` where it was none of a model.
+        Finds what was running in this attempt: in a backward pass the last call with gradients, in generation that,
+        else the last one that began. `None` where it was no call of a model.
         """
         sizes = self._state.sizes
         if ran_out.place in ("generation", "vLLM"):
@@ -249,12 +224,12 @@ class MemoryHealer(Healer):
         return len(self._passed) == _OFTEN and self._instrument.view.step - self._passed[0] <= _LATELY
 
     def _climb(self, ran_out: OutOfMemory, context: HealingContext, shape: CallShape | None) -> bool:
-        """Beyond splitting."""
+        """Takes a rung beyond splitting: fewer activations, a smaller batch, or the end."""
         if self._instrument.retry.experimenting:
             # The run does not need it: nothing that lasts is done for it, and nothing is saved while it goes on.
             return False
         run, incident = self.run, context.incident
-        refusals = [calls.refused for calls in self._splits if calls.refused]
+        refusals = self._models.refusals
         why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"
         if not self._instrument.view.can_split_calls:
             why = "its calls are not split (nn.DataParallel, FSDP)"
@@ -276,8 +251,10 @@ class MemoryHealer(Healer):
                 self._state.checkpointing_activations = False
                 self._claim = Claim(self._end().incident, Action.REDUCE_BATCH_SIZE, batch=plan)
                 return False
-        context.verdict = f"out of memory in {ran_out.place}: {_sizes(shape)}; {why}; {_memory(ran_out)}"
-        incident.evidence["remedy"] = _advice(ran_out, in_training and not run.may_enter_again)
+        context.verdict = (
+            f"out of memory in {ran_out.place}: {size_in_words(shape)}; {why}; {figures_in_words(ran_out)}"
+        )
+        incident.evidence["remedy"] = advice_on(ran_out, in_training and not run.may_enter_again)
         self._stop(context, ran_out)
         return False
 
@@ -303,7 +280,7 @@ class MemoryHealer(Healer):
 
     def _stop(self, context: HealingContext, ran_out: OutOfMemory) -> None:
         context.error = ran_out.error
-        self._remember()
+        self._file.write()
         self._end()
         self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self._args)
 
@@ -314,10 +291,7 @@ class MemoryHealer(Healer):
             # The user's code has let the error pass that a smaller batch was to cure.
             claim, self._claim = self._claim, None
             self.run.dealing_with(claim.incident).close("self_recovered")
-        if self._splits:
-            sizes.on_success()
-        for calls in self._splits:
-            calls.on_success()
+        self._models.on_success()
         if self._context is not None and not self._stepping:
             if self._attempts == 1:
                 self._passed.append(self._context.incident.step)
@@ -326,13 +300,13 @@ class MemoryHealer(Healer):
             self._say_what_was_split(self._context)
             self._end().close("resolved")
             if not sizes.limits and not self._passes_often:
-                self._leave_calls_alone()
+                self._models.leave_alone()
         if sizes.changed:
             sizes.changed = False
-            self._remember()
+            self._file.write()
 
     def _say_what_was_split(self, context: HealingContext) -> None:
-        pieces = max((calls.pieces for calls in self._splits), default=1)
+        pieces = self._models.pieces
         if context.shape is not None and pieces > 1:
             context.incident.figures.append(
                 f"{context.shape} did not fit: split into up to {pieces} pieces from here on, which takes longer"
@@ -344,20 +318,8 @@ class MemoryHealer(Healer):
 
     def about_to_step(self) -> None:
         """Notes, or keeps, what is needed to undo a step that runs out of memory half-way."""
-        if self._backup is not None:
-            try:
-                view = self._instrument.view
-                self._backup.take(view.live_state(), view.step, {}).wait()
-            except Exception as error:
-                if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
-                    raise
-                self._backup = None
-                logger.warning(
-                    "Step %d: there is no host memory for the copy that optimizer_step_backup=True makes before each "
-                    "step (%s). Training goes on without it.",
-                    self._instrument.view.step,
-                    error,
-                )
+        if self._backup is not None and not self._backup.take(self._instrument.view):
+            self._backup = None
         self._state.sizes.begin_step(self._instrument.view.step + 1)
 
     def stepped(self) -> None:
@@ -374,8 +336,8 @@ class MemoryHealer(Healer):
             return False
         context, instrument = self._begin(ran_out, window), self._instrument
         self._stepping = True
-        context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {_memory(ran_out)}"
-        context.incident.evidence["remedy"] = _OPTIMIZER_ADVICE
+        context.verdict = f"out of memory in optimizer.step(), {self._attempts} times: {figures_in_words(ran_out)}"
+        context.incident.evidence["remedy"] = OPTIMIZER_ADVICE
         untouched = instrument.optimizer_step.undo()
         self._free(context, ran_out)
         weights, undone = self._undo_step(untouched)
@@ -391,26 +353,13 @@ class MemoryHealer(Healer):
         return True
 
     def _undo_step(self, untouched: bool) -> tuple[str, bool]:
-        """What has become of the weights, and whether they are as before the step."""
+        """Undoes a step, if it can. Gives what has become of the weights, and whether they are as before the step."""
         if untouched:
             return "untouched: the optimizer was making its state", True
-        if self._backup is not None and self._put_back(self._backup):
+        if self._backup is not None and self._backup.restore(self._instrument.view):
             self._instrument.optimizer_step.undone()
             return "put back from the copy made before the step", True
         return "some may be updated and others not", False
-
-    def _put_back(self, backup: SnapshotRing) -> bool:
-        before, view = backup.candidate, self._instrument.view
-        if before is None:
-            return False
-        try:
-            with_room(lambda: backup.restore(before, view.live_state()), view.device)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            logger.warning("Step %d: the copy made before the step could not be put back.", self._instrument.view.step)
-            return False
-        return True
 
     # ---- one of several processes ----
 
@@ -424,11 +373,11 @@ class MemoryHealer(Healer):
                 "%s",
                 self._instrument.view.step,
                 self._args.process_index,
-                _ENGINE_ADVICE,
+                ENGINE_ADVICE,
             )
             return
         sizes.failed(shape)
-        self._remember()
+        self._file.write()
         logger.warning(
             "Step %d: out of memory in %s on process %d of several (%s). The others are waiting for it, so nothing "
             "can be tried again here; %s says what did not fit, and the next start of the job splits it.",
@@ -436,11 +385,11 @@ class MemoryHealer(Healer):
             ran_out.place,
             self._args.process_index,
             shape,
-            self._path.name,
+            self._file.path.name,
         )
 
     def _whole_batch(self, ran_out: OutOfMemory) -> CallShape | None:
-        """What the first failure of a process says, whose calls are not watched yet."""
+        """Gives what the first failure of a process says, whose calls are not watched yet."""
         if ran_out.place == "vLLM":
             return None
         if ran_out.place == "generation":
@@ -454,8 +403,7 @@ class MemoryHealer(Healer):
         self._attempts += 1
         if self._context is not None:
             return self._context
-        for calls in self._splits:
-            calls.refused = ""
+        self._models.forget_refusals()
         instrument = self._instrument
         evidence: dict[str, Any] = {
             "place": ran_out.place,
@@ -473,7 +421,7 @@ class MemoryHealer(Healer):
         self._opened = self.run.incident(instrument.view.step, "out_of_memory", evidence)
         cause = f"out of {'host' if ran_out.on_host else 'device'} memory in {ran_out.place}"
         self._opened.diagnosed(FailureType.OUT_OF_MEMORY, cause)
-        self._opened.incident.figures.append(_memory(ran_out))
+        self._opened.incident.figures.append(figures_in_words(ran_out))
         self._context = HealingContext(self._opened.incident, instrument, window)
         return self._context
 
@@ -483,54 +431,20 @@ class MemoryHealer(Healer):
             context.window.discard()
         freed = self._free_batches(ran_out.on_host)
         if freed:
-            context.incident.figures.append(_BATCHES[ran_out.on_host].format(freed / 1e6))
+            context.incident.figures.append(BATCHES_MOVED[ran_out.on_host].format(freed / 1e6))
         if self._attempts == 1:
             self.actions.apply(Action.FREE_MEMORY, context, self._args)
         else:
             free_memory(self._instrument.view.device)
 
     def _end(self) -> OpenIncident:
-        """The incident is over, one way or another."""
+        """Ends the incident, whichever way; it is closed by the caller."""
         assert self._opened is not None
         opened, self._opened = self._opened, None
         opened.stop_clock()
         self._context, self._attempts, self._stepping = None, 0, False
         self._failed.clear()
         return opened
-
-    # ---- across processes ----
-
-    @property
-    def _path(self) -> Path:
-        rank = self.run.journal.rank
-        return self.run.directory / (SIZES_FILE if rank == 0 else f"healing_sizes.rank{rank}.json")
-
-    def _remember(self) -> None:
-        content = {
-            "version": _SIZES_VERSION,
-            "for": self._instrument.view.fingerprint(),
-            "checkpointing_activations": self._state.checkpointing_activations,
-            "sizes": self._state.sizes.state_dict(),
-        }
-        try:
-            replace_file(self._path, json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            logger.warning("%s could not be written (%s): the next start has to learn it again.", self._path, error)
-
-    def _recall(self) -> None:
-        """What did not fit in an earlier process, on any rank, if it was the same model on the same device."""
-        for path in sorted(self.run.directory.glob("healing_sizes*.json")):
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-                if content["version"] != _SIZES_VERSION or content["for"] != self._instrument.view.fingerprint():
-                    continue
-                self._state.sizes.load_state_dict(content["sizes"])
-                self._state.checkpointing_activations |= bool(content["checkpointing_activations"])
-            except Exception as error:
-                logger.warning("%s cannot be read and is not used: %s", path, error)
-                continue
-            if self._state.sizes.limits:
-                logger.info("%s: batches that did not fit in an earlier start are split from the beginning.", path)
 
     @property
     def _instrument(self) -> Instrument:
@@ -539,61 +453,3 @@ class MemoryHealer(Healer):
     @property
     def _args(self) -> Any:
         return self._instrument.trainer.args
-
-
-# What has become of the batches that are kept, by whether it was the host's memory that ran out.
-_BATCHES = {
-    False: "{:.1f} MB of batches, kept to compute earlier steps again, lie in host memory from here on",
-    True: "{:.1f} MB of batches were given up: until the next snapshot a rollback loses the steps since the last one",
-}
-
-_OPTIMIZER_ADVICE = (
-    "(1) Take an optimizer with smaller state or with paging (8-bit, Adafactor, paged AdamW), or train fewer weights "
-    "(LoRA). (2) Take one whose update needs no extra memory (fused). (3) Look for who else uses the device."
-)
-
-_ENGINE_ADVICE = (
-    "(1) Lower vllm_gpu_memory_utilization, which the engine takes for itself whatever training leaves, or set "
-    "vllm_enable_sleep_mode=True, which gives it back while a step is trained. (2) Shorten max_completion_length and "
-    "vllm_max_model_length. (3) Have vLLM generate on another device (vllm_mode='server')."
-)
-
-
-def _advice(ran_out: OutOfMemory, alone: bool) -> str:
-    """Three things to try; `alone`: without the wrapper, which could have made the batch smaller."""
-    if ran_out.place == "evaluation":
-        return (
-            "Only the evaluation did not fit. (1) Lower per_device_eval_batch_size. (2) Set eval_accumulation_steps, "
-            "so that predictions are moved to the host. (3) Evaluate on shorter rows, or without predictions "
-            "(prediction_loss_only=True)."
-        )
-    if ran_out.place == "generation":
-        return (
-            "(1) Shorten max_completion_length, or the prompts. (2) Make what is always there smaller: LoRA, weights "
-            "in bf16, an 8-bit optimizer. (3) Generate elsewhere (vLLM on another device)."
-        )
-    smaller = (
-        "Halve per_device_train_batch_size and double gradient_accumulation_steps, or let SelfHealingTrainer do it. "
-        if alone
-        else ""
-    )
-    return smaller + FAILURE_RECIPES[FailureType.OUT_OF_MEMORY].advice
-
-
-def _sizes(shape: CallShape | None) -> str:
-    return "the size of what ran is not known" if shape is None else f"{shape} (rows x padded length) did not fit"
-
-
-def _memory(ran_out: OutOfMemory) -> str:
-    figures = ran_out.figures
-    asked = "" if ran_out.requested is None else f"{ran_out.requested / 1e9:.2f} GB asked for, "
-    if "allocated" in figures:
-        return (
-            f"{asked}{figures['allocated'] / 1e9:.2f} GB allocated ({figures['peak'] / 1e9:.2f} GB at most), "
-            f"{figures['reserved'] / 1e9:.2f} GB reserved, {figures['free'] / 1e9:.2f} of "
-            f"{figures['total'] / 1e9:.2f} GB free"
-        )
-    return (
-        f"{asked}{figures['host_used'] / 1e9:.2f} GB in use by this process, "
-        f"{figures['host_available'] / 1e9:.2f} GB available"
-    )

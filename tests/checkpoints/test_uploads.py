@@ -21,7 +21,7 @@ from self_healing.instrument import leave_out_of_uploads
 from self_healing.instrument.generated import GENERATED_FILE
 from self_healing.journal.journal import EVENTS_FILE
 from self_healing.journal.postmortem import POSTMORTEM_FILE
-from self_healing.memory.healer import SIZES_FILE
+from self_healing.memory.sizes_file import SIZES_FILE
 from self_healing.own_files import GITIGNORE, hide_from_uploads, own_patterns
 from self_healing.restarts.record import PROGRESS_FILE, RECORD_FILE
 

@@ -15,7 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.instrument.out_of_memory import caught
-from self_healing.memory.healer import SIZES_FILE
+from self_healing.memory.sizes_file import SIZES_FILE
 from self_healing.memory.splitting import CallShape, SizeMemory
 
 
