@@ -10,7 +10,7 @@ from typing import Any
 from ..classify import classify_exception, is_error
 from ..failures import FailureType
 from .bad_sample import BadSample
-from .guard import MAX_BAD_IN_A_ROW, DataSourceError, Guard, LetPass
+from .guard import MAX_BAD_IN_A_ROW, CallResult, DataSourceError, Guard, LetPass
 from .reopening import CannotBeReopened, Reopener
 from .sample_names import describe_name
 
@@ -106,23 +106,19 @@ class SourceReader:
             failed.append(self._guard.known.as_written(raised))
             if len(failed) > MAX_BAD_IN_A_ROW:
                 raise LetPass(_cannot_be_passed(failed, error))
-            assert self.source is not None
             if not inspect.isgenerator(self.source):
                 try:
-                    given = next(self.source)
+                    result = self._read_on()
                 except StopIteration:
                     if not _in_a_generator(error):
                         # It lives, and the one that raised was its last.
                         self._leave_out(failed)
                         raise
-                except BaseException as again:
-                    if not is_error(again):
-                        raise
-                    self._guard.raise_if_not_the_sample(again)
-                    error = again
-                    continue
                 else:
-                    return self._after(failed, given, error)
+                    if result.error is None:
+                        return self._after(failed, result.value, error)
+                    error = result.error
+                    continue
             behind = None if self._advance is None else self._advance()
             if behind is None:
                 given = self._tried_again(failed, error)
@@ -130,18 +126,33 @@ class SourceReader:
                 return given
             self.source = behind
             try:
-                given = next(self.source)
+                result = self._read_on()
             except StopIteration:
                 self._leave_out(failed)
                 raise
-            except BaseException as again:
-                if not is_error(again):
-                    raise
-                self._guard.raise_if_not_the_sample(again)
-                error = again
-            else:
+            if result.error is None:
                 self._leave_out(failed)
-                return given
+                return result.value
+            error = result.error
+
+    def _read_on(self) -> CallResult:
+        """
+        Reads on after a failure.
+
+        Raises:
+            StopIteration: At the end of the source.
+            LetPass: For an exception that says nothing about a sample.
+        """
+        assert self.source is not None
+        try:
+            return CallResult(next(self.source))
+        except StopIteration:
+            raise
+        except BaseException as error:
+            if not is_error(error):
+                raise
+            self._guard.raise_if_not_the_sample(error)
+            return CallResult(None, error)
 
     def _reconnected(self, error: BaseException) -> Any:
         """Reads on once the network is back."""
