@@ -142,6 +142,38 @@ class TestTrust:
         assert run.trusted == [5]
         assert run.rollback.states.streak == 0
 
+    def test_leaves_nothing_of_the_steps_that_are_done_again(self, run: SmallRun) -> None:
+        run.train(16)
+        run.rollback.checkpoints.unverified.extend((11, 14))
+        run.state.global_step = 12
+        run.enter()
+        assert run.rollback.trials.last_healthy() is None
+        assert run.rollback.ring.candidate is None
+        assert list(run.rollback.checkpoints.unverified) == [11]
+        run.train(5 + VERIFY)
+        assert run.trusted == [17, 10]
+
+    def test_is_not_kept_in_a_state_the_run_has_gone_on_from_since(self, run: SmallRun) -> None:
+        run.rollback.give_up_steps(0)
+        run.rollback.go_back(Target.INITIAL, step=3, incident="run-001")
+        run.rollback.give_up_steps(3)
+        run.enter()
+        assert run.trusted == []
+
+    def test_is_left_to_checkpoints_where_steps_cannot_be_computed_again(self, tmp_path: Path) -> None:
+        run = SmallRun(tmp_path)
+        run.instrument.view.can_reexecute = False
+        run.enter()
+        assert run.trusted == []
+        assert run.journal.kinds == []
+
+    def test_gives_all_memory_back_at_the_end(self, run: SmallRun) -> None:
+        run.train(15)
+        assert run.rollback.batches.newest_healthy is not None
+        run.rollback.release()
+        assert run.rollback.ring.nbytes == 0
+        assert run.rollback.batches.newest_healthy is None
+
     def test_begins_again_with_another_optimizer(self, run: SmallRun) -> None:
         run.train(15)
         run.optimizer = torch.optim.SGD(run.layer.parameters(), lr=0.1)
