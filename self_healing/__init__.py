@@ -7,13 +7,8 @@ from .classify import classify_exception
 from .clipping import AdaGC, ZClip
 from .config import ConfigurationError, HealingConfig
 from .dry_run import DryRunReport
-from .failures import (
-    FAILURE_RECIPES,
-    Action,
-    FailureType,
-    Recipe,
-    UnrecoverableTrainingError,
-)
+from .exceptions import UnrecoverableTrainingError
+from .failures import FAILURE_RECIPES, Action, FailureType, Recipe
 from .inspection import Finding, Inspection, check_data_quality, check_model_init
 from .journal.incident import Incident
 from .report import HealingReport

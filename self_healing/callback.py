@@ -21,7 +21,7 @@ from .detectors.rules import MetricRule, load_rules
 from .end_of_run import end_run
 from .entry import Entry
 from .entry_checks import refuse_unwritable_output
-from .failures import UnrecoverableTrainingError
+from .exceptions import UnrecoverableTrainingError
 from .instrument import (
     Instrument,
     TrainingFault,

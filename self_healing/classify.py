@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from . import consensus
-from .failures import FailureType, Interruption
+from .exceptions import Interruption
+from .failures import FailureType
 
 
 logger = logging.getLogger(__name__)

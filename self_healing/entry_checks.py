@@ -10,7 +10,8 @@ from typing import Any
 from . import consensus
 from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
 from .config import ConfigurationError
-from .failures import FailureType, UnrecoverableTrainingError
+from .exceptions import UnrecoverableTrainingError
+from .failures import FailureType
 from .instrument import Instrument
 from .output_dir import refuse_unwritable
 from .run.context import RunContext

@@ -1,11 +1,13 @@
-"""What can go wrong, what is known about it, and the exceptions that say so."""
+"""
+Kinds of failure, actions against them, causes that experiments show, and the recipe of each kind.
+
+Long, because most of it is one table: a recipe is a row, and ladders are read side by side.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 
 class FailureType(StrEnum):
@@ -498,82 +500,3 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="error",
     ),
 }
-
-
-class Interruption(BaseException):
-    """
-    Raised in the main thread by something that watches it. Not an `Exception`, so that nothing between the line it
-    strikes and `train()` takes it for an error of its own.
-
-    Args:
-        message (`str`):
-            Why.
-        failure (`FailureType`):
-            What it is.
-    """
-
-    def __init__(self, message: str, failure: FailureType) -> None:
-        super().__init__(message)
-        self.failure = failure
-
-
-class UnrecoverableTrainingError(RuntimeError):
-    """
-    The run cannot be brought to its end; the message names the postmortem.
-
-    Args:
-        message (`str`):
-            What happened, at which step, what was tried, what to do.
-        failure (`FailureType`, *optional*):
-            The kind of failure that ended the run.
-        postmortem (`str`, *optional*):
-            Path of `postmortem.json`.
-    """
-
-    def __init__(self, message: str, failure: FailureType | None = None, postmortem: str | None = None) -> None:
-        super().__init__(message)
-        self.failure = failure
-        self.postmortem = postmortem
-
-
-class DamagedCheckpointError(UnrecoverableTrainingError):
-    """
-    The checkpoint a run was resumed from is damaged, and it can be entered again from an older one.
-
-    Args:
-        incident ([`Incident`]):
-            What showed it.
-        older (`str`):
-            The checkpoint to go on from.
-    """
-
-    def __init__(self, incident: Any, older: str) -> None:
-        super().__init__(f"go on from {older}", failure=FailureType.DAMAGED_CHECKPOINT)
-        self.incident = incident
-        self.older = older
-
-
-class NonFiniteReward(Exception):
-    """
-    A reward is NaN or infinite; `None` is how a reward function says that it does not apply.
-
-    Args:
-        answer (`Any`):
-            What was answered; of a function with `None` in place of what is not finite.
-        places (`Sequence[int]`):
-            The completions whose rewards are not finite.
-        of (`int`):
-            How many rewards there are.
-    """
-
-    def __init__(self, answer: Any, places: Sequence[int], of: int) -> None:
-        named = ", ".join(map(str, places[:10])) + (", ..." if len(places) > 10 else "")
-        super().__init__(f"{len(places)} of {of} rewards are NaN or infinite (completions {named})")
-        self.answer = answer
-        self.places = list(places)
-        self.of = of
-
-    @property
-    def all_of_them(self) -> bool:
-        """Whether there is no reward at all in the answer, not even one that does not apply."""
-        return len(self.places) == self.of

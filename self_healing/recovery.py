@@ -13,13 +13,8 @@ from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.emergency import publish, save_emergency_checkpoint
 from .checkpoints.marker import step_of
 from .classify import add_note, classify_exception, describe_exception, text_of
-from .failures import (
-    FAILURE_RECIPES,
-    Action,
-    DamagedCheckpointError,
-    FailureType,
-    UnrecoverableTrainingError,
-)
+from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
+from .failures import FAILURE_RECIPES, Action, FailureType
 from .instrument.loader_workers import end_workers_that_failed
 from .journal.incident import Incident
 from .memory.outside_of_model import MemoryOutsideOfModel

@@ -16,7 +16,8 @@ from tenacity import RetryCallState
 
 from .classify import attribute_of, classify_exception
 from .config import HealingConfig
-from .failures import FailureType, NonFiniteReward
+from .exceptions import NonFiniteReward
+from .failures import FailureType
 
 
 T = TypeVar("T")

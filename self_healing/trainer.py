@@ -17,7 +17,7 @@ from .assembly import Run, assemble
 from .callback import SelfHealingCallback, adopt_run
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
-from .failures import DamagedCheckpointError, UnrecoverableTrainingError
+from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
 from .instrument import ReportingGuard, let_go
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader

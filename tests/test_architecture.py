@@ -28,9 +28,9 @@ FAMILIES = ("numerics", "memory", "data", "services", "storage", "hangs", "resta
 # what puts them together. `recovery` is so far up because it asks several of them about one exception.
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        *("batch_layout", "call_shape", "checkpoint_files", "classify", "config", "consensus", "extents"),
-        *("failures", "files", "known_errors", "launcher", "objectives", "output_dir", "own_files", "random_state"),
-        *("repeatability", "retry", "saved_state", "signals", "toml"),
+        *("batch_layout", "call_shape", "checkpoint_files", "classify", "config", "consensus", "exceptions"),
+        *("extents", "failures", "files", "known_errors", "launcher", "objectives", "output_dir", "own_files"),
+        *("random_state", "repeatability", "retry", "saved_state", "signals", "toml"),
     ),
     ("detectors",),
     # ZClip builds on the norm statistics of the detectors.

@@ -16,7 +16,8 @@ from types import FrameType
 from typing import Any
 
 from ..config import HealingConfig
-from ..failures import Action, FailureType, Interruption
+from ..exceptions import Interruption
+from ..failures import Action, FailureType
 from ..instrument.loader_workers import end_awaited_workers
 from ..instrument.sections import BETWEEN, Heartbeat
 from ..journal.incident import Incident

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..classify import classify_exception
-from ..failures import FailureType, UnrecoverableTrainingError
+from ..exceptions import UnrecoverableTrainingError
+from ..failures import FailureType
 from .hooks import Hooks
 from .on_exception import OnException
 from .replacing import Replacements

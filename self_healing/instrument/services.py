@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType
 
-from ..failures import NonFiniteReward
+from ..exceptions import NonFiniteReward
 from ..random_state import RandomState
 from .interception import Interception
 from .wrapping import Instrument

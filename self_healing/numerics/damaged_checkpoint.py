@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from .. import consensus
 from ..checkpoints.choice import mark_suspect, older_checkpoints
-from ..failures import Action, DamagedCheckpointError, FailureType
+from ..exceptions import DamagedCheckpointError
+from ..failures import Action, FailureType
 from ..instrument import Window
 from ..run.dispatch import HealingContext
 from .healer import NumericsHealer

@@ -8,7 +8,8 @@ from typing import NoReturn
 
 from .. import consensus
 from ..classify import describe_exception
-from ..failures import Action, Cause, FailureType, UnrecoverableTrainingError
+from ..exceptions import UnrecoverableTrainingError
+from ..failures import Action, Cause, FailureType
 from ..instrument import (
     TrainingFault,
     Window,

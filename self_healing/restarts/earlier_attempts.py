@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..checkpoint_files import STATE_FILE
-from ..failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
+from ..exceptions import UnrecoverableTrainingError
+from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..journal.postmortem import POSTMORTEM_FILE
 from ..run.context import RunContext
 from ..run.outcomes import may_be_repeated

@@ -8,7 +8,8 @@ from typing import Any
 from ..checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_of
 from ..checkpoints.emergency import publish, remove_emergency_checkpoints
 from ..classify import add_note, classify_exception, describe_exception
-from ..failures import FAILURE_RECIPES, Action, FailureType, UnrecoverableTrainingError
+from ..exceptions import UnrecoverableTrainingError
+from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..journal.incident import Incident
 from ..journal.postmortem import where_to_go_on
 from ..run.context import RunContext

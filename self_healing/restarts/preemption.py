@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ..failures import FailureType, Interruption
+from ..exceptions import Interruption
+from ..failures import FailureType
 from ..launcher import EXIT_FOR_RESTART
 
 

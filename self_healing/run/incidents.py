@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..classify import classify_exception
-from ..failures import Action, DamagedCheckpointError, FailureType
+from ..exceptions import DamagedCheckpointError
+from ..failures import Action, FailureType
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from .outcomes import Outcomes

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..classify import http_status, text_of
-from ..failures import Action, FailureType, NonFiniteReward
+from ..exceptions import NonFiniteReward
+from ..failures import Action, FailureType
 from ..instrument import ServiceGuard
 from ..journal.incident import Incident
 from ..retry import Retry, RetryPolicy, may_pass
