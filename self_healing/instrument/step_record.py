@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from .bookkeeping import Bookkeeping
 from .out_of_memory import with_room
 from .row_sources import DataPosition, RowSource
 from .step_engine import Call, StepEngine
-
-
-_T = TypeVar("_T")
 
 
 class StepRecord:
@@ -117,31 +114,35 @@ class StepRecord:
                 Whether this rank was asked to leave after the step; [`leave_wanted`] likewise.
         """
         ranks = consensus.world_size()
-
-        def numbers() -> torch.Tensor:
-            losses = [loss.detach().float() for loss in self.losses]
-            loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
-            # Without a norm the loss stands in for it, so that there is one value per place on every rank.
-            norm = loss if self.grad_norm is None else as_tensor(self.grad_norm, loss.device).float()
+        if ranks == 1:
+            loss, norm = with_room(self._read_loss_and_norm, self.engine.view.device)
+        else:
+            # Not tried twice: the norm may be a collective, which one of the processes cannot begin again.
+            numbers = self._loss_and_norm()
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
-            wishes = [torch.full_like(loss, wish) for wish in (stop, roll_back, leave)] if ranks > 1 else []
-            return torch.stack([loss, norm, *wishes])
-
-        loss_sum, norm_sum, *votes = consensus.sum_over_ranks(self._with_room(numbers)).tolist()
-        wanted = [vote > 0 for vote in votes or (stop, roll_back, leave)]
-        self.stop_wanted, self.rollback_wanted = wanted[0], wanted[1]
+            wishes = [torch.full_like(numbers[0], wish) for wish in (stop, roll_back, leave)]
+            loss, norm, *votes = consensus.sum_over_ranks(torch.stack([*numbers, *wishes])).tolist()
+            stop, roll_back, leave = (vote > 0 for vote in votes)
+        self.stop_wanted, self.rollback_wanted = stop, roll_back
         # Numbers that are taken a second time carry no wish, and do not take one back.
-        self.leave_wanted = self.leave_wanted or wanted[2]
+        self.leave_wanted = self.leave_wanted or leave
         return StepSignals(
             step=self.step,
-            loss=loss_sum / ranks,
-            grad_norm=None if self.grad_norm is None else norm_sum / ranks,
+            loss=loss / ranks,
+            grad_norm=None if self.grad_norm is None else norm / ranks,
             seconds=time.perf_counter() - self._began,
         )
 
-    def _with_room(self, compute: Callable[[], _T]) -> _T:
-        # With several processes the norm may be a collective, which one of them cannot begin again.
-        return compute() if consensus.world_size() > 1 else with_room(compute, self.engine.view.device)
+    def _read_loss_and_norm(self) -> Sequence[float]:
+        loss, norm = self._loss_and_norm()
+        # On the host each is there to be read; a device is waited for once.
+        return (loss.item(), norm.item()) if loss.device.type == "cpu" else torch.stack([loss, norm]).tolist()
+
+    def _loss_and_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = [loss.detach().float() for loss in self.losses]
+        loss = losses[0] if len(losses) == 1 and losses[0].dim() == 0 else torch.stack(losses).sum()
+        # Without a norm the loss stands in for it, so that there is one value per place on every rank.
+        return loss, loss if self.grad_norm is None else as_tensor(self.grad_norm, loss.device).float()
 
     @property
     def tokens_inside(self) -> int:
