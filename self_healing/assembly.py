@@ -23,7 +23,7 @@ from .instrument import Instrument, save_generated
 from .instrument.sections import Heartbeat
 from .journal.journal import Journal
 from .memory.remedies import MemoryRemedies, MemoryState
-from .memory.splitting import SizeMemory
+from .memory.splitting import KnownSizes
 from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
 from .restarts.attempts import Attempts
@@ -230,7 +230,7 @@ def assemble(
     )
     numerics = NumericsState(config, journal, context.budget, outcomes, lambda: context.step)
     rollback = Rollback(config, journal, numerics.remember, numerics.recall)
-    memory = MemoryState(SizeMemory(config.oom_probe_steps))
+    memory = MemoryState(KnownSizes(config.oom_probe_steps))
     quarantine = Quarantine(directory, config.quarantine_text)
     attempts = Attempts(context, numerics)
     departure = Departure(context, attempts)

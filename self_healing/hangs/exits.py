@@ -19,7 +19,7 @@ HANGS_FILE = "healing_hangs.json"
 _KEPT = 50
 
 
-class HangMemory:
+class HangExits:
     """
     The exits of one job because of hangs, in the run directory: what was no hang but slow must not end it each time.
 
@@ -34,7 +34,7 @@ class HangMemory:
         self.path = directory / (HANGS_FILE if rank == 0 else f"healing_hangs.rank{rank}.json")
         self._exits: list[dict[str, Any]] = []
 
-    def recall(self, config: HealingConfig) -> dict[str, float]:
+    def read(self, config: HealingConfig) -> dict[str, float]:
         """
         Reads what earlier processes of the same job left.
 

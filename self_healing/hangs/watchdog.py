@@ -24,7 +24,7 @@ from ..journal.incident import Incident
 from ..journal.journal import Journal
 from ..launcher import EXIT_FOR_RESTART, restarts_on_exit
 from ..run.claims import Claim, claim_for
-from .exits import HangMemory
+from .exits import HangExits
 from .stacks import line_of, user_line_of, worker_line_in, write_stacks
 from .wake_signal import WakeSignal, own_signals
 
@@ -128,7 +128,7 @@ class Watchdog:
         self._still_training = still_training
         self._at_the_end = at_the_end
         self._over = over
-        self._memory = HangMemory(journal.directory, journal.rank)
+        self._exits = HangExits(journal.directory, journal.rank)
         self._interval = min(_POLL, config.hang_floor_seconds / 10)
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -169,7 +169,7 @@ class Watchdog:
         self._stopping = threading.Event()
         heartbeat.stood_still = self._stood_still
         heartbeat.begin()
-        for section, seconds in self._memory.recall(self._config).items():
+        for section, seconds in self._exits.read(self._config).items():
             heartbeat.has_taken(section, seconds)
         self._install_handlers()
         # With the context of the training thread: trackio keeps its current run there.
@@ -343,7 +343,7 @@ class Watchdog:
     def _may_exit(self, alarm: _Alarm) -> bool:
         if self._is_only_told(alarm):
             return False
-        if self._memory.has_left(self._step(), alarm.section) and not self._counts_attempts():
+        if self._exits.has_left(self._step(), alarm.section) and not self._counts_attempts():
             # The process before this one was ended here already, and the next ones would be as well.
             return False
         return self._config.hang_action == "recover" and restarts_on_exit(self._config)
@@ -386,7 +386,7 @@ class Watchdog:
         why = f"hang in '{alarm.section}' for {elapsed:.0f} s, which an interrupt does not end"
 
         def write() -> None:
-            self._memory.note_exit(self._step(), alarm.section, elapsed)
+            self._exits.note_exit(self._step(), alarm.section, elapsed)
             self._acted(alarm, Action.EXIT_FOR_RESTART, exit_code=EXIT_FOR_RESTART)
             if alarm.incident is not None:
                 alarm.incident.seconds_lost += elapsed

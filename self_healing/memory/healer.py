@@ -48,7 +48,7 @@ class MemoryHealer(Healer):
 
     The first time something does not fit, memory is freed and the same is tried once more: another process may have
     held it, or fragmentation. The second time the size counts as one that does not fit, and the model runs over fewer
-    rows at a time ([`SplitCalls`]); sizes are remembered ([`SizeMemory`]), in the run directory as well, so later
+    rows at a time ([`SplitCalls`]); sizes are remembered ([`KnownSizes`]), in the run directory as well, so later
     batches are split before they fail.
 
     Large, because one incident goes through all of it: forward, generation and `optimizer.step()` climb one ladder.

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from ..failures import Action
 from ..instrument import change_batch, free_memory
 from ..run.dispatch import CarryOut, HealingContext
-from .splitting import SizeMemory
+from .splitting import KnownSizes
 
 
 @dataclass(slots=True)
@@ -19,13 +19,13 @@ class MemoryState:
     Sizes and settings that a run is known to fit into memory with.
 
     Args:
-        sizes ([`SizeMemory`]):
+        sizes ([`KnownSizes`]):
             Which sizes of model calls fit, and which do not.
         checkpointing_activations (`bool`, *optional*, defaults to `False`):
             Whether activation checkpointing was switched on to make steps fit.
     """
 
-    sizes: SizeMemory
+    sizes: KnownSizes
     checkpointing_activations: bool = False
 
 

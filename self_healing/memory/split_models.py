@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..run.context import RunContext
-from .splitting import Passes, SizeMemory, SplitCalls, SplitGeneration
+from .splitting import KnownSizes, Passes, SplitCalls, SplitGeneration
 
 
 class SplitModels:
@@ -15,11 +15,11 @@ class SplitModels:
     Args:
         run ([`RunContext`]):
             The run.
-        sizes ([`SizeMemory`]):
+        sizes ([`KnownSizes`]):
             Which sizes fit.
     """
 
-    def __init__(self, run: RunContext, sizes: SizeMemory) -> None:
+    def __init__(self, run: RunContext, sizes: KnownSizes) -> None:
         self._run = run
         self._sizes = sizes
         self._splits: list[SplitCalls] = []

@@ -39,7 +39,7 @@ from self_healing import FailureType, HealingConfig, SelfHealingCallback, SelfHe
 from self_healing.classify import classify_exception
 from self_healing.data.guard import Guard
 from self_healing.data.reading import SourceReader
-from self_healing.hangs.exits import HangMemory
+from self_healing.hangs.exits import HangExits
 from self_healing.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.instrument.sections import Heartbeat
 from self_healing.journal.incident import Incident
@@ -550,20 +550,20 @@ def test_the_first_time_of_a_part_that_hangs_is_told_of_and_left_alone(
 
 
 def test_where_an_exit_has_not_helped_the_next_process_is_not_ended_again(tmp_path: Path) -> None:
-    HangMemory(tmp_path).note_exit(7, "between", 0.1)
+    HangExits(tmp_path).note_exit(7, "between", 0.1)
     with Desk(tmp_path, recovers=False, launcher_restarts="yes") as desk:
         desk.wait_between(1.5)
     assert actions(tmp_path) == ["write_stacks"]
 
 
 def test_what_an_earlier_process_of_the_job_waited_for_is_known(tmp_path: Path) -> None:
-    memory = HangMemory(tmp_path)
+    memory = HangExits(tmp_path)
     memory.note_exit(7, "between", 90.0)
     restarted = HealingConfig(launcher_restarts="yes")
-    assert HangMemory(tmp_path).recall(restarted) == {"between": 90.0}
-    assert HangMemory(tmp_path).recall(HealingConfig()) == {}, "of another run in the same directory"
+    assert HangExits(tmp_path).read(restarted) == {"between": 90.0}
+    assert HangExits(tmp_path).read(HealingConfig()) == {}, "of another run in the same directory"
     memory.path.write_text("{")
-    assert HangMemory(tmp_path).recall(restarted) == {}
+    assert HangExits(tmp_path).read(restarted) == {}
 
 
 def test_with_workers_the_data_may_take_as_long_as_attempts_are_made_there(tmp_path: Path, tokenizer: Any) -> None:

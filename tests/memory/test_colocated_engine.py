@@ -16,7 +16,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.instrument.out_of_memory import caught
 from self_healing.memory.sizes_file import SIZES_FILE
-from self_healing.memory.splitting import CallShape, SizeMemory
+from self_healing.memory.splitting import CallShape, KnownSizes
 
 
 class Engine:
@@ -148,7 +148,7 @@ def test_a_function_that_has_the_name_is_no_generation() -> None:
 
 @pytest.mark.parametrize("ends", ["on_success", "forget_attempt"])
 def test_what_has_ended_is_not_blamed_for_what_fails_later(ends: str) -> None:
-    sizes = SizeMemory(probe_steps=100)
+    sizes = KnownSizes(probe_steps=100)
     sizes.begins(CallShape("train", 8, 64))
     getattr(sizes, ends)()
     assert sizes.last_begun is None

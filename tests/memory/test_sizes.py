@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from self_healing.memory.splitting import CallShape, Kind, SizeMemory
+from self_healing.memory.splitting import CallShape, Kind, KnownSizes
 
 
 def train(rows: int, length: int = 512) -> CallShape:
     return CallShape("train", rows, length)
 
 
-def begun(probe_steps: int = 10) -> SizeMemory:
-    sizes = SizeMemory(probe_steps)
+def begun(probe_steps: int = 10) -> KnownSizes:
+    sizes = KnownSizes(probe_steps)
     sizes.begin_step(1)
     return sizes
 
@@ -22,7 +22,7 @@ def begun(probe_steps: int = 10) -> SizeMemory:
 class Device:
     """Runs calls as a trainer does, and has room for so many tokens of each kind."""
 
-    def __init__(self, sizes: SizeMemory, **room: int) -> None:
+    def __init__(self, sizes: KnownSizes, **room: int) -> None:
         self.sizes, self.room, self.step, self.failures = sizes, room, 0, 0
 
     def train_step(self, *shapes: CallShape) -> list[list[int]]:
@@ -131,7 +131,7 @@ def test_what_failed_takes_back_what_had_fitted() -> None:
 
 
 def test_a_size_that_failed_is_tried_again_ever_more_rarely() -> None:
-    sizes = SizeMemory(probe_steps=4)
+    sizes = KnownSizes(probe_steps=4)
     device = Device(sizes, train=4 * 512)
     most = [max(device.train_step(train(8))[0]) for _ in range(60)]
     # Of 8 rows there are chunks of 1, 2, 4 and 8.
@@ -142,7 +142,7 @@ def test_a_size_that_failed_is_tried_again_ever_more_rarely() -> None:
 
 @pytest.mark.parametrize(("rows", "room"), [(8, 4), (8, 1), (64, 27), (64, 9), (13, 5)])
 def test_the_largest_size_that_fits_is_found_within_a_few_steps(rows: int, room: int) -> None:
-    sizes = SizeMemory(probe_steps=1_000)
+    sizes = KnownSizes(probe_steps=1_000)
     device = Device(sizes, train=room * 512)
     best = max(size for size in (-(-rows // pieces) for pieces in range(1, rows + 1)) if size <= room)
     most = [max(device.train_step(train(rows))[0]) for _ in range(12)]
@@ -171,7 +171,7 @@ def test_without_room_for_what_rows_hold_a_size_is_not_tried() -> None:
         sizes.on_success()
 
     room = Full()
-    sizes = SizeMemory(probe_steps=2, room=room)
+    sizes = KnownSizes(probe_steps=2, room=room)
     sizes.begin_step(1)
     sizes.failed(train(64))
     ran(8)
@@ -196,7 +196,7 @@ def test_the_next_try_is_half_way_to_what_failed() -> None:
 
 
 def test_after_a_try_that_went_well_the_wait_is_short_again() -> None:
-    sizes = SizeMemory(probe_steps=2)
+    sizes = KnownSizes(probe_steps=2)
     device = Device(sizes, train=4 * 512)
     # It fails at the first step, then after 2, after 4, after 8 more.
     for _ in range(15):
@@ -215,7 +215,7 @@ def test_after_a_try_that_went_well_the_wait_is_short_again() -> None:
 
 def test_what_did_not_fit_once_is_tried_again_in_the_end() -> None:
     """Another process held the memory, say."""
-    sizes = SizeMemory(probe_steps=2)
+    sizes = KnownSizes(probe_steps=2)
     device = Device(sizes, train=4 * 512)
     for _ in range(20):
         device.train_step(train(8))
@@ -228,7 +228,7 @@ def test_what_did_not_fit_once_is_tried_again_in_the_end() -> None:
 @pytest.mark.parametrize("room", [1, 2, 3, 5, 7, 40])
 def test_the_size_of_chunks_goes_up_to_what_fits(rows: int, room: int) -> None:
     """To the largest that the batch falls into evenly."""
-    sizes = SizeMemory(probe_steps=1)
+    sizes = KnownSizes(probe_steps=1)
     device = Device(sizes, train=room * 512)
     best = max(size for size in (-(-rows // pieces) for pieces in range(1, rows + 1)) if size <= room)
     most = [max(device.train_step(train(rows))[0]) for _ in range(64)]
@@ -239,7 +239,7 @@ def test_the_size_of_chunks_goes_up_to_what_fits(rows: int, room: int) -> None:
 @pytest.mark.parametrize("kind", ["train", "forward", "generate"])
 def test_each_kind_of_call_is_tried(kind: Kind) -> None:
     """Failing tries of one kind do not keep the others from theirs."""
-    sizes = SizeMemory(probe_steps=2)
+    sizes = KnownSizes(probe_steps=2)
     room = {"train": 512, "forward": 512, "generate": 512, kind: 4 * 512}
     device = Device(sizes, **room)
     calls = [CallShape(each, 8, 512) for each in ("generate", "forward", "train")]
@@ -287,7 +287,7 @@ def test_a_try_that_does_not_take_place_is_forgotten() -> None:
 
 def test_a_try_that_never_takes_place_does_not_keep_what_failed_from_its_own() -> None:
     """Of 8 rows that come in pairs, 3 are never run at a time."""
-    sizes = SizeMemory(probe_steps=4)
+    sizes = KnownSizes(probe_steps=4)
     sizes.begin_step(1)
     sizes.failed(train(8))
     sizes.failed(train(4))
@@ -302,7 +302,7 @@ def test_a_try_that_never_takes_place_does_not_keep_what_failed_from_its_own() -
 
 
 def test_nothing_that_failed_is_tried_but_as_a_try() -> None:
-    sizes = SizeMemory(probe_steps=7)
+    sizes = KnownSizes(probe_steps=7)
     device = Device(sizes, train=2000)
     for step in range(300):
         rows, length = 1 + (step * 7) % 16, 32 * (1 + (step * 5) % 9)
@@ -336,7 +336,7 @@ def test_what_fails_without_gradients_is_not_tried_with_them() -> None:
 
 
 def test_a_flattened_batch_counts_by_its_tokens() -> None:
-    sizes = SizeMemory(probe_steps=2)
+    sizes = KnownSizes(probe_steps=2)
     sizes.begin_step(1)
     sizes.failed(train(4096, 1))
     assert sizes.known_rows(train(4096, 1)) == 2048
@@ -370,7 +370,7 @@ def test_what_is_known_goes_on_in_the_next_process() -> None:
     sizes.failed(train(8))
     sizes.ran(train(4))
     sizes.on_success()
-    later = SizeMemory(probe_steps=10)
+    later = KnownSizes(probe_steps=10)
     later.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
     later.begin_step(5000)
     assert later.state_dict() == json.loads(json.dumps(sizes.state_dict())) or later.limits
@@ -388,7 +388,7 @@ def test_the_next_process_tries_at_once_what_was_not_tried_yet() -> None:
     sizes.failed(train(16))
     sizes.ran(train(1))
     sizes.on_success()
-    later = SizeMemory(probe_steps=1_000)
+    later = KnownSizes(probe_steps=1_000)
     later.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
     device = Device(later, train=8 * 512)
     assert max(device.train_step(train(16))[0]) == 1

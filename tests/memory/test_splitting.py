@@ -42,23 +42,23 @@ from transformers import (
     set_seed,
 )
 
-from self_healing.memory.splitting import CallShape, ComputedOtherwise, SizeMemory, SplitCalls, SplitGeneration
+from self_healing.memory.splitting import CallShape, ComputedOtherwise, KnownSizes, SplitCalls, SplitGeneration
 from self_healing.memory.splitting.recomputing import recomputed
 
 
 # ---- a memory of sizes that allows so many rows, and models whose calls are split by it ----
 
 
-def only(rows: int, kinds: tuple[str, ...] = ("train", "forward", "generate")) -> SizeMemory:
+def only(rows: int, kinds: tuple[str, ...] = ("train", "forward", "generate")) -> KnownSizes:
     """A memory of sizes that allows so many rows of whatever length."""
-    sizes = SizeMemory(probe_steps=10**6)
+    sizes = KnownSizes(probe_steps=10**6)
     sizes.load_state_dict({kind: {"fits": [(rows, 1 << 29)], "fails": [(rows + 1, 1)]} for kind in kinds})
     sizes.begin_step(1)
     return sizes
 
 
 @contextmanager
-def split(module: Any, sizes: SizeMemory, loss_only: bool = False) -> Iterator[SplitCalls]:
+def split(module: Any, sizes: KnownSizes, loss_only: bool = False) -> Iterator[SplitCalls]:
     """Splits the calls of a module, and its generation."""
     calls, original = SplitCalls(module, sizes, loss_only), module._call_impl
     module._call_impl = lambda *args, **kwargs: calls.call(original, *args, **kwargs)
@@ -311,7 +311,7 @@ def one_call(
     """Output and gradients of one call; `rows` of 0 do not split it."""
     module.zero_grad()
     set_seed(seed)
-    with split(module, only(rows) if rows else SizeMemory(1), loss_only) as calls:
+    with split(module, only(rows) if rows else KnownSizes(1), loss_only) as calls:
         output = module(*args, **inputs)
         (loss or (lambda given: given["loss"]))(output).backward()
     return output, gradients(module), calls
@@ -891,7 +891,7 @@ def test_lower_precision_under_autocast(tokenizer: Any) -> None:
 
     def cast(rows: int) -> dict[str, torch.Tensor]:
         model.zero_grad()
-        with split(model, only(rows) if rows else SizeMemory(1)):
+        with split(model, only(rows) if rows else KnownSizes(1)):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(**batch).loss
             loss.backward()

@@ -14,7 +14,7 @@ from .calls import SplitCalls
 from .generation import SplitGeneration
 from .passes import Passes
 from .recomputing import ComputedOtherwise
-from .sizes import SizeMemory
+from .sizes import KnownSizes
 from .slicing import CannotSplit
 
 
@@ -23,8 +23,8 @@ __all__ = [
     "CannotSplit",
     "ComputedOtherwise",
     "Kind",
+    "KnownSizes",
     "Passes",
-    "SizeMemory",
     "SplitCalls",
     "SplitGeneration",
 ]

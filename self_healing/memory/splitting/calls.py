@@ -24,7 +24,7 @@ from .outputs import loss_alone, without_caches
 from .passes import NotInPasses, Passes, SplitCall
 from .recomputing import recomputed, recomputed_at_once
 from .repeating import Repeats
-from .sizes import SizeMemory
+from .sizes import KnownSizes
 from .slicing import (
     LENGTH_STEP,
     CannotSplit,
@@ -61,7 +61,7 @@ class SplitCalls:
     Args:
         module (`torch.nn.Module`):
             The module.
-        sizes ([`SizeMemory`]):
+        sizes ([`KnownSizes`]):
             What fits.
         loss_only (`bool`, *optional*, defaults to `False`):
             Whether of a call with labels nothing but the loss is used, so that the logits need not be kept.
@@ -74,7 +74,7 @@ class SplitCalls:
     def __init__(
         self,
         module: torch.nn.Module,
-        sizes: SizeMemory,
+        sizes: KnownSizes,
         loss_only: bool = False,
         passes: Passes | None = None,
         autocast: torch.dtype | None = None,

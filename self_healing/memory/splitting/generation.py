@@ -10,7 +10,7 @@ import torch
 
 from ...call_shape import CallShape
 from .calls import SplitCalls
-from .sizes import SizeMemory
+from .sizes import KnownSizes
 from .slicing import CannotSplit, main_input, rows_of, spans
 
 
@@ -50,13 +50,13 @@ class SplitGeneration:
     Args:
         module (`torch.nn.Module`):
             The module.
-        sizes ([`SizeMemory`]):
+        sizes ([`KnownSizes`]):
             What fits.
         calls ([`SplitCalls`]):
             Of the same module, told when a generation is going on.
     """
 
-    def __init__(self, module: torch.nn.Module, sizes: SizeMemory, calls: SplitCalls) -> None:
+    def __init__(self, module: torch.nn.Module, sizes: KnownSizes, calls: SplitCalls) -> None:
         self._module = module
         self._sizes = sizes
         self._calls = calls

@@ -96,7 +96,7 @@ class _Try:
     failed_before: bool
 
 
-class SizeMemory:
+class KnownSizes:
     """
     Remembers which sizes of model calls fitted, and tells how many rows of the next one may run at a time.
 
