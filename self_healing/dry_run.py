@@ -81,6 +81,9 @@ def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
         num_steps (`int`, *optional*, defaults to 2):
             Optimizer steps to run.
 
+    Returns:
+        [`DryRunReport`]: Loss, gradient norm, time and memory of the steps.
+
     Raises:
         ValueError: For less than one step, and for a trainer that shards the model (FSDP, DeepSpeed).
         Exception: Whatever the training code raises; the state is put back first.

@@ -1,4 +1,4 @@
-"""The picture of a run: its incidents as a table, from memory or from the journal on disk."""
+"""`HealingReport`: the incidents of a run as a table, from the run itself or from the journal on disk."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class HealingReport:
 
     @property
     def seconds_lost(self) -> float:
-        """Time diagnosis and remedies took."""
+        """Seconds that diagnosis and remedies took."""
         return float(sum(incident["seconds_lost"] for incident in self.incidents))
 
     @property
@@ -82,12 +82,30 @@ class HealingReport:
     def from_incidents(
         cls, incidents: Sequence[Incident], journal: str | None = None, rate: Mapping[str, Any] | None = None
     ) -> HealingReport:
+        """
+        Makes the report of a run in this process.
+
+        Args:
+            incidents (`Sequence[Incident]`):
+                Those of the run.
+            journal (`str`, *optional*):
+                Where the events lie.
+            rate (`Mapping[str, Any]`, *optional*):
+                Reductions of the learning rate, its scale and the rate in force; nothing if it was never reduced.
+        """
         return cls([incident.to_dict() for incident in incidents], journal, **(rate or {}))
 
     @classmethod
     def from_run_dir(cls, directory: str | Path) -> HealingReport:
         """
         Reads the journal of a run, or of several that wrote to the same directory.
+
+        Args:
+            directory (`str` or `Path`):
+                The `output_dir` or `healing_dir`, or the journal itself.
+
+        Returns:
+            [`HealingReport`]: Of all of them.
 
         Raises:
             FileNotFoundError: If there is no journal.

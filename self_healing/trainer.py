@@ -295,6 +295,13 @@ class SelfHealingTrainer:
         Args:
             num_steps (`int`, *optional*, defaults to 2):
                 Optimizer steps to run.
+
+        Returns:
+            [`DryRunReport`]: Loss, gradient norm, time and memory of the steps.
+
+        Raises:
+            ValueError: For less than one step, and for a model that is sharded (FSDP, DeepSpeed).
+            Exception: What the training code raises; the state is put back first.
         """
         return dry_run(self.trainer, num_steps)
 

@@ -1,4 +1,4 @@
-"""The machine is asked for back: SIGTERM and SIGUSR1 end the run after the step, with a checkpoint."""
+"""`Preemption`: SIGTERM and SIGUSR1 end the run after the step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Preemption:
                 run._close()
 
     def release(self) -> None:
-        """Gives the signals back, where nobody else has taken them since."""
+        """Gives the signals back, where no other handler was installed since."""
         self._over.set()
         if self._wakes:
             self._wakes = False
