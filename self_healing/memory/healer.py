@@ -266,6 +266,9 @@ class MemoryHealer(Healer):
     def claim(self, error: BaseException) -> Claim | None:
         """Claims the out-of-memory error that nothing inside `train()` cures."""
         claim, self._claim = self._claim, None
+        if self._opened is not None:
+            # Something else went wrong while a smaller size was tried: whether it fits is not known.
+            self.run.journal.closed(self._end().incident, "unresolved")
         failure = classify_exception(error)
         if claim is None or failure is FailureType.OUT_OF_MEMORY:
             return claim
