@@ -177,6 +177,8 @@ class Recipe:
         return Action.EMERGENCY_CHECKPOINT in self.ladder
 
 
+# One table, not one for each family: journal, postmortem and claims lie below the families and read it, so that it
+# would have to be filled from above by the order of imports, and many a recipe is climbed by more than one of them.
 FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.NONFINITE_TRANSIENT: Recipe(
         diagnosis="The same micro-batches gave finite numbers when they were computed again from the same random "
