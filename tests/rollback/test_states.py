@@ -18,6 +18,7 @@ from self_healing.instrument.live_state import LiveState
 from self_healing.rollback.interval import SnapshotInterval
 from self_healing.rollback.rollback import Rollback
 from self_healing.rollback.snapshots import Snapshot
+from self_healing.rollback.trusted import EARLY_STEPS
 from self_healing.run.went_back import Target
 
 
@@ -82,7 +83,10 @@ class SmallRun:
         for _ in range(steps):
             step = self.state.global_step
             control = Control([], 1.0, 0)
-            window = SimpleNamespace(step=step, control=lambda *_, kept=control: kept, recording=lambda _: None)
+            recording = SimpleNamespace(step=step, control=control)
+            window = SimpleNamespace(
+                step=step, control=lambda *_, kept=control: kept, recording=lambda _, kept=recording: kept
+            )
             self.rollback.states.step_begins(step, calm=healthy)
             found = self.rollback.states.step_taken(window, 1.0, healthy)
             self.layer.weight.data += 1
@@ -181,6 +185,59 @@ class TestTrust:
         assert run.trusted == [15]
 
 
+class TestHostMemory:
+    def test_that_is_short_switches_snapshots_off(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("self_healing.rollback.ring.free_host_memory", lambda: 0)
+        run = SmallRun(tmp_path)
+        run.enter()
+        run.train(10)
+        assert run.journal.kinds == ["snapshots_off"]
+        assert run.trusted == []
+        assert not run.rollback.trials.begin(10)
+
+    def test_that_runs_out_in_a_copy_switches_them_off(self, run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+        def no_memory(*_: Any) -> None:
+            raise MemoryError("no memory for a snapshot")
+
+        monkeypatch.setattr("self_healing.rollback.ring.SnapshotRing.take", no_memory)
+        run.train(10)
+        assert run.journal.kinds == ["snapshots_off"]
+        assert run.trusted == []
+
+    def test_that_runs_out_for_a_trial_ends_the_trial(self, run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+        def no_memory(*_: Any) -> None:
+            raise MemoryError("no memory for a snapshot")
+
+        run.train(9)
+        monkeypatch.setattr("self_healing.rollback.ring.SnapshotRing.take", no_memory)
+        assert not run.rollback.trials.begin(9)
+        assert run.trusted == [5]
+
+
+class TestKeptSteps:
+    def test_are_those_since_the_newest_trusted_state(self, run: SmallRun) -> None:
+        run.train(15)
+        assert [recording.step for recording in run.rollback.batches.tape] == [10, 11, 12, 13, 14]
+
+    def test_are_none_without_a_state_to_apply_them_to(self, tmp_path: Path) -> None:
+        run = SmallRun(tmp_path, snapshots=False)
+        run.enter()
+        run.train(5)
+        assert not run.rollback.batches.tape
+
+    def test_of_the_beginning_go_when_the_run_is_past_it(self, tmp_path: Path) -> None:
+        run = SmallRun(tmp_path)
+        run.enter(cold=True)
+        run.train(EARLY_STEPS)
+        assert len(run.rollback.batches.first_steps) == 10
+        run.train(1)
+        assert run.rollback.batches.first_steps == []
+
+    def test_of_the_beginning_are_none_in_a_run_that_is_warm(self, run: SmallRun) -> None:
+        run.train(3)
+        assert run.rollback.batches.first_steps == []
+
+
 class TestGoingBack:
     def test_puts_the_newest_trusted_state_in_place(self, run: SmallRun) -> None:
         run.train(15)
@@ -223,12 +280,32 @@ class TestGoingBack:
         checkpoint.mkdir()
         write_marker(checkpoint, "run", 9, {}, emergency=False, finite=True)
         run.rollback.checkpoints.saved(checkpoint, 9)
+        assert run.rollback.checkpoints.has_good(9)
         went = run.rollback.go_back(Target.NEWEST, step=10, incident="run-001")
         assert went is not None
         assert went.suspects == (9,)
         assert standing_of(checkpoint) == "suspect"
         assert run.rollback.reinstate(went).suspects == ()
         assert standing_of(checkpoint) == "unverified"
+
+    def test_spares_checkpoints_that_healthy_steps_have_verified(self, run: SmallRun, tmp_path: Path) -> None:
+        run.train(9)
+        checkpoint = tmp_path / "checkpoint-9"
+        checkpoint.mkdir()
+        write_marker(checkpoint, "run", 9, {}, emergency=False, finite=True)
+        run.rollback.checkpoints.saved(checkpoint, 9)
+        run.train(VERIFY)
+        assert standing_of(checkpoint) == "verified"
+        went = run.rollback.go_back(Target.NEWEST, step=12, incident="run-001")
+        assert went is not None
+        assert went.suspects == ()
+
+    def test_is_over_with_the_next_step(self, run: SmallRun) -> None:
+        run.train(15)
+        run.rollback.go_back(Target.NEWEST, step=15, incident="run-001")
+        assert run.rollback.in_place.displaced
+        run.train(1)
+        assert not run.rollback.in_place.displaced
 
     def test_after_healing_failed_the_run_has_its_own_state(self, run: SmallRun) -> None:
         run.train(15)
