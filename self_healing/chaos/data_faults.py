@@ -67,11 +67,7 @@ class DataFaults:
         except TypeError:
             logger.warning("Chaos cannot break the data: a %s takes no faults. Please use a Dataset.", cls.__name__)
             return
-
-        def give_back() -> None:
-            dataset.__class__ = cls
-
-        undo.callback(give_back)
+        undo.callback(setattr, dataset, "__class__", cls)
 
     def join_stream(self, trainer: Any) -> None:
         """
