@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from conftest import POISON_WORD, TEXTS, PoisonToken, is_own, plain_trainer, quarantined, sft_trainer
-from test_data import BAD, Counted, Rows, mapped_stream, rows_of
+from test_data import BAD, Counted, Rows, rows_of
+from test_streams import mapped_stream
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.data.bad_sample import BadSample

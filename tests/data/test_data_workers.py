@@ -1,0 +1,201 @@
+"""Guards in data loader workers, and workers that die."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from conftest import assert_same_weights, journal, plain_trainer, quarantined, weights
+from test_data import BAD, EPOCH, Rows, guarded, names, rows_of, trainer_on
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+from self_healing import HealingConfig, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing.classify import classify_exception
+from self_healing.data.collator import GuardedCollator
+from self_healing.failures import FailureType
+from self_healing.instrument.loader_workers import end_workers_that_failed
+
+
+class KilledOnce(Rows):
+    """One sample kills the worker that loads it, once."""
+
+    def __init__(self, rows: Any, index: int, flag: Path) -> None:
+        super().__init__(rows)
+        self.index, self.flag = index, flag
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.index and not self.flag.exists() and torch.utils.data.get_worker_info() is not None:
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.slow
+def test_workers_and_the_training_process_choose_the_same_substitutes(tmp_path: Path, tokenizer: Any) -> None:
+    rows, found = rows_of(tokenizer, tmp_path), []
+    for workers in (0, 2):
+        output_dir = tmp_path / str(workers)
+        trainer = trainer_on(Rows(rows, BAD), output_dir, tokenizer, max_steps=8, dataloader_num_workers=workers)
+        trainer.train()
+        found.append((weights(trainer), {row["dataset_index"]: row["replaced_by"] for row in quarantined(output_dir)}))
+    assert found[0][1] == found[1][1]
+    assert_same_weights(found[0][0], found[1][0])
+
+
+class OwnProcesses:
+    """A collator that can be sent to a process that is started afresh."""
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Any:
+        return [sample["number"] for sample in samples]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_are_guarded_however_they_are_started(tmp_path: Path, start: str) -> None:
+    data = guarded(Rows([{"number": number} for number in range(32)], BAD), tmp_path)
+    collate = GuardedCollator(OwnProcesses(), data.guard, data)
+    loader = DataLoader(
+        data, batch_size=4, num_workers=2, collate_fn=collate, multiprocessing_context=start, persistent_workers=True
+    )
+    first, second = (list(itertools.chain(*loader)) for _ in range(2))
+    data.guard.known.read_new_lines()
+    assert set(data.guard.known.blocked) == set(BAD)
+    assert first == second
+    assert first == [data.actual(index) for index in range(32)]
+    assert names(tmp_path) == list(BAD)
+
+
+def test_guards_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    data = guarded(Rows([{"number": number} for number in range(8)]), tmp_path)
+    collate = GuardedCollator(OwnProcesses(), data.guard, data)
+    data, collate = pickle.loads(pickle.dumps((data, collate)))
+    assert data.guard is collate.guard
+    assert collate(data.__getitems__([1, 2])) == [1, 2]
+
+
+def test_workers_tell_of_their_findings_where_the_file_cannot_be_written(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "quarantine.jsonl").mkdir()
+    rows = Rows(rows_of(tokenizer, tmp_path), range(0, 64, 3))
+    trainer = trainer_on(rows, tmp_path, tokenizer, max_steps=EPOCH, dataloader_num_workers=1)
+    with pytest.raises(UnrecoverableTrainingError, match="max_bad_data_fraction"):
+        trainer.train()
+
+
+# ---- workers that die ----
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_costs_no_step_and_no_bit(tmp_path: Path, tokenizer: Any) -> None:
+    rows, result = rows_of(tokenizer, tmp_path), []
+    for name in ("undisturbed", "killed"):
+        flag = tmp_path / name
+        if name == "undisturbed":
+            flag.touch()
+        trainer = plain_trainer(tmp_path / f"run-{name}", tokenizer, max_steps=12, dataloader_num_workers=2)
+        trainer.train_dataset = KilledOnce(rows, 40, flag)
+        SelfHealingTrainer(trainer, HealingConfig()).train()
+        assert flag.exists()
+        result.append(weights(trainer))
+    assert_same_weights(result[1], result[0])
+    (found,) = journal(tmp_path / "run-killed", "diagnosed")
+    assert found["failure"] == "process_died"
+    assert sum(event["steps_lost"] for event in journal(tmp_path / "run-killed", "outcome")) == 0
+
+
+class KillsAWorker(TrainerCallback):
+    """Kills a data loader worker in the fourth step, at one place, and sees to it that torch has been told."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.killed = 0
+
+    def kill(self, place: str, step: int) -> None:
+        if place != self.place or step != 3 or self.killed:
+            return
+        worker = psutil.Process(multiprocessing.active_children()[0].pid)
+        self.killed = worker.pid
+        os.kill(worker.pid, signal.SIGKILL)
+        while worker.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = kwargs["optimizer"].optimizer
+
+        def half_way(*_: Any) -> None:
+            self.kill("optimizer step", state.global_step)
+
+        optimizer.register_step_pre_hook(half_way)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.kill("before the step", state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            # As logging code does that must not end a run.
+            self.kill("code that contains errors", state.global_step - 1)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "optimizer step",
+        pytest.param("before the step", marks=pytest.mark.slow),
+        pytest.param("code that contains errors", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_dies_anywhere_in_a_step_costs_no_step(tmp_path: Path, tokenizer: Any, place: str) -> None:
+    arguments = {"max_steps": 6, "dataloader_num_workers": 1}
+    clean = plain_trainer(tmp_path / "clean", tokenizer, **arguments)
+    clean.train()
+    before = signal.getsignal(signal.SIGCHLD)
+    trainer = plain_trainer(tmp_path / "killed", tokenizer, **arguments)
+    healer = SelfHealingTrainer(trainer, sleep=lambda _: None)
+    trainer.add_callback(fault := KillsAWorker(place))
+    healer.train()
+    assert fault.killed
+    (incident,) = healer.get_report().incidents
+    assert (incident["failure"], incident["steps_lost"]) == ("process_died", 0)
+    assert_same_weights(weights(trainer), weights(clean))
+    assert signal.getsignal(signal.SIGCHLD) == before
+
+
+def test_workers_are_ended_before_torch_raises_for_the_one_that_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost:
+        def get(self, **_: Any) -> Any:
+            raise EOFError
+
+    batches: Any = iter(DataLoader(Rows([{"a": 1}] * 8), num_workers=2))
+    workers = batches._workers
+    monkeypatch.setattr(batches, "_data_queue", Lost())
+    with pytest.raises(EOFError) as caught:
+        next(batches)
+    end_workers_that_failed(caught.value)
+    assert not any(worker.is_alive() for worker in workers)
+    assert not batches._worker_pids_set
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader worker (pid(s) 12, 13) exited unexpectedly",
+        "Pin memory thread exited unexpectedly",
+        "DataLoader worker (pid 12) is killed by signal: Killed. ",
+        "DataLoader worker (pid 12) exited unexpectedly with exit code 1. Details are lost due to multiprocessing.",
+    ],
+)
+def test_a_dead_worker_is_told_from_code_that_raises(text: str) -> None:
+    assert classify_exception(RuntimeError(text)) is FailureType.PROCESS_DIED
+    assert classify_exception(RuntimeError(f"Caught ValueError: {text}")) is FailureType.USER_CODE

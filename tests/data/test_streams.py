@@ -1,0 +1,307 @@
+"""Streams some of whose samples cannot be read or mapped: they are left out, and no other one is lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import PanicException, assert_same_weights, quarantined, weights
+from datasets import Dataset, IterableDataset
+from test_data import BAD, Counted, known, rows_of, trainer_on
+from torch.utils.data import DataLoader
+
+from self_healing.data.guard import DataSourceError, Guard
+from self_healing.data.stream import GuardedStream
+from self_healing.retry import RetryPolicy
+
+
+def tokenized(example: dict[str, Any]) -> dict[str, Any]:
+    if example["number"] in BAD:
+        raise ValueError(f"cannot tokenise {example['number']}")
+    return {"labels": example["input_ids"]}
+
+
+def mapped_stream(rows: list[dict[str, Any]]) -> IterableDataset:
+    numbered = [{"number": number, **row} for number, row in enumerate(rows)]
+    stream = Dataset.from_list(numbered).to_iterable_dataset(num_shards=4)
+    return stream.map(tokenized).remove_columns("number")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stream_leaves_out_what_its_function_raises_for(tmp_path: Path, tokenizer: Any, workers: int) -> None:
+    stream = mapped_stream(rows_of(tokenizer, tmp_path))
+    trainer = trainer_on(stream, tmp_path, tokenizer, max_steps=14, dataloader_num_workers=workers)
+    trainer.train()
+    assert trainer.state.global_step == 14
+    found = {(row["shard"], row["stream_ordinal"], row["error"]) for row in quarantined(tmp_path)}
+    assert found == {(0, 5, "cannot tokenise 5"), (1, 1, "cannot tokenise 17")}
+    assert len(quarantined(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_torch_stream_that_lives_on_is_read_past_its_bad_samples(
+    tmp_path: Path, tokenizer: Any, workers: int
+) -> None:
+    stream = Counted(rows_of(tokenizer, tmp_path), BAD)
+    trainer = trainer_on(stream, tmp_path, tokenizer, max_steps=10, dataloader_num_workers=workers)
+    trainer.train()
+    assert trainer.state.global_step == 10
+    assert {row["error"] for row in quarantined(tmp_path)} == {f"cannot decode {index}" for index in BAD}
+    assert all(row["stream_ordinal"] is not None for row in quarantined(tmp_path))
+
+
+# ---- a healthy stream is what it would be without ----
+
+
+def double(example: dict[str, Any]) -> dict[str, Any]:
+    return {"twice": 2 * example["number"]}
+
+
+def double_all(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"twice": [2 * number for number in batch["number"]]}
+
+
+def even(example: dict[str, Any]) -> bool:
+    return example["number"] % 2 == 0
+
+
+def numbers_of(shards: list[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        yield from ({"number": 8 * shard + position} for position in range(8))
+
+
+def numbered() -> IterableDataset:
+    return Dataset.from_list([{"number": number} for number in range(32)]).to_iterable_dataset(num_shards=4)
+
+
+STREAMS: dict[str, Callable[[], IterableDataset]] = {
+    "as it is": numbered,
+    "mapped": lambda: numbered().map(double),
+    "mapped in batches": lambda: numbered().map(double_all, batched=True, batch_size=5),
+    "filtered": lambda: numbered().filter(even).map(double),
+    "mapped, then shuffled": lambda: numbered().map(double).shuffle(seed=3, buffer_size=8),
+    "shuffled, then mapped": lambda: numbered().shuffle(seed=3, buffer_size=8).map(double),
+    "generated": lambda: IterableDataset.from_generator(numbers_of, gen_kwargs={"shards": [0, 1, 2, 3]}).map(double),
+    "skipped and taken": lambda: numbered().map(double).skip(3).take(20),
+    "formatted": lambda: numbered().map(double).with_format("torch"),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_healthy_stream_gives_the_same_samples_in_the_same_order(tmp_path: Path, kind: str, workers: int) -> None:
+    stream = STREAMS[kind]()
+    guard = Guard(known(tmp_path), seed=7)
+
+    def epochs(dataset: Any) -> list[Any]:
+        given = []
+        for epoch in range(2):
+            stream.set_epoch(epoch)
+            given += list(DataLoader(dataset, batch_size=4, num_workers=workers, collate_fn=list))
+        return [[{name: int(value) for name, value in sample.items()} for sample in batch] for batch in given]
+
+    assert epochs(GuardedStream(stream, guard)) == epochs(stream)
+    assert not guard.known.blocked
+
+
+# ---- sources that raise ----
+
+
+def dying(shards: list[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        for position in range(8):
+            if 8 * shard + position == 17:
+                raise ValueError("torn file")
+            yield {"number": 8 * shard + position}
+
+
+def test_a_source_that_cannot_be_read_on_is_named_by_shard_and_ordinal(tmp_path: Path) -> None:
+    stream = IterableDataset.from_generator(dying, gen_kwargs={"shards": [0, 1, 2, 3]})
+    guard = Guard(known(tmp_path), seed=7)
+    with pytest.raises(DataSourceError, match=r"sample 1 of shard 2 \(ValueError: torn file\), twice"):
+        list(GuardedStream(stream, guard))
+
+
+def test_a_source_that_died_once_is_opened_anew(tmp_path: Path) -> None:
+    fired: list[int] = []
+
+    def flaky(shards: list[int]) -> Iterator[dict[str, int]]:
+        for given in numbers_of(shards):
+            if given["number"] == 17 and not fired:
+                fired.append(17)
+                raise ValueError("a glitch")
+            yield given
+
+    stream = IterableDataset.from_generator(flaky, gen_kwargs={"shards": [0, 1, 2, 3]})
+    guard = Guard(known(tmp_path), seed=7)
+    assert [sample["number"] for sample in GuardedStream(stream, guard)] == list(range(32))
+    assert fired
+    assert not guard.known.blocked
+
+
+class SelfShuffled(torch.utils.data.IterableDataset):
+    """A stream that draws its order each time it is opened, and fails once."""
+
+    def __init__(self, error: Exception, draw: Callable[[int], Any] = torch.randperm) -> None:
+        self.error, self.draw, self.failed = error, draw, False
+
+    def __iter__(self) -> Iterator[int]:
+        for position, number in enumerate(self.draw(32).tolist()):
+            if position == 17 and not self.failed:
+                self.failed = True
+                raise self.error
+            yield number
+
+
+@pytest.mark.parametrize("error", [ValueError("a glitch"), ConnectionError("reset")])
+def test_a_source_that_shuffles_by_itself_is_opened_anew_in_the_same_order(tmp_path: Path, error: Exception) -> None:
+    guard = Guard(known(tmp_path), seed=7, retry=RetryPolicy(attempts=3, initial_seconds=0.0).call)
+    torch.manual_seed(1)
+    plain = torch.randperm(32).tolist()
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    assert list(GuardedStream(SelfShuffled(error), guard)) == plain
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_stream_that_only_names_is_opened_anew_for_a_lost_connection(tmp_path: Path) -> None:
+    retry = RetryPolicy(attempts=3, initial_seconds=0.0).call
+    guard = Guard(known(tmp_path), seed=7, retry=retry, names_only=True)
+    stream = SelfShuffled(ConnectionError("reset"))
+    assert sorted(GuardedStream(stream, guard)) == list(range(32))
+
+
+def test_a_source_that_is_not_the_same_again_is_not_read_on(tmp_path: Path) -> None:
+    orders = itertools.count()
+    stream = SelfShuffled(ValueError("a glitch"), lambda length: torch.arange(length).roll(next(orders)))
+    with pytest.raises(DataSourceError, match="other samples than before"):
+        list(GuardedStream(stream, Guard(known(tmp_path), seed=7)))
+
+
+class Stumbling(torch.utils.data.IterableDataset):
+    """A stream whose iterator lives on; it fails once, past the sample it raises for or not."""
+
+    def __init__(self, past: bool) -> None:
+        self.past, self.failed = past, False
+
+    def load(self, number: int) -> dict[str, int]:
+        if number == 17 and not self.failed:
+            self.failed = True
+            raise ValueError("a glitch")
+        return {"number": number}
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return map(self.load, range(32)) if self.past else Staying(self)
+
+
+class Staying:
+    def __init__(self, stream: Stumbling) -> None:
+        self.stream, self.number = stream, 0
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return self
+
+    def __next__(self) -> dict[str, int]:
+        if self.number == 32:
+            raise StopIteration
+        given = self.stream.load(self.number)
+        self.number += 1
+        return given
+
+
+@pytest.mark.parametrize("past", [True, False])
+def test_an_iterator_that_lives_on_loses_no_sample_to_a_glitch(tmp_path: Path, past: bool) -> None:
+    guard = Guard(known(tmp_path), seed=7)
+    assert [sample["number"] for sample in GuardedStream(Stumbling(past), guard)] == list(range(32))
+    assert not quarantined(tmp_path)
+    assert len(guard.known.retried) == 1
+
+
+class Positioned(torch.utils.data.IterableDataset):
+    """A stream that knows where it stands, and is past a sample before it loads it."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < 8:
+            self.position += 1
+            if self.position - 1 == 5:
+                raise ValueError("torn")
+            yield self.position - 1
+
+
+def test_a_source_that_died_is_opened_behind_the_sample_where_it_knows_how(tmp_path: Path) -> None:
+    guard = Guard(known(tmp_path), seed=7)
+    assert list(GuardedStream(Positioned(), guard)) == [0, 1, 2, 3, 4, 6, 7]
+    assert [row["stream_ordinal"] for row in quarantined(tmp_path)] == [5]
+
+
+# ---- functions that raise ----
+
+
+def test_what_a_function_raised_for_is_not_handed_to_it_again(tmp_path: Path) -> None:
+    handed: list[int] = []
+
+    def picky(example: dict[str, int]) -> dict[str, int]:
+        handed.append(example["number"])
+        if example["number"] in BAD:
+            raise ValueError("no")
+        return {}
+
+    stream = numbered().map(picky)
+    guard = Guard(known(tmp_path), seed=7)
+    first, second = (list(GuardedStream(stream, guard)) for _ in range(2))
+    assert first == second == [{"number": number} for number in range(32) if number not in BAD]
+    assert [handed.count(number) for number in BAD] == [2, 2]
+
+
+def test_indices_given_to_a_function_are_those_of_the_samples(tmp_path: Path) -> None:
+    def picky(example: dict[str, int], index: int) -> dict[str, int]:
+        if example["number"] == 5:
+            raise ValueError("no")
+        return {"index": index}
+
+    stream = numbered().map(picky, with_indices=True)
+    guard = Guard(known(tmp_path), seed=7)
+    for _ in range(2):
+        assert all(sample["index"] == sample["number"] for sample in GuardedStream(stream, guard))
+
+
+def tokenized_or_panic(row: dict[str, Any]) -> dict[str, Any]:
+    if row["number"] == 5:
+        raise PanicException
+    return row
+
+
+def test_a_stream_leaves_out_what_its_function_panics_for(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"number": number, "input_ids": [1]} for number in range(12)])
+    found = known(tmp_path)
+    stream = GuardedStream(rows.to_iterable_dataset().map(tokenized_or_panic), Guard(found, seed=1))
+    assert [row["number"] for row in stream] == [number for number in range(12) if number != 5]
+    assert [sample.error_type for sample in found.new] == ["PanicException"]
+
+
+# ---- a resume ----
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_stream_resumed_in_mid_epoch_gives_the_same(tmp_path: Path, tokenizer: Any, shuffled: bool) -> None:
+    rows, result = rows_of(tokenizer, tmp_path), []
+    for resume in (None, str(tmp_path / "checkpoint-4")):
+        stream = mapped_stream(rows)
+        stream = stream.shuffle(seed=3, buffer_size=8) if shuffled else stream
+        trainer = trainer_on(stream, tmp_path, tokenizer, max_steps=7, save_strategy="steps", save_steps=4)
+        trainer.train(resume_from_checkpoint=resume)
+        result.append(weights(trainer))
+    assert_same_weights(result[1], result[0])
