@@ -1,0 +1,278 @@
+"""The ladder for memory that runs out, asked rung by rung, without a trainer or a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from made_up_run import MadeUpRun, MadeUpWindow
+
+from self_healing import Action, FailureType, UnrecoverableTrainingError
+from self_healing.instrument import OutOfMemory
+from self_healing.memory.healer import SIZES_FILE, MemoryHealer
+from self_healing.memory.remedies import MemoryRemedies, MemoryState
+from self_healing.memory.splitting import CallShape, SizeMemory
+
+
+FIGURES = {"host_used": 10**9, "host_available": 10**9}
+
+
+def ran_out(place: Any = "forward", error: Exception | None = None) -> OutOfMemory:
+    return OutOfMemory(place, error or RuntimeError("out of memory"), None, FIGURES, "model.py:1 in forward")
+
+
+class Window(MadeUpWindow):
+    discarded = 0
+
+    def discard(self) -> None:
+        self.discarded += 1
+
+    def shapes(self) -> list[Any]:
+        return []
+
+
+class Memory:
+    """A run at one step, whose calls are of 8 rows, and its healer of memory."""
+
+    def __init__(self, directory: Path, first: bool = True, **settings: Any) -> None:
+        self.run = run = MadeUpRun(directory, **settings)
+        view = run.instrument.view
+        view.models, view.can_split_calls, view.may_repeat_the_loss = list, True, False
+        view.fingerprint = lambda: "the same model"
+        self.can_checkpoint = True
+        run.instrument.activation_checkpointing = SimpleNamespace(switch_on=self._checkpoint)
+        run.instrument.retry = SimpleNamespace(experimenting=False)
+        run.instrument.release_calls = lambda models: None
+        run.instrument.objective = SimpleNamespace(paired=False, name="sft")
+        run.instrument.trainer.accelerator = SimpleNamespace(device=view.device)
+        self.state = MemoryState(SizeMemory(10))
+        remedies: Any = MemoryRemedies(self.state)
+        applied, made_up = run.actions.applied, run.actions.apply
+
+        def apply(actions: Any, context: Any, args: Any) -> dict[str, Any]:
+            carry_out = remedies.table().get(actions)
+            if carry_out is None:
+                return made_up(actions, context, args)
+            applied.append(actions)
+            return carry_out(context, args)
+
+        run.actions.apply = apply  # type: ignore[method-assign]
+        self.recomputed: list[Any] = []
+        self.gone_back: list[Any] = []
+        made: Any = run
+        self.healer = MemoryHealer(
+            made, self.state, lambda on_host: 0, self.recomputed.append, lambda context: self.gone_back.append(context)
+        )
+        self.healer.attach(first)
+        self.at(3)
+
+    def _checkpoint(self) -> bool:
+        could, self.can_checkpoint = self.can_checkpoint, False
+        return could
+
+    def at(self, step: int) -> None:
+        self.window: Any = self.run.at(Window(step))
+        self.state.sizes.begin_step(step)
+
+    def attempt(self, rows: int, place: Any = "forward") -> bool:
+        """A call of so many rows begins, and does not fit; whether it is to be tried again."""
+        self.state.sizes.begins(CallShape("train", rows, 16))
+        return self.healer.handle_oom(ran_out(place), self.window)
+
+    @property
+    def applied(self) -> list[Action]:
+        return self.run.actions.applied
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Memory:
+    return Memory(tmp_path)
+
+
+def test_the_first_time_memory_is_freed_and_the_same_is_tried_again(memory: Memory) -> None:
+    assert memory.attempt(8)
+    assert memory.applied == [Action.FREE_MEMORY]
+    assert memory.window.discarded == 1
+    assert not memory.state.sizes.limits
+    memory.healer.on_success()
+    assert memory.run.incidents == [("out_of_memory", "resolved")]
+    assert memory.recomputed == memory.run.journal.incidents
+    assert memory.recomputed[0].figures[-1] == "the second attempt, at full size, went through"
+
+
+def test_the_second_time_the_size_is_split_and_written_down(memory: Memory, tmp_path: Path) -> None:
+    assert memory.attempt(8)
+    assert memory.attempt(8)
+    assert memory.applied == [Action.FREE_MEMORY, Action.SPLIT_BATCH]
+    assert memory.state.sizes.known_rows(CallShape("train", 8, 16)) == 4
+    memory.healer.on_success()
+    assert memory.recomputed == []
+    assert json.loads((tmp_path / SIZES_FILE).read_text())["sizes"]["train"]["fails"] == [[8, 16]]
+
+
+def test_a_size_is_split_once_in_an_incident(memory: Memory) -> None:
+    memory.attempt(8)
+    memory.attempt(8)
+    # What was split does not fit whole: the pieces are not taken any more.
+    assert memory.attempt(8)
+    assert memory.applied[-1] is Action.CHECKPOINT_ACTIVATIONS
+    assert memory.state.checkpointing_activations
+
+
+def test_sizes_are_split_down_to_one_row(memory: Memory) -> None:
+    memory.attempt(8)
+    for rows in (8, 4, 2):
+        assert memory.attempt(rows)
+        assert memory.applied[-1] is Action.SPLIT_BATCH
+    assert memory.attempt(1)
+    assert memory.applied[-1] is Action.CHECKPOINT_ACTIVATIONS
+
+
+def test_after_the_last_rung_the_run_ends_and_says_what_did_not_fit(memory: Memory, tmp_path: Path) -> None:
+    memory.can_checkpoint = False
+    memory.attempt(1)
+    with pytest.raises(UnrecoverableTrainingError, match=r"out of memory in forward: .*cannot be split any further"):
+        memory.attempt(1)
+    assert memory.applied[-2:] == [Action.EMERGENCY_CHECKPOINT, Action.STOP]
+    assert "Halve per_device_train_batch_size" in memory.run.journal.incidents[0].evidence["remedy"]
+    assert (tmp_path / SIZES_FILE).exists()
+
+
+def test_calls_that_are_not_split_say_so(memory: Memory) -> None:
+    memory.run.instrument.view.can_split_calls = False
+    memory.can_checkpoint = False
+    memory.attempt(1)
+    with pytest.raises(UnrecoverableTrainingError, match="its calls are not split"):
+        memory.attempt(1)
+
+
+def test_an_experiment_does_without(memory: Memory) -> None:
+    memory.run.instrument.retry.experimenting = True
+    memory.attempt(1)
+    assert not memory.attempt(1)
+    assert memory.applied == [Action.FREE_MEMORY]
+
+
+def test_an_evaluation_changes_nothing_of_training(memory: Memory) -> None:
+    memory.window = None
+    memory.attempt(1, "evaluation")
+    with pytest.raises(UnrecoverableTrainingError):
+        memory.attempt(1, "evaluation")
+    assert Action.CHECKPOINT_ACTIVATIONS not in memory.applied
+    assert "per_device_eval_batch_size" in memory.run.journal.incidents[0].evidence["remedy"]
+
+
+def test_a_size_that_was_to_be_tried_is_no_incident(memory: Memory) -> None:
+    sizes = memory.state.sizes
+    sizes.failed(CallShape("train", 8, 16))
+    assert sizes.rows_for(CallShape("train", 8, 16)) == 4
+    assert memory.attempt(4)
+    assert memory.run.incidents == []
+    assert memory.window.discarded == 1
+    assert sizes.known_rows(CallShape("train", 8, 16)) == 2
+
+
+def test_one_row_is_no_size_that_was_to_be_tried(memory: Memory) -> None:
+    sizes = memory.state.sizes
+    sizes.failed(CallShape("train", 2, 16))
+    assert sizes.rows_for(CallShape("train", 2, 16)) == 1
+    memory.attempt(1)
+    assert len(memory.run.incidents) == 1
+
+
+def test_what_passes_again_and_again_is_split_at_once(memory: Memory) -> None:
+    for step in (3, 4, 5):
+        memory.at(step)
+        memory.attempt(8)
+        memory.healer.on_success()
+    memory.at(6)
+    memory.attempt(8)
+    assert memory.applied == [Action.FREE_MEMORY] * 4 + [Action.SPLIT_BATCH]
+
+
+def test_what_passes_now_and_then_is_not(memory: Memory) -> None:
+    for step in (3, 4, 5, 54):
+        memory.at(step)
+        memory.attempt(8)
+        memory.healer.on_success()
+    assert Action.SPLIT_BATCH not in memory.applied
+
+
+@pytest.mark.parametrize(
+    ("first", "same", "recalled"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_the_next_process_knows_what_did_not_fit(tmp_path: Path, first: bool, same: bool, recalled: bool) -> None:
+    before = Memory(tmp_path)
+    before.attempt(8)
+    before.attempt(8)
+    before.healer.on_success()
+    path = tmp_path / SIZES_FILE
+    if not same:
+        path.write_text(path.read_text().replace("the same model", "another"))
+    assert Memory(tmp_path, first).state.sizes.limits is recalled
+
+
+def test_a_file_that_cannot_be_read_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / SIZES_FILE).write_text("{")
+    assert not Memory(tmp_path).state.sizes.limits
+    assert "cannot be read and is not used" in caplog.text
+
+
+def test_on_one_rank_of_several_it_is_written_down_for_the_next_start(memory: Memory, tmp_path: Path) -> None:
+    memory.state.sizes.begins(CallShape("train", 8, 16))
+    memory.run.instrument.trainer.args.process_index = 1
+    memory.healer.oom_on_one_rank(ran_out())
+    assert Memory(tmp_path).state.sizes.known_rows(CallShape("train", 8, 16)) < 8
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"), [("forward", ("train", 6, 1)), ("generation", ("generate", 12, 1)), ("vLLM", None)]
+)
+def test_before_its_calls_are_watched_a_rank_goes_by_its_batch(memory: Memory, place: Any, expected: Any) -> None:
+    args = memory.run.instrument.trainer.args
+    args.process_index, args.per_device_train_batch_size, args.generation_batch_size = 1, 6, 12
+    memory.healer.oom_on_one_rank(ran_out(place))
+    sizes = memory.state.sizes
+    if expected is None:
+        assert not sizes.limits
+    else:
+        assert sizes.state_dict()[expected[0]]["fails"] == [expected[1:]]
+
+
+class TestOptimizerStep:
+    def prepare(self, memory: Memory, untouched: bool = False, one_by_one: bool = True) -> None:
+        memory.run.instrument.optimizer_step = SimpleNamespace(
+            undo=lambda: untouched, update_one_by_one=lambda: one_by_one, undone=lambda: None
+        )
+
+    def test_one_that_changed_nothing_is_taken_again(self, memory: Memory) -> None:
+        self.prepare(memory, untouched=True)
+        assert memory.healer.handle_oom_in_optimizer_step(ran_out("optimizer"), memory.window)
+        assert memory.gone_back == []
+        # Its gradients are needed.
+        assert memory.window.discarded == 0
+        memory.healer.stepped()
+        assert memory.run.journal.incidents[0].evidence["weights"].startswith("untouched")
+        assert memory.run.journal.incidents[0].failure is FailureType.OUT_OF_MEMORY
+
+    def test_one_that_may_have_is_gone_back_from(self, memory: Memory) -> None:
+        self.prepare(memory)
+        assert memory.healer.handle_oom_in_optimizer_step(ran_out("optimizer"), memory.window)
+        assert len(memory.gone_back) == 1
+
+    def test_the_third_time_weights_are_updated_one_by_one_and_then_the_run_ends(self, memory: Memory) -> None:
+        self.prepare(memory, untouched=True)
+        for _ in range(3):
+            assert memory.healer.handle_oom_in_optimizer_step(ran_out("optimizer"), memory.window)
+        assert Action.STOP not in memory.applied
+        assert "updated one by one" in memory.run.journal.incidents[0].figures[-1]
+        with pytest.raises(UnrecoverableTrainingError, match=r"in optimizer.step\(\), 4 times"):
+            memory.healer.handle_oom_in_optimizer_step(ran_out("optimizer"), memory.window)
+
+    def test_while_steps_are_applied_again_nothing_else_is_healed(self, memory: Memory) -> None:
+        self.prepare(memory, untouched=True)
+        memory.healer.handle_oom_in_optimizer_step(ran_out("optimizer"), memory.window)
+        assert not memory.attempt(8)
