@@ -137,5 +137,4 @@ class GuardedCollator(Proxy):
 
     def _bad(self, name: SampleName, sample: Any, error: BaseException) -> BadSample:
         where = self.supply.describe(name) | {"attempts": 2}
-        raised = BadSample.that_raised("collation", error, preview=preview_of(sample), **where)
-        return self.guard.known.as_written(raised)
+        return self.guard.known.that_raised("collation", error, preview=preview_of(sample), **where)

@@ -140,8 +140,7 @@ class GuardedDataset(Proxy):
                 guard.known.loaded_on_retry(describe_name(index), first)
         where = self.describe(index) | {"attempts": attempts}
         if loaded.error is not None:
-            raised = BadSample.that_raised("loading", loaded.error, preview=self._preview(index), **where)
-            bad.append(guard.known.as_written(raised))
+            bad.append(guard.known.that_raised("loading", loaded.error, preview=self._preview(index), **where))
             return None, loaded.error
         sample = loaded.value[0]
         problem = find_problem(sample)

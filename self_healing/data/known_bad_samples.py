@@ -80,8 +80,11 @@ class KnownBadSamples:
         """Has the processes share what they find through another file, where `quarantine.jsonl` cannot be written."""
         self.path, self._read = str(path), 0
 
-    def as_written(self, sample: BadSample) -> BadSample:
-        """Leaves out the text of a sample if that may not be kept."""
+    def that_raised(self, problem: str, error: BaseException, **fields: Any) -> BadSample:
+        """Describes a sample that raised, as [`BadSample.that_raised`]; without text if that may not be kept."""
+        return self._as_written(BadSample.that_raised(problem, error, **fields))
+
+    def _as_written(self, sample: BadSample) -> BadSample:
         return sample if self._keep_text else sample.without_text()
 
     def add(self, sample: BadSample, replaced_by: SampleName | None = None) -> None:
@@ -96,7 +99,7 @@ class KnownBadSamples:
         """
         if isinstance(replaced_by, int):
             sample = replace(sample, replaced_by=replaced_by)
-        sample = self.as_written(sample)
+        sample = self._as_written(sample)
         if sample.name in self.blocked:
             return
         self.blocked[sample.name] = sample.why

@@ -102,8 +102,8 @@ class SourceReader:
         self._guard.raise_if_not_the_sample(error)
         failed: list[BadSample] = []
         while True:
-            raised = BadSample.that_raised("loading", error, **self._where(self.ordinal + len(failed)))
-            failed.append(self._guard.known.as_written(raised))
+            where = self._where(self.ordinal + len(failed))
+            failed.append(self._guard.known.that_raised("loading", error, **where))
             if len(failed) > MAX_BAD_IN_A_ROW:
                 raise LetPass(_cannot_be_passed(failed, error))
             if not inspect.isgenerator(self.source):
@@ -166,8 +166,7 @@ class SourceReader:
         except StopIteration:
             raise
         except CannotBeReopened:
-            raised = BadSample.that_raised("loading", error, **self._where(self.ordinal))
-            failed = self._guard.known.as_written(raised)
+            failed = self._guard.known.that_raised("loading", error, **self._where(self.ordinal))
             failure = _cannot_be_passed([failed], error)
         except Exception as again:
             failure = again

@@ -151,10 +151,9 @@ class _LeavingOut(MappedExamplesIterable):  # type: ignore[misc]
 
     def _leave_out(self, key: Any, example: Any, error: BaseException) -> BadSample:
         guard, stage = self.healing
-        raised = BadSample.that_raised(
+        bad = guard.known.that_raised(
             "loading", error, **place(f"{key}@{stage}"), preview=preview_of(example), worker=worker_id()
         )
-        bad = guard.known.as_written(raised)
         guard.known.add(bad)
         return bad
 
