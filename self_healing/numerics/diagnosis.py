@@ -67,7 +67,7 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
         )
     if config.reexecute_attempts == 0:
         window.reexecute()
-    found = _look_at_rows(window, instrument, config, healthy_inputs, device)
+    found = _look_at_rows(window, config, healthy_inputs, device)
     # A fault may last for longer than one computation, and strike in the experiments: before data or numbers are
     # blamed for it, the whole is computed once more.
     window.reexecute()
@@ -78,10 +78,8 @@ def _transient(computed: int) -> Diagnosis:
     return Diagnosis(FailureType.NONFINITE_TRANSIENT, Cause.TRANSIENT, {"reexecutions": computed})
 
 
-def _look_at_rows(
-    window: Window, instrument: Instrument, config: HealingConfig, healthy_inputs: Any, device: torch.device
-) -> Diagnosis:
-    """Whether some rows are non-finite by themselves, and others are not."""
+def _look_at_rows(window: Window, config: HealingConfig, healthy_inputs: Any, device: torch.device) -> Diagnosis:
+    """Finds out whether some rows are non-finite by themselves, and others are not."""
     layouts = [window.layout(index) for index in range(window.size)]
     if consensus.any_rank(any(layout is None for layout in layouts), device):
         return _numerical("the rows of this batch cannot be told apart")
