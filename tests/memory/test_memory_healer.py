@@ -12,9 +12,10 @@ from made_up_run import MadeUpRun, MadeUpWindow
 
 from self_healing import Action, FailureType, UnrecoverableTrainingError
 from self_healing.instrument import OutOfMemory
-from self_healing.memory.healer import SIZES_FILE, MemoryHealer
+from self_healing.memory.healer import MemoryHealer
 from self_healing.memory.remedies import MemoryRemedies, MemoryState
-from self_healing.memory.splitting import CallShape, SizeMemory
+from self_healing.memory.sizes_file import SIZES_FILE
+from self_healing.memory.splitting import CallShape, KnownSizes
 
 
 FIGURES = {"host_used": 10**9, "host_available": 10**9}
@@ -48,7 +49,7 @@ class Memory:
         run.instrument.release_calls = lambda models: None
         run.instrument.objective = SimpleNamespace(paired=False, name="sft")
         run.instrument.trainer.accelerator = SimpleNamespace(device=view.device)
-        self.state = MemoryState(SizeMemory(10))
+        self.state = MemoryState(KnownSizes(10))
         remedies: Any = MemoryRemedies(self.state)
         applied, made_up = run.actions.applied, run.actions.apply
 
@@ -226,6 +227,11 @@ def test_on_one_rank_of_several_it_is_written_down_for_the_next_start(memory: Me
     memory.run.instrument.trainer.args.process_index = 1
     memory.healer.oom_on_one_rank(ran_out())
     assert Memory(tmp_path).state.sizes.known_rows(CallShape("train", 8, 16)) < 8
+
+
+def test_the_step_after_the_update_is_the_next_one_for_sizes_too(memory: Memory) -> None:
+    memory.healer.about_to_step()
+    assert memory.state.sizes.step == 4
 
 
 @pytest.mark.parametrize(
