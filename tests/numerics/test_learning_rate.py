@@ -61,6 +61,7 @@ class Reduce(TrainerCallback):
         incident = run.journal.open(state.global_step, "by hand", {})
         context = HealingContext(incident, run.instrument, target=Target.NEWEST)
         self.callback.actions.apply((Action.ROLL_BACK, Action.REDUCE_LEARNING_RATE), context, args)
+        run.journal.closed(incident, "reported")
 
     callback: SelfHealingCallback
 
