@@ -209,6 +209,34 @@ def test_keeping_a_piece_takes_a_tenth_more_than_its_outputs(tmp_path: Path) -> 
     assert size <= most_allocated(tmp_path, forward) < 1.1 * size
 
 
+@pytest.mark.parametrize(("verdict", "looks", "told"), [(Verdict.SAME, FEW, 0), (Verdict.UNCLEAR, MANY, 1)])
+def test_one_look_is_enough_where_it_tells(verdict: Verdict, looks: int, told: int) -> None:
+    runs, unclear = list[int](), list[int]()
+    weight = torch.ones(3, requires_grad=True)
+    repeats = Repeats(device=torch.device("cpu"))
+    repeats.near = lambda first, again: False  # type: ignore[method-assign]
+    repeats.judge = lambda first, repeated: verdict  # type: ignore[method-assign]
+    repeats.accept = lambda first, again: True  # type: ignore[method-assign]
+
+    def run() -> torch.Tensor:
+        runs.append(1)
+        return weight * 2
+
+    recomputed(run, torch.device("cpu"), [weight], pytest.fail, repeats, lambda: unclear.append(1)).sum().backward()
+    # Forward, once more for the backward pass, the looks, and once more with activations.
+    assert len(runs) == 3 + looks
+    assert len(unclear) == told
+    assert torch.equal(weight.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+
+
+def test_what_was_cast_for_a_piece_is_not_used_by_the_next() -> None:
+    linear, inputs = torch.nn.Linear(2, 1, bias=False), torch.ones(1, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        pieces = recomputed(lambda: linear(inputs), torch.device("cpu"), [linear.weight], otherwise=pytest.fail)
+        (pieces + linear(inputs)).sum().backward()
+    assert torch.equal(linear.weight.grad, torch.full((1, 2), 2.0))  # type: ignore[arg-type]
+
+
 def test_a_fingerprint_leaves_the_gradient_as_it_was() -> None:
     gradient = values(LOGITS)
     before = gradient.clone()
