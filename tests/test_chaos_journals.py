@@ -23,7 +23,7 @@ from conftest import build_tokenizer, sft_trainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.chaos import KINDS, Chaos, Ledger, parse_fault
-from self_healing.restarts import record as run_record
+from self_healing.restarts import progress_mark
 
 
 pytestmark = pytest.mark.slow
@@ -57,8 +57,8 @@ CONFIG = {
 def train(directory: Path, seed: int) -> None:
     torch.set_num_threads(1)
     # Every step is marked, also where a disk is slow: how far a killed process had come is in the journal.
-    assert run_record._SHARE
-    run_record._SHARE = math.inf
+    assert progress_mark._SHARE
+    progress_mark._SHARE = math.inf
     trainer = sft_trainer(
         directory / "run",
         build_tokenizer(),

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections import Counter
@@ -19,17 +18,13 @@ from typing import Any, Self
 from ..files import jsonable, replace_file
 from ..journal.incident import Incident
 from ..saved_state import completed
+from .progress_mark import PROGRESS_FILE, ProgressMark, read_mark
 
 
 logger = logging.getLogger("self_healing")
 
 RECORD_FILE = "healing_run.json"
-PROGRESS_FILE = "healing_progress.bin"
 SCHEMA_VERSION = 1
-# Attempt and optimizer steps finished, little endian.
-_MARK = struct.Struct("<qq")
-# Of the training time, that marking may take.
-_SHARE = 0.01
 # Attempts that are written down; a run that was started more often than that is told by its newest ones.
 _KEPT_ATTEMPTS = 50
 
@@ -172,19 +167,18 @@ class RunRecord:
     saving: dict[str, Any] | None = None
     kept: bool = True
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    _progress: int | None = None
-    _next_mark: float = 0.0
+    _mark: ProgressMark | None = None
     _failed: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Told to other processes: what is open here stays here."""
         kept = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in kept.items() if name not in ("_lock", "_progress")}
+        return {name: value for name, value in kept.items() if name not in ("_lock", "_mark")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self._lock, self._progress = threading.RLock(), None
+        self._lock, self._mark = threading.RLock(), None
 
     # ---- reading ----
 
@@ -226,14 +220,9 @@ class RunRecord:
 
     def _take_in_progress(self) -> None:
         """A process that was killed left its last step where no write was needed for it."""
-        if not self.attempts:
-            return
-        try:
-            number, step = _MARK.unpack((self.directory / PROGRESS_FILE).read_bytes())
-        except (OSError, struct.error):
-            return
-        if number == self.newest.number:
-            self.newest.last_step = max(self.newest.last_step, step)
+        mark = read_mark(self.directory)
+        if mark is not None and self.attempts and mark[0] == self.newest.number:
+            self.newest.last_step = max(self.newest.last_step, mark[1])
 
     @property
     def newest(self) -> Attempt:
@@ -268,21 +257,14 @@ class RunRecord:
         attempt.call = _CALLS[os.path.abspath(self.directory)]
         self.attempts = [*self.attempts, attempt][-_KEPT_ATTEMPTS:]
         if marks and self.kept:
-            self._open_progress()
+            self._open_mark()
             self.note_step(first_step)
         return attempt
 
     def note_step(self, step: int) -> None:
-        """Marks the step that a killed process leaves; takes at most a hundredth of the time, on any disk."""
-        now = time.perf_counter()
-        if self._progress is None or now < self._next_mark:
-            return
-        try:
-            os.lseek(self._progress, 0, os.SEEK_SET)
-            os.write(self._progress, _MARK.pack(self.newest.number, step))
-        except OSError:
-            self.close()
-        self._next_mark = now + (time.perf_counter() - now) / _SHARE
+        """Marks the step that a killed process leaves."""
+        if self._mark is not None:
+            self._mark.note_step(self.newest.number, step)
 
     def about_to_save(self, checkpoint: str, bookkeeping: Mapping[str, Any] | None = None) -> None:
         """
@@ -338,19 +320,17 @@ class RunRecord:
 
     def close(self) -> None:
         """Lets go of the mark."""
-        if self._progress is not None:
-            os.close(self._progress)
-            self._progress = None
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
 
     def describe_attempts(self) -> list[dict[str, Any]]:
         """All attempts as JSON."""
         return [asdict(attempt) for attempt in self.attempts]
 
-    def _open_progress(self) -> None:
+    def _open_mark(self) -> None:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._progress = os.open(self.directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-            self._next_mark = 0.0
+            self._mark = ProgressMark(self.directory)
         except OSError as error:
             logger.warning(
                 "%s cannot be kept (%s): after a kill, the step it came to will not be known.", PROGRESS_FILE, error

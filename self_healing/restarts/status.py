@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import socket
-import struct
 import time
 import weakref
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,17 +17,14 @@ from typing import Any
 import psutil
 
 from ..files import replace_file
-from .record import PROGRESS_FILE, Ending
+from .progress_mark import PROGRESS_FILE, ProgressMark, read_mark
+from .record import Ending
 
 
 logger = logging.getLogger("self_healing")
 
 STATUS_FILE = "healing_status.json"
 SCHEMA_VERSION = 1
-# As in `RunRecord`: attempt (0, for it has none) and optimizer steps finished, little endian.
-_MARK = struct.Struct("<qq")
-# Of the training time, that marking may take.
-_SHARE = 0.01
 
 
 class RunState(StrEnum):
@@ -125,14 +121,15 @@ def read_status(directory: Path) -> RunStatus | None:
 
 def _progress_in(directory: Path, status: RunStatus) -> tuple[int, float]:
     """The step a process came to, which it leaves where no write is needed for it, and when."""
-    path = directory / PROGRESS_FILE
+    mark = read_mark(directory)
     try:
-        seen = path.stat().st_mtime
-        step = _MARK.unpack(path.read_bytes())[1]
-    except (OSError, struct.error):
+        seen = (directory / PROGRESS_FILE).stat().st_mtime
+    except OSError:
+        mark = None
+    if mark is None:
         return status.step, status.since
     # Of an earlier run, if it is older.
-    return (max(step, status.step), seen) if seen >= status.since - 1 else (status.step, status.since)
+    return (max(mark[1], status.step), seen) if seen >= status.since - 1 else (status.step, status.since)
 
 
 def _looked_up(status: RunStatus) -> RunState:
@@ -162,8 +159,7 @@ class StatusKeeper:
 
     directory: Path
     status: RunStatus | None = None
-    _progress: int | None = field(default=None, repr=False)
-    _next_mark: float = 0.0
+    _mark: ProgressMark | None = field(default=None, repr=False)
     _failed: bool = False
 
     def begin(self, run: str, journal: Path, step: int, max_steps: int, marks: bool) -> None:
@@ -187,22 +183,17 @@ class StatusKeeper:
         first = self.status is None
         self.status = RunStatus(run, where, max_steps, os.getpid(), socket.gethostname(), now, step=step, since=now)
         self._write()
-        if marks and self._progress is None:
-            self._open()
+        if marks and self._mark is None:
+            self._open_mark()
         if first:
             at_exit = weakref.WeakMethod(self._at_exit)
             atexit.register(lambda: (method := at_exit()) and method())
 
     def note_step(self, step: int) -> None:
-        """Marks the step the run is at; takes at most a hundredth of the time, however slow the disk."""
-        now = time.perf_counter()
-        if self._progress is None or now < self._next_mark:
-            return
-        try:
-            os.pwrite(self._progress, _MARK.pack(0, step), 0)
-        except OSError:
-            self._close()
-        self._next_mark = now + (time.perf_counter() - now) / _SHARE
+        """Marks the step the run is at."""
+        if self._mark is not None:
+            # Without a record there are no attempts.
+            self._mark.note_step(0, step)
 
     def end(self, state: RunState, step: int, why: str = "") -> None:
         """The run is over for this process; what was written first counts."""
@@ -212,7 +203,9 @@ class StatusKeeper:
         why = lines[0][:300] if lines else ""
         self.status = replace(self.status, state=state, step=step, since=time.time(), why=why)
         self._write()
-        self._close()
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
 
     def end_attempt(self, ending: Ending, step: int, why: str) -> None:
         """The same, of a run whose record is kept."""
@@ -233,17 +226,11 @@ class StatusKeeper:
         except OSError as error:
             self._tell(STATUS_FILE, error)
 
-    def _open(self) -> None:
+    def _open_mark(self) -> None:
         try:
-            self._progress = os.open(self.directory / PROGRESS_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-            self._next_mark = 0.0
+            self._mark = ProgressMark(self.directory)
         except OSError as error:
             self._tell(PROGRESS_FILE, error)
-
-    def _close(self) -> None:
-        if self._progress is not None:
-            os.close(self._progress)
-            self._progress = None
 
     def _tell(self, name: str, error: OSError) -> None:
         if not self._failed:

@@ -23,7 +23,8 @@ from self_healing.journal.journal import EVENTS_FILE
 from self_healing.journal.postmortem import POSTMORTEM_FILE
 from self_healing.memory.sizes_file import SIZES_FILE
 from self_healing.own_files import GITIGNORE, hide_from_uploads, own_patterns
-from self_healing.restarts.record import PROGRESS_FILE, RECORD_FILE
+from self_healing.restarts.progress_mark import PROGRESS_FILE
+from self_healing.restarts.record import RECORD_FILE
 
 
 class Hub:
