@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from conftest import POISON_WORD, TEXTS, PoisonToken, assert_same_weights, quarantined, sft_trainer, weights
+from datasets import Dataset
 from test_data import BAD, EPOCH, Rows, guarded, names, rows_of, trainer_on
 from transformers import set_seed
 
 from self_healing import SelfHealingCallback
 from self_healing.data.bad_sample import BadSample
 from self_healing.data.known_bad_samples import POISON
-from self_healing.data.quarantine import Quarantine, QuarantinedRow, why_not_appendable
+from self_healing.data.quarantine import Quarantine, QuarantinedRow, dataset_fingerprint, why_not_appendable
 from self_healing.data.substitutes import candidates
 
 
@@ -63,6 +64,26 @@ def test_a_row_that_was_dropped_in_a_later_step_comes_again(tmp_path: Path) -> N
         again.add([row], 7, 0.5, "another incident")
         assert again.watch("run", "data", step=8).blocked == {5: POISON}
     assert len(quarantine.path.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("goes_on_from", "blocked"), [(3, {}), (4, {5: POISON}), (7, {5: POISON})])
+def test_a_row_is_dropped_first_in_the_first_of_its_steps(tmp_path: Path, goes_on_from: int, blocked: Any) -> None:
+    row = QuarantinedRow(5, None, None, "a hash", None, None, micro_batch=0, row=0)
+    quarantine = Quarantine(tmp_path)
+    quarantine.watch("run", "data")
+    for step in (3, 7):
+        quarantine.add([row], step, 0.5, "incident")
+    assert quarantine.watch("run", "data", step=goes_on_from).blocked == blocked
+
+
+def test_data_of_the_same_kind_and_length_are_the_same() -> None:
+    rows, stream = [1, 2, 3], iter(())
+    assert dataset_fingerprint(rows) == dataset_fingerprint([4, 5, 6]) == "builtins.list:3"
+    assert dataset_fingerprint(rows) != dataset_fingerprint([1, 2])
+    assert dataset_fingerprint(rows) != dataset_fingerprint((1, 2, 3))
+    assert dataset_fingerprint(stream) == "builtins.tuple_iterator:None"
+    known = Dataset.from_dict({"text": ["a"]})
+    assert dataset_fingerprint(known) == known._fingerprint
 
 
 def test_the_quarantine_survives_its_checkpoint(tmp_path: Path) -> None:

@@ -221,6 +221,30 @@ def test_an_iterator_that_lives_on_loses_no_sample_to_a_glitch(tmp_path: Path, p
     assert len(guard.known.retried) == 1
 
 
+def test_an_iterator_that_raises_for_the_same_sample_again_has_not_recovered(tmp_path: Path) -> None:
+    stream, guard = Stumbling(past=True), Guard(known(tmp_path), seed=7)
+
+    def load(number: int) -> dict[str, int]:
+        if number == 17:
+            raise ValueError("not a glitch")
+        return {"number": number}
+
+    stream.load = load  # type: ignore[method-assign]
+    assert [sample["number"] for sample in GuardedStream(stream, guard)] == [*range(17), *range(18, 32)]
+    assert len(quarantined(tmp_path)) == 1
+    assert guard.known.retried == []
+
+
+def test_without_its_guard_a_stream_goes_on_from_where_it_stands(tmp_path: Path) -> None:
+    guard = Guard(known(tmp_path), seed=7)
+    stream = iter(GuardedStream(Positioned(), guard))
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    guard.turn_off()
+    assert [next(stream) for _ in range(2)] == [3, 4]
+    with pytest.raises(ValueError, match="torn"):
+        next(stream)
+
+
 class Positioned(torch.utils.data.IterableDataset):
     """A stream that knows where it stands, and is past a sample before it loads it."""
 
@@ -244,7 +268,7 @@ class Positioned(torch.utils.data.IterableDataset):
 def test_a_source_that_died_is_opened_behind_the_sample_where_it_knows_how(tmp_path: Path) -> None:
     guard = Guard(known(tmp_path), seed=7)
     assert list(GuardedStream(Positioned(), guard)) == [0, 1, 2, 3, 4, 6, 7]
-    assert [row["stream_ordinal"] for row in quarantined(tmp_path)] == [5]
+    assert [(row["stream_ordinal"], row["attempts"]) for row in quarantined(tmp_path)] == [(5, 2)]
 
 
 # ---- functions that raise ----
