@@ -63,6 +63,7 @@ class Bookkeeper:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._device: torch.device = trainer.accelerator.device
         self._entry_step = int(trainer.state.global_step)
         self._moving_buffers: list[tuple[str, torch.Tensor]] | None = None
         self._first_buffers: dict[str, torch.Tensor] = {}
@@ -70,7 +71,7 @@ class Bookkeeper:
 
     def random_state(self) -> RandomState:
         """Captures the random states."""
-        self._rng = RandomState.capture(self._trainer.accelerator.device, since=self._rng)
+        self._rng = RandomState.capture(self._device, since=self._rng)
         return self._rng
 
     def capture(self, running_loss: torch.Tensor | None = None) -> Bookkeeping:
@@ -114,7 +115,7 @@ class Bookkeeper:
         return {name: self._cloned(buffer) for name, buffer in moving}
 
     def _cloned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return with_room(lambda: _clone(tensor), self._trainer.accelerator.device)
+        return with_room(lambda: _clone(tensor), self._device)
 
     def restore_buffers(self, bookkeeping: Bookkeeping) -> None:
         """Puts the buffers a forward pass changes back."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import consensus
 from .row_sources import DataPosition
 from .view import TrainerView
 from .window import Window
@@ -41,7 +40,7 @@ class Leaving:
 
     def leaves(self, asked: bool) -> bool:
         """Whether the run ends with this step, because some process (`asked`: this one) has to leave."""
-        if consensus.world_size() > 1:
+        if self._view.world_size > 1:
             window = self._window()
             asked = window is not None and window.leave_wanted
         if self._view.last_step_done:
@@ -67,7 +66,7 @@ class Leaving:
 
     def owe_evaluation(self) -> None:
         """Leaves the evaluation that is due, for which there is no time, to the process that continues the run."""
-        self.owes_evaluation = consensus.world_size() == 1
+        self.owes_evaluation = self._view.world_size == 1
 
     def epoch_ended(self, control: Any) -> None:
         """Called after the callbacks' `on_epoch_end`, which comes in mid-epoch here: the checkpoint is written."""

@@ -113,7 +113,7 @@ class StepRecord:
             leave (`bool`, *optional*, defaults to `False`):
                 Whether this rank was asked to leave after the step; [`leave_wanted`] likewise.
         """
-        ranks = consensus.world_size()
+        ranks = self.engine.view.world_size
         if ranks == 1:
             loss, norm = with_room(self._read_loss_and_norm, self.engine.view.device)
         else:

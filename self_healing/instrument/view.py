@@ -46,6 +46,9 @@ class TrainerView:
         self._trainer = trainer
         self.objective = objective
         self._replaced = replaced
+        # Neither changes while a trainer trains, and each step asks.
+        self.device: torch.device = trainer.accelerator.device
+        self.world_size = consensus.world_size()
 
     # ---- where the run is ----
 
@@ -110,11 +113,11 @@ class TrainerView:
         """
         known = self.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
         own = has_own_loss(self._trainer) or "compute_loss" in vars(self._trainer)
-        return known and not own and consensus.world_size() == 1
+        return known and not own and self.world_size == 1
 
     def may_empty_micro_batches(self, keep: Mapping[int, Sequence[int]]) -> bool:
         """Whether micro-batches may be left out; not on one of several ranks, as a loss may contain collectives."""
-        if consensus.world_size() == 1:
+        if self.world_size == 1:
             return True
         return not consensus.any_rank(any(not rows for rows in keep.values()), self.device)
 
@@ -152,12 +155,6 @@ class TrainerView:
         return float(self._trainer.args.max_grad_norm or 0.0)
 
     # ---- its models and their tensors ----
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this process."""
-        device: torch.device = self._trainer.accelerator.device
-        return device
 
     def models(self) -> list[torch.nn.Module]:
         """Lists the models the trainer calls: what it trains, its reference, teachers and reward models."""
