@@ -456,6 +456,54 @@ class TestFirstNorms:
         assert other.state_dict() == whole.state_dict()
 
 
+class TestTheFirstValues:
+    @pytest.mark.parametrize("first", [1, 5])
+    def test_say_what_is_small(self, first: int) -> None:
+        trend = settled([2.0] * first + [1e-6] * 60, first=first, offset=0.01)
+        reading = trend.read(99, 1e-5)
+        assert reading.z is not None
+        assert abs(reading.z) < 1.0
+
+
+class TestRelearning:
+    @pytest.mark.parametrize(("refused", "relearned"), [(19, False), (20, True)])
+    def test_takes_twenty_values_at_one_level(self, refused: int, relearned: bool) -> None:
+        trend = settled()
+        for step, value in enumerate(noise(refused, 20.0)):
+            trend.refuse(trend.read(100 + step, value))
+        assert trend.relearn() is relearned
+        assert trend.level == pytest.approx(20.0 if relearned else 2.0, rel=0.05)
+
+
+class TestWhatIsCloseToTheBaseline:
+    def test_is_asked_of_a_gradient_without_changing_anything(self) -> None:
+        panel = healthy_panel()
+        before = baselines(panel)
+        assert panel.gradient_is_usual(StepSignals(120, 2.0, 1.0))
+        for norm in (3.0, 0.3, math.nan, None):
+            assert not panel.gradient_is_usual(StepSignals(120, 2.0, norm))
+        assert baselines(panel) == before
+        assert not DetectorPanel().gradient_is_usual(StepSignals(0, 2.0, 1.0))
+
+    def test_is_told_of_the_last_loss(self) -> None:
+        panel = healthy_panel()
+        assert panel.loss_is_usual
+        panel.observe(StepSignals(120, 9.0, 1.0))
+        assert not panel.loss_is_usual
+        panel.observe(StepSignals(121, 2.0, 1.0))
+        assert panel.loss_is_usual
+
+    def test_is_not_a_loss_that_has_diverged(self) -> None:
+        panel = healthy_panel()
+        for step in range(120, 160):
+            panel.observe(StepSignals(step, 6.0, 1.0))
+            if panel.divergence.alarmed:
+                break
+        panel.loss_reading = None
+        assert panel.divergence.alarmed
+        assert not panel.loss_is_usual
+
+
 class TestLossSpike:
     def test_a_spike_is_reported_once_with_what_it_was_judged_by(self) -> None:
         trend, spikes = settled(), LossSpikeDetector()
