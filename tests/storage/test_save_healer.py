@@ -1,0 +1,172 @@
+"""Saves that fail, told to their healer one by one, without a trainer."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from made_up_run import MadeUpRun
+
+from self_healing.storage.healer import SaveHealer
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+class Saves:
+    """A run that writes checkpoints, and the healer it tells of those it cannot write."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.directory = directory
+        self.run = MadeUpRun(directory, **settings)
+        run: Any = self.run
+        run.run_id = "made-up"
+        # Checkpoints in last-known-good/.
+        self.kept: list[str] = []
+        self.healer = SaveHealer(run, self.give_way)
+
+    def give_way(self) -> list[str]:
+        gone, self.kept = self.kept, []
+        return gone
+
+    def checkpoint(self, step: int, size: int = 10) -> Path:
+        path = self.directory / f"checkpoint-{step}"
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"0" * size)
+        return path
+
+    def fail(self, step: int, error: Exception = FULL, **how: Any) -> bool:
+        """Whether to write it once more."""
+        return self.healer.failed(error, self.checkpoint(step), step, None, **how)
+
+    @property
+    def actions(self) -> list[tuple[str, bool]]:
+        return [(each["action"], each.get("happened", True)) for each in self.events("action")]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.directory / "healing_events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+@pytest.fixture
+def saves(tmp_path: Path) -> Saves:
+    return Saves(tmp_path)
+
+
+def test_what_was_written_of_it_is_removed_and_the_run_goes_on(saves: Saves, tmp_path: Path) -> None:
+    assert not saves.fail(5)
+    assert not (tmp_path / "checkpoint-5").exists()
+    assert saves.actions == [("remove_partial_checkpoint", True), ("go_on_without", True)]
+    assert saves.run.journal.incidents[0].evidence["missing"] == [5]
+
+
+def test_one_that_was_there_already_is_not_touched(saves: Saves, tmp_path: Path, caplog: Any) -> None:
+    saves.fail(5, untouched=True)
+    assert (tmp_path / "checkpoint-5").exists()
+    assert saves.actions[0] == ("remove_partial_checkpoint", False)
+    assert "could not be removed" not in caplog.text
+
+
+def test_one_that_cannot_be_removed_is_said_loudly(
+    saves: Saves, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("self_healing.storage.healer.remove_torn", lambda path: "it is held open")
+    saves.fail(5)
+    assert saves.actions[0] == ("remove_partial_checkpoint", False)
+    assert "could not be removed (it is held open)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (FULL, True),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
+        (OSError(errno.EIO, "No space left, says another"), False),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), True),
+        (RuntimeError("I/O error: Input/output error (os error 5)"), False),
+    ],
+)
+def test_where_the_disk_is_full_what_is_kept_gives_way(saves: Saves, error: Exception, full: bool) -> None:
+    saves.kept = ["checkpoint-2"]
+    saves.checkpoint(4)
+    assert saves.fail(5, error) is full
+    assert (("make_room", True) in saves.actions) is full
+    assert (saves.run.journal.incidents[0].figures == ["last-known-good/ gave way: checkpoint-2 removed"]) is full
+
+
+@pytest.mark.parametrize(("others", "free", "full"), [(True, 5, True), (True, 10**9, False), (False, 5, False)])
+def test_torch_does_not_say_why_so_the_room_is_measured(
+    saves: Saves, monkeypatch: pytest.MonkeyPatch, others: bool, free: int, full: bool
+) -> None:
+    monkeypatch.setattr("self_healing.storage.healer.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    saves.kept = ["checkpoint-2"]
+    if others:
+        saves.checkpoint(4)
+    assert saves.fail(5, RuntimeError("unexpected pos 64 vs 0")) is full
+
+
+@pytest.mark.parametrize("oldest", [True, False])
+def test_with_make_room_the_oldest_that_may_go_does_once_in_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oldest: bool
+) -> None:
+    saves = Saves(tmp_path, make_room_for_checkpoints=True)
+    gone = saves.checkpoint(1)
+    monkeypatch.setattr(
+        "self_healing.storage.healer.expendable_checkpoint", lambda run, directory, best: gone if oldest else None
+    )
+    assert saves.fail(5) is oldest
+    assert gone.exists() is not oldest
+    assert ("make_room", oldest) in saves.actions
+    assert saves.run.journal.incidents[0].figures == (["checkpoint-1 removed"] if oldest else [])
+    if oldest:
+        saves.checkpoint(1)
+    assert not saves.fail(5)
+    assert gone.exists()
+
+
+def test_saves_that_fail_are_one_incident_until_one_is_written(saves: Saves, tmp_path: Path, caplog: Any) -> None:
+    saves.fail(5)
+    saves.fail(10, OSError(errno.EIO, "x" * 2000))
+    assert "missing so far: 5, 10" in caplog.text
+    saves.healer.saved(tmp_path / "checkpoint-15", 15)
+    assert len(saves.run.incidents) == 1
+    (outcome,) = saves.events("outcome")
+    assert (outcome["outcome"], outcome["missing"]) == ("resolved", [5, 10])
+    saves.fail(20)
+    assert len(saves.run.journal.incidents) == 2
+    assert saves.run.journal.incidents[1].evidence["missing"] == [20]
+
+
+def test_a_long_message_is_cut(saves: Saves) -> None:
+    saves.fail(5, OSError(errno.EIO, "x" * 2000))
+    assert len(saves.run.journal.incidents[0].evidence["message"]) == 500
+    assert len(saves.events("action")[0]["error"]) == 300
+
+
+def test_a_save_that_was_made_again_after_making_room_is_told_of(saves: Saves, tmp_path: Path) -> None:
+    saves.kept = ["checkpoint-2"]
+    assert saves.fail(5)
+    assert saves.events("outcome") == []
+    saves.healer.saved(tmp_path / "checkpoint-5", 5)
+    (outcome,) = saves.events("outcome")
+    assert (outcome["outcome"], outcome["missing"]) == ("resolved", [])
+
+
+def test_a_run_that_ends_without_its_last_checkpoint_says_so(saves: Saves, caplog: Any) -> None:
+    saves.healer.run_ends(4)
+    assert "could not be written" not in caplog.text
+    saves.fail(5)
+    saves.healer.run_ends(5)
+    assert "The last checkpoint could not be written: the steps up to 5" in caplog.text
+    assert saves.events("outcome")[0]["outcome"] == "unresolved"
+
+
+def test_an_older_one_that_cannot_be_removed_is_no_failure(saves: Saves, tmp_path: Path, caplog: Any) -> None:
+    saves.fail(5)
+    saves.healer.not_rotated(OSError(errno.EIO, "busy"), tmp_path / "checkpoint-10", 10)
+    assert "save_total_limit is exceeded" in caplog.text
+    assert saves.events("outcome")[0]["outcome"] == "resolved"
