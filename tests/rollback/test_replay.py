@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from made_up_run import MadeUpWindow
+from test_states import SmallRun
 
 from self_healing.instrument import TrainingFault
 from self_healing.rollback.replay import Replay, Replayed, first_beyond_noise
+from self_healing.run.went_back import Target
 from self_healing.signals import StepSignals
 
 
@@ -178,3 +181,17 @@ class TestReplay:
     def test_a_recorded_loss_that_was_worse_is_not_compared(self) -> None:
         made = MadeUpReplay([2.0, 2.9, 2.8], [2.0, 1.9, 1.8])
         assert made.replay.run() == Replayed(3, 0.0)
+
+
+def test_without_all_of_its_steps_a_run_is_not_replayed(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path)
+    run.enter()
+    window: Any = MadeUpWindow(0)
+    replayed = run.rollback.replay(window, lambda signals: True)
+    assert (replayed.steps, "is a checkpoint" in replayed.why) == (None, True)
+    run.train(12)
+    run.rollback.batches.recorded = lambda steps: None  # type: ignore[method-assign]
+    run.instrument.view.step = run.state.global_step
+    run.rollback.go_back(Target.NEWEST, run.state.global_step, "incident")
+    replayed = run.rollback.replay(window, lambda signals: True)
+    assert (replayed.steps, "not all of the steps since then are kept" in replayed.why) == (None, True)
