@@ -92,6 +92,7 @@ class DivergenceHealer(NumericsHealer):
             return True
         # Computed again for the experiment, its gradient is as it came out of the backward.
         self.clip(window, window.signals())
+        opened.stop_clock()
         if found.failure is not FailureType.HARDER_DATA:
             # What is not known is no reason to change a run: it is watched.
             return False
@@ -107,6 +108,7 @@ class DivergenceHealer(NumericsHealer):
         first = median(panel.divergence.early.first or [math.nan])
         found = diagnose_stillness(window, self.rollback.trials, still, first, panel.loss_trend.scale)
         if found.cause != Cause.WEIGHTS:
+            opened.stop_clock()
             return False
         opened.diagnosed(found.failure, found.cause, found.evidence)
         context = HealingContext(opened.incident, self.instrument, window, found)

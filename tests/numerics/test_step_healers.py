@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from self_healing.numerics.climb import RollbackClimb
 from self_healing.numerics.corrupted_state import CorruptedStateHealer
 from self_healing.numerics.damaged_checkpoint import DamagedCheckpointHealer
 from self_healing.numerics.diagnosis import find_poison_rows
+from self_healing.numerics.divergence import DivergenceHealer
 from self_healing.numerics.healer import NumericsHealer
 from self_healing.numerics.judge import StepJudge
 from self_healing.numerics.memory_while_healing import MemoryWhileHealing
@@ -26,6 +29,7 @@ from self_healing.numerics.observer import StepObserver
 from self_healing.numerics.red_flags import RedFlagHealer
 from self_healing.numerics.remedies import NumericsRemedies
 from self_healing.numerics.untrained_run import UntrainedRunHealer
+from self_healing.run.diagnosis import Diagnosis
 from self_healing.run.dispatch import HealingContext
 from self_healing.run.went_back import WentBack
 from self_healing.signals import StepSignals
@@ -143,6 +147,21 @@ class TestDivergence:
         with pytest.raises(UnrecoverableTrainingError, match="that it is the weights is not shown"):
             judged(run, *healthy(100), *risen)
         assert not run.numerics.watch.open
+
+    @pytest.mark.parametrize("on_divergence", ["warn", "stop"])
+    def test_what_looking_for_the_cause_took_is_lost_where_nothing_is_done(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_divergence: str
+    ) -> None:
+        def diagnose(self: DivergenceHealer, window: Any, loss: float) -> Diagnosis:
+            time.sleep(0.05)
+            return Diagnosis(FailureType.DIVERGENCE, Cause.UNKNOWN)
+
+        monkeypatch.setattr(DivergenceHealer, "diagnose_rise", diagnose)
+        run = MadeUpRun(tmp_path, trusted=[90], on_divergence=on_divergence)
+        risen = [MadeUpWindow(100 + n, 6.0 + 0.01 * (n % 3), 1.0 + 0.02 * (n % 5)) for n in range(40)]
+        with contextlib.suppress(UnrecoverableTrainingError):
+            judged(run, *healthy(100), *risen)
+        assert run.journal.incidents[0].seconds_lost >= 0.05
 
 
 class TestRedFlags:
