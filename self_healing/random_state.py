@@ -7,7 +7,7 @@ import random
 import struct
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,8 +19,6 @@ from . import consensus
 # in mt19937.h), Python first (`RandomObject` in Modules/_randommodule.c).
 _MT19937_BYTES = 625 * 4
 _PLACE_AND_WORDS = struct.Struct("=I624I")
-# Whose methods the functions of `random` are.
-_python_generator: Any = getattr(random, "_inst", None)
 # From numpy 1.24 on.
 _bit_generator = getattr(np.random, "get_bit_generator", lambda: None)
 # In the tuple of `numpy.random.get_state`: whether a second normal number is kept from the last pair.
@@ -51,6 +49,9 @@ class RandomState:
     # Memory of the generators of Python and numpy when they were captured.
     _python_words: bytes | None = field(default=None, repr=False)
     _numpy_words: bytes | None = field(default=None, repr=False)
+    _kept_put_back: int = field(default=0, repr=False)
+    # How often numpy was given a kept number back: it has one generator for the process.
+    _kept_put_back_so_far: ClassVar[int] = 0
 
     @classmethod
     def capture(cls, device: torch.device | None = None, since: RandomState | None = None) -> RandomState:
@@ -74,14 +75,17 @@ class RandomState:
             device_type="cpu" if device is None else device.type,
             _python_words=python_words,
             _numpy_words=numpy_words,
+            _kept_put_back=cls._kept_put_back_so_far,
         )
 
     def _python_is_at(self, words: bytes | None) -> bool:
         kept: float | None = self.python[_GAUSS_NEXT]
-        return words is not None and words == self._python_words and kept == _python_generator.gauss_next
+        return words is not None and words == self._python_words and kept == _python_generator().gauss_next
 
     def _numpy_is_at(self, words: bytes | None) -> bool:
-        return words is not None and words == self._numpy_words and not self.numpy[_HAS_GAUSS]
+        # The words do not show that the kept number was used up, or put back.
+        kept = self.numpy[_HAS_GAUSS] or self._kept_put_back != RandomState._kept_put_back_so_far
+        return words is not None and words == self._numpy_words and not kept
 
     def is_at(self, other: RandomState) -> bool:
         """Whether torch would draw the same numbers next."""
@@ -92,6 +96,7 @@ class RandomState:
         """Sets all generators to the captured states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
+        RandomState._kept_put_back_so_far += self.numpy[_HAS_GAUSS]
         torch.set_rng_state(self.cpu)
         if len(self.devices) == 1:
             torch.get_device_module(self.device_type).set_rng_state(self.devices[0])
@@ -99,13 +104,18 @@ class RandomState:
             torch.get_device_module(self.device_type).set_rng_state_all(self.devices)
 
 
+def _python_generator() -> Any:
+    """The generator whose methods the functions of `random` are: another one after a reload of that module."""
+    return getattr(random.getstate, "__self__", None)
+
+
 def _words_in_memory() -> bytes:
-    return ctypes.string_at(id(_python_generator) + object.__basicsize__, _MT19937_BYTES)
+    return ctypes.string_at(id(_python_generator()) + object.__basicsize__, _MT19937_BYTES)
 
 
 def _python_words_are_in_memory() -> bool:
     """Whether the words of Python's generator lie where CPython 3.11 to 3.14 has them."""
-    if sys.implementation.name != "cpython" or not isinstance(_python_generator, random.Random):
+    if sys.implementation.name != "cpython" or not isinstance(_python_generator(), random.Random):
         return False
     place, *words = _PLACE_AND_WORDS.unpack(_words_in_memory())
     state: tuple[int, ...] = random.getstate()[1]
@@ -117,7 +127,7 @@ _HAS_PYTHON_WORDS = _python_words_are_in_memory()
 
 def _python_words() -> bytes | None:
     """Reads the memory of the generator behind `random`; `None` where that cannot be read."""
-    return _words_in_memory() if _HAS_PYTHON_WORDS else None
+    return _words_in_memory() if _HAS_PYTHON_WORDS and isinstance(_python_generator(), random.Random) else None
 
 
 def _numpy_words() -> bytes | None:

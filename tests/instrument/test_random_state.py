@@ -1,5 +1,6 @@
 """The random states of a run: captured, shared where nothing was drawn, and set back."""
 
+import importlib
 import random
 
 import numpy as np
@@ -76,6 +77,17 @@ def test_the_words_of_python_are_read_where_they_are() -> None:
     assert (*words, place) == random.getstate()[1]
 
 
+def test_a_module_that_was_loaded_again_draws_from_another_generator() -> None:
+    before = RandomState.capture()
+    importlib.reload(random)
+    first = RandomState.capture(since=before)
+    random.random()
+    second = RandomState.capture(since=first)
+    expected = random.random()
+    second.restore()
+    assert random.random() == expected
+
+
 def test_another_generator_of_python_is_not_looked_into(monkeypatch) -> None:
     monkeypatch.setattr(random_state, "_HAS_PYTHON_WORDS", False)
     first = RandomState.capture(CPU)
@@ -121,6 +133,19 @@ def test_the_second_of_a_pair_of_normal_numbers_is_noticed() -> None:
     after.restore()
 
     assert draw() == expected
+
+
+def test_the_second_of_a_pair_that_is_put_back_with_an_earlier_state_is_noticed() -> None:
+    np.random.randn()
+    with_second = RandomState.capture()
+    np.random.randn()
+    without = RandomState.capture(since=with_second)
+    with_second.restore()
+    again = RandomState.capture(since=without)
+    expected = np.random.randn()
+    np.random.rand()
+    again.restore()
+    assert np.random.randn() == expected
 
 
 def test_another_generator_of_numpy_is_not_looked_into(monkeypatch) -> None:
