@@ -66,7 +66,7 @@ class Loading:
         return function(*args)
 
     def load(self, batches: int) -> list[int]:
-        """The rows of so many steps."""
+        """The rows of the next steps."""
         rows = list[int]()
         for step in range(batches):
             self.run.at(MadeUpWindow(step))

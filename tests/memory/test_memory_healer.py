@@ -79,7 +79,7 @@ class Memory:
         self.state.sizes.begin_step(step)
 
     def attempt(self, rows: int, place: Any = "forward") -> bool:
-        """A call of so many rows begins, and does not fit; whether it is to be tried again."""
+        """A call of these rows begins, and does not fit. Returns whether it is to be tried again."""
         self.state.sizes.begins(CallShape("train", rows, 16))
         return self.healer.handle_oom(ran_out(place), self.window)
 

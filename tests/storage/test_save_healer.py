@@ -40,7 +40,7 @@ class Saves:
         return path
 
     def fail(self, step: int, error: Exception = FULL, **how: Any) -> bool:
-        """Whether to write it once more."""
+        """Returns whether to write it once more."""
         return self.healer.failed(error, self.checkpoint(step), step, None, **how)
 
     @property
@@ -147,7 +147,7 @@ def test_a_long_message_is_cut(saves: Saves) -> None:
     assert len(saves.events("action")[0]["error"]) == 300
 
 
-def test_a_save_that_was_made_again_after_making_room_is_told_of(saves: Saves, tmp_path: Path) -> None:
+def test_a_save_made_again_after_making_room_is_in_the_journal(saves: Saves, tmp_path: Path) -> None:
     saves.kept = ["checkpoint-2"]
     assert saves.fail(5)
     assert saves.events("outcome") == []
