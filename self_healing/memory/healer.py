@@ -330,6 +330,11 @@ class MemoryHealer(Healer):
         if self._context is not None:
             self._end().done()
 
+    def run_ends(self, step: int) -> None:
+        """Closes the incident of what was tried after the last step, and did not fit."""
+        if self._opened is not None:
+            self._end().close("unresolved")
+
     def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
         """
         A step that changed nothing yet is taken again; one that may have is undone from its backup, or by going back

@@ -61,6 +61,7 @@ class RunEnding:
         run, attempts = self.run, self.attempts
         failure = incident.failure or FailureType.USER_CODE
         self._close_as_fatal(incident)
+        self._close_what_it_was_dealt_with_in()
         run.journal.dealt_with(incident)
         point, checkpoint = attempts.resume_point, None
         if point is not None and point.step == self.step:
@@ -80,6 +81,13 @@ class RunEnding:
             failure=failure,
             postmortem=path,
         )
+
+    def _close_what_it_was_dealt_with_in(self) -> None:
+        """An incident may end the run while another one is dealt with: the postmortem tells of that one, too."""
+        for each in self.run.journal.incidents:
+            # The watchdog closes its own when it stops.
+            if each.outcome == "open" and each.failure is not FailureType.HANG:
+                self.run.journal.closed(each, "unresolved")
 
     def stop_for_exception(
         self,

@@ -248,6 +248,15 @@ def test_before_its_calls_are_watched_a_rank_goes_by_its_batch(memory: Memory, p
         assert sizes.state_dict()[expected[0]]["fails"] == [expected[1:]]
 
 
+def test_what_is_tried_after_the_last_step_is_closed_with_the_run(memory: Memory) -> None:
+    memory.attempt(4)
+    memory.healer.run_ends(1)
+    (incident,) = memory.run.journal.incidents
+    assert incident.outcome == "unresolved"
+    memory.healer.run_ends(1)
+    assert len(memory.run.journal.incidents) == 1
+
+
 class TestOptimizerStep:
     def prepare(self, memory: Memory, untouched: bool = False, one_by_one: bool = True) -> None:
         memory.run.instrument.optimizer_step = SimpleNamespace(
