@@ -77,8 +77,8 @@ def test_a_record_that_another_process_is_told_of_keeps_all_but_what_is_open(tmp
         ({}, 0, None, False, False),
         ({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_MAX_RESTARTS": "3"}, 0, 3, False, False),
         (
-            {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_MAX_RESTARTS": "3"},
-            3,
+            {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "1"},
+            1,
             0,
             False,
             True,
