@@ -152,6 +152,7 @@ def test_no_checkpoint_is_blamed_for_what_is_wrong_with_all_of_them(run_dir: Pat
     assert standing_of(str(run_dir / "checkpoint-12")) == "unverified"
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_blamed_for_a_learning_rate(run_dir: Path, tokenizer: Any) -> None:
     resumed = sft_trainer(run_dir, tokenizer, **STEPS | {"max_steps": 24})
     original = resumed._load_optimizer_and_scheduler

@@ -278,6 +278,7 @@ class TestScrambledLayer:
 
 
 class TestCheckpointsOfTheRun:
+    @pytest.mark.slow
     def test_get_their_standing_from_what_came_after_them(self, tmp_path: Path, tokenizer: Any) -> None:
         fault = WeightFault(scrambled_layer, 61)
         trainer = plain_trainer(
@@ -348,6 +349,7 @@ class TestHarderData:
         assert trainer.state.global_step < 75
         assert not rollbacks(tmp_path)
 
+    @pytest.mark.slow
     def test_do_not_make_a_run_go_back(self, tmp_path: Path, tokenizer: Any) -> None:
         arguments = {
             "texts": self.texts(),
@@ -372,6 +374,7 @@ class TestHarderData:
         assert_same_weights(weights(healed), weights(plain))
 
     @pytest.mark.parametrize("change", [3, 6])
+    @pytest.mark.slow
     def test_in_the_first_steps_are_no_reason_to_begin_anew(self, tmp_path: Path, tokenizer: Any, change: int) -> None:
         model = tiny_model(tokenizer)
         easy = [TEXTS[0]] * 8
@@ -437,6 +440,7 @@ class TestWarmRestarts:
 
 
 class TestStructuralFailure:
+    @pytest.mark.slow
     def test_the_budget_ends_what_no_rollback_heals(self, tmp_path: Path, tokenizer: Any) -> None:
         class Spoiled(TrainerCallback):
             """From step 60 on the loss itself is broken, whatever the weights."""
