@@ -1,0 +1,266 @@
+"""What a process makes of the ones before it: it goes on with their run, or refuses to try it once more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from self_healing import Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
+from self_healing.assembly import Run, assemble
+from self_healing.checkpoint_files import STATE_FILE
+from self_healing.restarts.earlier_attempts import crash_loop, gave_up, take_up
+from self_healing.restarts.record import Attempt, Ending, RunRecord
+from self_healing.restarts.start import Start
+
+
+def attempt(number: int, first: int, last: int, ending: Ending, why: str = "") -> Attempt:
+    return Attempt(number, 4321, "here", 1000.0 + number, None, first, last, ending, why)
+
+
+def record_of(directory: Path, *attempts: Attempt, incidents: tuple[Incident, ...] = ()) -> RunRecord:
+    return RunRecord(directory, "run", list(attempts), [each.to_dict() for each in incidents])
+
+
+def process(record: RunRecord, rank: int = 0, **settings: Any) -> Run:
+    """The next process of the run of a record."""
+    run = assemble(HealingConfig(**settings), record.directory, rank, run_id=record.run)
+    run.attempts.keep(record, taken_up=True)
+    return run
+
+
+def go_on(run: Run, step: int = 4, **start: Any) -> None:
+    """Goes on at a step with the run of its record."""
+    take_up(run.context, run.attempts, Start(f"checkpoint-{step}", step, run.attempts.record, **start))
+
+
+def refusal(run: Run, step: int = 4, checkpoint: str | None = None, **start: Any) -> UnrecoverableTrainingError:
+    with pytest.raises(UnrecoverableTrainingError) as caught:
+        take_up(run.context, run.attempts, Start(checkpoint, step, run.attempts.record, **start))
+    return caught.value
+
+
+def newest(run: Run) -> Attempt:
+    assert run.attempts.record is not None
+    return run.attempts.record.newest
+
+
+def ended_with(*actions: Action, failure: FailureType, outcome: str = "fatal") -> Incident:
+    """The incident that an earlier process has ended with, in step 6."""
+    incident = Incident("run-001", 6, "made up", failure, actions=[*actions], outcome=outcome)
+    incident.steps_lost = 1
+    return incident
+
+
+class TestAProcessThatWasKilled:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Run:
+        return process(record_of(tmp_path, attempt(1, 0, 6, Ending.RUNNING)))
+
+    def test_it_is_an_incident_of_the_next_one(self, run: Run) -> None:
+        go_on(run)
+        (incident,) = run.journal.incidents
+        assert (incident.failure, incident.step, incident.outcome) == (FailureType.PROCESS_DIED, 6, "open")
+        assert (incident.actions, incident.steps_repeated, incident.steps_lost) == ([Action.RESUME], 2, 0)
+        assert incident.evidence == {"pid": 4321, "host": "here", "attempt": 1, "resumed_from": "checkpoint-4"}
+
+    def test_its_end_is_written_down_and_the_next_attempt_begun(self, run: Run) -> None:
+        go_on(run)
+        record = RunRecord.read(run.context.directory)
+        assert record is not None
+        killed, here = record.attempts
+        assert (killed.ending, killed.why) == (Ending.RESTART, "killed, or crashed in native code")
+        assert (here.number, here.ending, here.first_step) == (2, Ending.RUNNING, 4)
+        assert here.resumed_from == "checkpoint-4"
+
+    def test_the_log_says_where_the_run_goes_on(self, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+        go_on(run)
+        assert (
+            "Attempt 2 of run run goes on from checkpoint-4 (step 4); the one before ended at step 6: killed, or "
+            "crashed in native code." in caplog.text
+        )
+
+    def test_the_journal_says_what_it_has_cost(self, run: Run) -> None:
+        go_on(run)
+        lines = [json.loads(line) for line in run.journal.path.read_text().splitlines()]
+        (event,) = [line for line in lines if line["kind"] == "taken_up"]
+        assert (event["step"], event["steps_repeated"], event["outcome"]) == (4, 2, "open")
+
+
+class TestTheBudget:
+    @pytest.mark.parametrize(
+        ("ending", "step", "start", "used"),
+        [
+            (Ending.RUNNING, 4, {}, 0),
+            (Ending.RUNNING, 0, {}, 1),
+            (Ending.FAILED, 0, {}, 1),
+            (Ending.FAILED, 0, {"by_hand": True}, 0),
+            (Ending.PREEMPTED, 0, {}, 0),
+            (Ending.PREEMPTED, 0, {"by_agent": True}, 1),
+            (Ending.FINISHED, 0, {}, 0),
+        ],
+    )
+    def test_what_came_no_further_costs_one_attempt(
+        self, tmp_path: Path, ending: Ending, step: int, start: dict[str, Any], used: int
+    ) -> None:
+        run = process(record_of(tmp_path, attempt(1, 0, 6, ending)))
+        go_on(run, step, **start)
+        assert run.context.budget.used == used
+
+    def test_once_it_is_spent_the_run_is_not_tried_again(self, tmp_path: Path) -> None:
+        attempts = (attempt(1, 0, 9, Ending.RUNNING), attempt(2, 4, 7, Ending.FAILED, "KeyError: 'a'"))
+        run = process(record_of(tmp_path, *attempts), max_recovery_attempts=0)
+        error = refusal(run)
+        assert "the job was started 1 times from step 4 and never came beyond step 7 (last end: failed: KeyError" in (
+            str(error)
+        )
+        assert "the budget of 0 attempts without progress is spent" in str(error)
+        assert newest(run).ending is Ending.GAVE_UP
+
+    def test_attempts_that_began_before_the_loop_are_not_of_it(self, tmp_path: Path) -> None:
+        loop = [attempt(number, 4, 5 + number, Ending.RUNNING) for number in (2, 3)]
+        found = crash_loop(record_of(tmp_path, attempt(1, 0, 20, Ending.RUNNING), *loop), 2, died=True)
+        assert "started 2 times from step 4 and never came beyond step 8 (last end: running)" in found.verdict
+        assert (found.step, found.postmortem, found.first_verdict) == (8, None, None)
+
+    def test_only_of_killed_processes_the_kernel_log_is_looked_at(self, tmp_path: Path) -> None:
+        record = record_of(tmp_path, attempt(1, 0, 6, Ending.RUNNING))
+        assert "dmesg" in crash_loop(record, 1, died=True).advice
+        failed = crash_loop(record, 1, died=False).advice
+        assert failed.startswith("Look at what the attempts have in common")
+
+
+class TestARunThatHadEndedForGood:
+    def record(self, directory: Path) -> RunRecord:
+        return record_of(directory, attempt(1, 0, 9, Ending.FAILED), attempt(2, 4, 6, Ending.GAVE_UP, "no data"))
+
+    def test_it_is_refused_with_the_furthest_step_and_its_verdict(self, tmp_path: Path) -> None:
+        found = gave_up(self.record(tmp_path))
+        assert found.verdict == "it had ended for good at step 9 (no data)"
+        assert (found.step, found.first_verdict) == (9, "no data")
+        assert found.advice.startswith("Once the cause is removed")
+
+    def test_the_postmortem_that_is_there_is_named_and_stays(self, tmp_path: Path) -> None:
+        record = self.record(tmp_path)
+        record.postmortem = "there/postmortem.json"
+        (tmp_path / "postmortem.rank1.json").write_text("not even read")
+        run = process(record)
+        error = refusal(run)
+        assert error.postmortem == "there/postmortem.json"
+        assert "What to do: Once the cause is removed" in str(error)
+        assert str(error).endswith("Postmortem: there/postmortem.json.")
+        assert not (tmp_path / "postmortem.json").exists()
+        # The next start that is refused quotes the first verdict, and not this one.
+        assert (newest(run).ending, newest(run).why) == (Ending.GAVE_UP, "no data")
+        assert record.postmortem == "there/postmortem.json"
+
+    def test_without_one_it_is_written(self, tmp_path: Path) -> None:
+        checkpoint = tmp_path / "checkpoint-4"
+        checkpoint.mkdir()
+        (checkpoint / STATE_FILE).write_text(json.dumps({"log_history": [{"loss": 2.5, "step": 4}]}))
+        run = process(self.record(tmp_path))
+        error = refusal(run, checkpoint=str(checkpoint))
+        assert error.failure is FailureType.PROCESS_DIED
+        assert error.postmortem == str(tmp_path / "postmortem.json")
+        written = json.loads((tmp_path / "postmortem.json").read_text())
+        assert (written["failure"], written["step"]) == ("process_died", 9)
+        assert written["verdict"] == "it had ended for good at step 9 (no data)"
+        assert written["what_to_do"].startswith("Once the cause is removed")
+        assert written["resume_with"] == f"trainer.train(resume_from_checkpoint={str(checkpoint)!r})"
+        assert written["emergency_checkpoint"] is None
+        assert written["metric_tail"] == [{"loss": 2.5, "step": 4}]
+        # This process's as well.
+        assert len(written["attempts"]) == 3
+
+    @pytest.mark.parametrize("state", [None, "{", "{}", "[]", '{"log_history": null}'])
+    def test_a_log_history_that_cannot_be_read_is_none(self, tmp_path: Path, state: str | None) -> None:
+        if state is not None:
+            (tmp_path / "checkpoint-4").mkdir()
+            (tmp_path / "checkpoint-4" / STATE_FILE).write_text(state)
+        refusal(process(self.record(tmp_path)), checkpoint=str(tmp_path / "checkpoint-4"))
+        assert json.loads((tmp_path / "postmortem.json").read_text())["metric_tail"] == []
+
+    def test_errors_of_other_ranks_since_the_checkpoint_are_named(self, tmp_path: Path) -> None:
+        for rank, step in ((1, 3), (2, 6)):
+            error = {"type": "KeyError", "message": f"of rank {rank}"}
+            content = {"run": "run", "step": step, "failure": "user_code", "error": error}
+            (tmp_path / f"postmortem.rank{rank}.json").write_text(json.dumps(content))
+        error = refusal(process(self.record(tmp_path)), step=4)
+        assert "(no data); rank 2 at step 6: KeyError: of rank 2. What to do" in str(error)
+        assert "rank 1" not in str(error)
+        (other,) = json.loads((tmp_path / "postmortem.json").read_text())["other_ranks"]
+        assert other["rank"] == 2
+
+    def test_another_rank_leaves_its_own_postmortem_as_it_is(self, tmp_path: Path) -> None:
+        error = refusal(process(self.record(tmp_path), rank=1))
+        assert error.postmortem == str(tmp_path / "postmortem.json")
+        assert not list(tmp_path.glob("postmortem*"))
+
+    def test_what_is_still_open_ends_with_it(self, tmp_path: Path) -> None:
+        record = self.record(tmp_path)
+        waiting = ended_with(Action.RESUME, failure=FailureType.NETWORK, outcome="open")
+        record.incidents = [waiting.to_dict()]
+        run = process(record)
+        refusal(run)
+        assert [incident.outcome for incident in run.journal.incidents] == ["fatal"]
+
+    def test_started_by_hand_it_gets_new_attempts(self, tmp_path: Path) -> None:
+        spent = assemble(HealingConfig(max_recovery_attempts=1), tmp_path, run_id="run")
+        spent.context.budget.spend(6)
+        record = self.record(tmp_path)
+        record.recovery_state = spent.numerics.recovery_state()
+        run = process(record, max_recovery_attempts=1)
+        assert run.context.budget.used == 1
+        go_on(run, by_hand=True)
+        assert run.context.budget.used == 0
+        assert newest(run).ending is Ending.RUNNING
+
+
+class TestWhatTheEarlierProcessEndedWith:
+    def test_it_is_open_again_and_says_what_is_repeated(self, tmp_path: Path) -> None:
+        ended = ended_with(Action.STOP, failure=FailureType.USER_CODE)
+        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(ended,)))
+        go_on(run)
+        (incident,) = run.journal.incidents
+        assert (incident.outcome, incident.actions) == ("open", [Action.STOP, Action.RESUME])
+        assert incident.steps_repeated == 2
+        # The run comes beyond it.
+        run.context.outcomes.take_in(2.0, 6)
+        run.context.outcomes.close()
+        assert incident.outcome != "open"
+
+    def test_what_cost_more_already_has_cost_that(self, tmp_path: Path) -> None:
+        ended = ended_with(Action.STOP, failure=FailureType.USER_CODE)
+        ended.steps_repeated = 3
+        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(ended,)))
+        go_on(run)
+        assert run.journal.incidents[0].steps_repeated == 3
+
+    @pytest.mark.parametrize("outcome", ["resolved", "unresolved"])
+    def test_what_has_an_outcome_keeps_it(self, tmp_path: Path, outcome: str) -> None:
+        ended = ended_with(Action.STOP, failure=FailureType.USER_CODE, outcome=outcome)
+        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(ended,)))
+        go_on(run)
+        assert (run.journal.incidents[0].outcome, run.journal.incidents[0].steps_repeated) == (outcome, 0)
+
+    def test_an_open_incident_about_the_loss_has_not_ended_a_process(self, tmp_path: Path) -> None:
+        about_loss = ended_with(Action.ROLL_BACK, failure=FailureType.DIVERGENCE, outcome="open")
+        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(about_loss,)))
+        go_on(run)
+        assert (run.journal.incidents[0].steps_repeated, run.journal.incidents[0].actions) == (0, [Action.ROLL_BACK])
+
+    def test_in_a_run_that_is_refused_it_stays_fatal_and_says_what_it_has_cost(self, tmp_path: Path) -> None:
+        ended = ended_with(Action.STOP, failure=FailureType.USER_CODE)
+        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.GAVE_UP), incidents=(ended,)))
+        refusal(run)
+        (incident,) = run.journal.incidents
+        assert (incident.outcome, incident.actions, incident.steps_repeated) == ("fatal", [Action.STOP], 2)
+
+
+def test_a_new_run_has_nothing_to_take_up(tmp_path: Path) -> None:
+    run = assemble(HealingConfig(), tmp_path, run_id="run")
+    run.attempts.keep(RunRecord(tmp_path, "run"), taken_up=False)
+    take_up(run.context, run.attempts, Start(None))
+    assert (newest(run).number, newest(run).first_step, run.journal.incidents) == (1, 0, [])
