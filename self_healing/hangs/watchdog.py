@@ -461,7 +461,9 @@ class Watchdog:
     def _moves_again(self, alarm: _Alarm) -> None:
         seconds = self._heartbeat.clock() - alarm.since
         incident = alarm.incident
-        if incident is None or incident.outcome != "open":
+        # What was interrupted, and hung once more on its way out, is over when the exception has left train().
+        interrupted = self._interrupted is not None and incident is self._interrupted[0]
+        if incident is None or interrupted or incident.outcome != "open":
             return
         incident.seconds_lost += seconds
         _bounded(functools.partial(self._journal.closed, incident, "self_recovered"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from self_healing import Action, HealingConfig, Incident
 from self_healing.hangs.stacks import line_of
-from self_healing.hangs.watchdog import Watchdog
+from self_healing.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.instrument.sections import Heartbeat
 from self_healing.journal.journal import Journal
 from self_healing.launcher import EXIT_FOR_RESTART
@@ -24,19 +25,46 @@ class Left(BaseException):
     """The process ended, with an exit code."""
 
 
+class MadeUpSignal:
+    """The signal to the training thread, without a handler, and the answers of data loader workers."""
+
+    signal = signal.SIGUSR2
+
+    def __init__(self) -> None:
+        self.workers: dict[int, str] = {}
+        self.given_back = 0
+
+    def stacks_of_workers(self) -> dict[int, str]:
+        return self.workers
+
+    def give_back(self) -> None:
+        self.given_back += 1
+
+
 class Watched:
     """
-    A run of two seconds a step, at step 7, that the watchdog looks at twice a second.
+    A run of two seconds a step, at step 7, that the watchdog looks at once a second.
 
     Args:
         directory (`Path`):
             Where it is written down.
+        recovers (`bool`, *optional*, defaults to `False`):
+            Whether the training thread can be interrupted.
         settings:
             Of the configuration.
     """
 
-    def __init__(self, directory: Path, counts_attempts: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        recovers: bool = False,
+        counts_attempts: bool = False,
+        still_training: bool = True,
+        at_the_end: bool = False,
+        **settings: Any,
+    ) -> None:
         self.now = 0.0
+        self.over = 0
         config = HealingConfig(
             **{"hang_floor_seconds": 10.0, "hang_factor": 1.0, "hang_grace_seconds": 4.0, **settings}
         )
@@ -47,12 +75,17 @@ class Watched:
             config,
             self.heartbeat,
             Journal(directory, config, "run", notify=self.told.append),
-            may_recover=lambda: False,
+            may_recover=lambda: recovers,
             before_exit=self.before_exit.append,
             step=lambda: 7,
+            still_training=lambda frame: still_training,
+            at_the_end=lambda: at_the_end,
+            over=self._is_over,
             counts_attempts=lambda: counts_attempts,
         )
         self.watchdog._training_thread = threading.get_ident()
+        self.signal = MadeUpSignal()
+        self.watchdog._waker = self.signal  # type: ignore[assignment]
         self.stopping = threading.Event()
         for section, seconds in self.watchdog._exits.read(config).items():
             self.heartbeat.has_taken(section, seconds)
@@ -68,6 +101,15 @@ class Watched:
     def hang(self, seconds: float) -> None:
         self.heartbeat.enter("step")
         self.wait(seconds)
+
+    def interrupted(self) -> str:
+        """Runs the handler of the signal, and leaves the step that hangs; gives the message."""
+        with pytest.raises(TrainingHang) as raised:
+            self.watchdog.interrupt(None)
+        return str(raised.value)
+
+    def _is_over(self) -> None:
+        self.over += 1
 
     @property
     def incidents(self) -> list[Incident]:
@@ -97,6 +139,14 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The threads that are sent a signal, and which; none arrives."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: sent.append((thread, number)))
+    return sent
 
 
 def reminders(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -179,3 +229,226 @@ def test_a_line_is_named_by_file_number_function_and_code() -> None:
     named, number = line_of(frame), frame.f_lineno
     assert named.startswith(f"{__file__}:{number}, in test_a_line_is_named_by_file_number_function_and_code: ")
     assert named.endswith("named, number = line_of(frame), frame.f_lineno")
+
+
+# ---- interrupts ----
+
+
+def test_the_training_thread_is_sent_one_signal_at_the_limit(
+    watch: Callable[..., Watched], sent: list[tuple[int, int]]
+) -> None:
+    watched = watch(recovers=True)
+    watched.hang(12.0)
+    assert sent == [(threading.get_ident(), signal.SIGUSR2)]
+    (incident,) = watched.incidents
+    assert incident.actions == [Action.WRITE_STACKS, Action.INTERRUPT]
+    # Whoever listens is told once it has helped, or has not.
+    assert watched.told == []
+
+
+def test_the_signal_raises_what_says_where_and_how_long_it_hung(
+    watch: Callable[..., Watched], sent: list[tuple[int, int]]
+) -> None:
+    watched = watch(recovers=True)
+    watched.hang(12.0)
+    assert not watched.watchdog.has_claim
+    assert watched.interrupted() == "no sign of life from 'step' for 12 s (limit 10 s)"
+    assert watched.watchdog.has_claim
+    claim = watched.watchdog.claim(TrainingHang(""))
+    assert claim is not None
+    assert claim.incident is watched.incidents[0]
+    assert claim.incident.seconds_lost == 12.0
+    assert not watched.watchdog.has_claim
+
+
+def test_what_has_moved_or_waits_on_purpose_when_the_signal_arrives_is_not_interrupted(
+    watch: Callable[..., Watched], sent: list[tuple[int, int]]
+) -> None:
+    watched = watch(recovers=True)
+    watched.watchdog.interrupt(None)
+    watched.hang(12.0)
+    with watched.heartbeat.paused():
+        watched.watchdog.interrupt(None)
+    watched.heartbeat.leave()
+    watched.watchdog.interrupt(None)
+    assert not watched.watchdog.has_claim
+
+
+def test_a_thread_that_does_not_answer_is_told_of_after_the_grace(
+    watch: Callable[..., Watched], sent: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = watch(recovers=True)
+    watched.hang(14.0)
+    assert watched.told == []
+    watched.wait(2.0)
+    assert watched.told == watched.incidents
+    assert "does not answer to an interrupt" in caplog.text
+    watched.wait(30.0)
+    # 10 s after it was told of, and 20 s after that.
+    assert [int(text.split()[-2]) for text in reminders(caplog)] == [25, 45]
+    assert len(sent) == len(watched.told) == 1
+
+
+def test_what_hangs_again_on_its_way_out_is_interrupted_again_as_the_same_incident(
+    watch: Callable[..., Watched], sent: list[tuple[int, int]]
+) -> None:
+    watched = watch(recovers=True)
+    watched.hang(12.0)
+    watched.interrupted()
+    watched.wait(12.0)
+    assert len(sent) == 2
+    (incident,) = watched.incidents
+    assert incident.actions == [Action.WRITE_STACKS, Action.INTERRUPT, Action.INTERRUPT]
+    watched.interrupted()
+    assert watched.watchdog.has_claim
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
+def test_what_was_interrupted_has_not_recovered_by_itself_when_its_cleaning_up_moves_again(
+    watch: Callable[..., Watched], sent: list[tuple[int, int]], ends: bool
+) -> None:
+    watched = watch(recovers=True)
+    with watched.heartbeat.section("save"):
+        watched.wait(1.0)
+    watched.hang(12.0)
+    watched.interrupted()
+    watched.heartbeat.enter("save")
+    watched.wait(15.0)
+    if not ends:
+        watched.heartbeat.leave()
+        watched.wait(1.0)
+    watched.watchdog.stop()
+    claim = watched.watchdog.claim(TrainingHang(""))
+    assert claim is not None
+    assert claim.incident.outcome == "open"
+
+
+def test_what_answers_and_ends_before_the_watchdog_goes_on_has_not_recovered_by_itself(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = watch(recovers=True)
+
+    def answer(thread: int, number: int) -> None:
+        watched.interrupted()
+        watched.stopping.set()
+
+    monkeypatch.setattr(signal, "pthread_kill", answer)
+    watched.hang(10.5)
+    assert watched.watchdog.has_claim
+    assert [incident.outcome for incident in watched.incidents] == ["open"]
+
+
+def test_a_run_that_ends_while_its_hang_is_written_down_is_neither_waited_for_nor_interrupted(
+    watch: Callable[..., Watched], sent: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = watch(recovers=True)
+    monkeypatch.setattr("self_healing.hangs.watchdog.write_stacks", lambda *_: watched.stopping.set())
+    watched.hang(10.5)
+    assert sent == []
+    assert watched.watchdog._alarm is None
+    assert [incident.outcome for incident in watched.incidents] == ["self_recovered"]
+
+
+def test_an_interrupt_that_was_swallowed_is_over_once_training_goes_on(
+    watch: Callable[..., Watched], sent: list[tuple[int, int]]
+) -> None:
+    watched = watch(recovers=True)
+    watched.hang(12.0)
+    watched.interrupted()
+    watched.heartbeat.leave()
+    for _ in range(24):
+        with watched.heartbeat.section("step"):
+            watched.wait(1.0)
+    assert watched.watchdog.has_claim
+    for _ in range(3):
+        with watched.heartbeat.section("step"):
+            watched.wait(1.0)
+    assert not watched.watchdog.has_claim
+    assert [incident.outcome for incident in watched.incidents] == ["self_recovered"]
+
+
+# ---- time that does not count, and runs that are over ----
+
+
+def test_time_in_which_the_whole_process_stood_still_is_no_hang(watch: Callable[..., Watched]) -> None:
+    watched = watch(hang_action="notify")
+    watched.heartbeat.enter("step")
+    watched.wait(1.0)
+    watched.now += 1000.0
+    watched.wait(8.0)
+    assert watched.incidents == []
+    watched.wait(4.0)
+    assert len(watched.incidents) == 1
+
+
+def test_a_wait_on_purpose_is_looked_at_again_from_its_end(watch: Callable[..., Watched]) -> None:
+    watched = watch(hang_action="notify")
+    watched.heartbeat.enter("step")
+    with watched.heartbeat.paused():
+        watched.wait(100.0)
+    watched.wait(9.0)
+    assert watched.incidents == []
+
+
+def test_a_run_that_has_ended_without_a_word_is_let_go_once_it_is_between_parts(watch: Callable[..., Watched]) -> None:
+    watched = watch(still_training=False)
+    watched.watchdog._thread = threading.current_thread()
+    watched.heartbeat.leave()
+    watched.wait(2.0)
+    assert not watched.stopping.is_set()
+    watched.wait(1.0)
+    assert watched.stopping.is_set()
+    assert not watched.watchdog.running
+    assert watched.over == 1
+
+
+def test_what_is_done_about_a_hang_keeps_no_process_from_its_end(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        "self_healing.hangs.watchdog.write_stacks", lambda *_: seen.append(threading.current_thread().daemon)
+    )
+    watch(hang_action="notify").hang(12.0)
+    assert seen == [True]
+
+
+# ---- data loader workers ----
+
+STACKS = """Thread 0x1 (most recent call first):
+  File "/here/other.py", line 3 in elsewhere
+
+Current thread 0x2 (most recent call first):
+  File "/here/rows.py", line 12 in read
+  File "/here/collate.py", line 5 in __call__
+  File "/usr/site-packages/torch/utils/data/_utils/worker.py", line 349 in _worker_loop
+  File "/usr/lib/python3/multiprocessing/process.py", line 108 in run
+"""
+
+
+def test_the_line_a_worker_waits_at_is_part_of_the_diagnosis(watch: Callable[..., Watched]) -> None:
+    watched = watch(hang_action="notify")
+    watched.signal.workers = {41: STACKS, 42: ""}
+    watched.hang(12.0)
+    (incident,) = watched.incidents
+    assert incident.evidence["workers_wait_at"] == {
+        "41": "/here/rows.py, line 12 in read",
+        "42": "an unknown line (it does not answer)",
+    }
+    assert "Data loader worker 41 waits at /here/rows.py, line 12 in read." in incident.evidence["diagnosis"]
+    written = Path(incident.evidence["stacks"]).read_text()
+    assert "process 41, a data loader worker\nThread 0x1" in written
+    assert "process 42, a data loader worker\ndoes not answer" in written
+
+
+def test_a_worker_that_waits_for_work_is_no_reason(watch: Callable[..., Watched]) -> None:
+    idle = """Current thread 0x2 (most recent call first):
+  File "/usr/lib/python3/selectors.py", line 415 in select
+  File "/usr/lib/python3/multiprocessing/connection.py", line 948 in wait
+  File "/usr/lib/python3/multiprocessing/queues.py", line 113 in get
+  File "/usr/site-packages/torch/utils/data/_utils/worker.py", line 300 in _worker_loop
+"""
+    watched = watch(hang_action="notify")
+    watched.signal.workers = {41: idle}
+    watched.hang(12.0)
+    assert "workers_wait_at" not in watched.incidents[0].evidence
