@@ -79,10 +79,14 @@ class WakeSignal:
         if number is None or file is None:
             return found
         for child in psutil.Process().children(recursive=True):
-            if not _catches(child.pid, number):
+            if not (_shares(child.pid, file.fileno()) and _catches(child.pid, number)):
                 continue
             begin = os.fstat(file.fileno()).st_size
-            os.kill(child.pid, number)
+            try:
+                os.kill(child.pid, number)
+            except ProcessLookupError:
+                # It has ended since it was listed.
+                continue
             for _ in range(20):
                 time.sleep(0.05)
                 if os.fstat(file.fileno()).st_size > begin:
@@ -98,6 +102,14 @@ def own_signals() -> list[int]:
         # The first ones are taken by debuggers and profilers now and then.
         return list(range(signal.SIGRTMIN + 5, signal.SIGRTMAX))
     return [signal.SIGUSR2]
+
+
+def _shares(pid: int, number: int) -> bool:
+    """Whether a process was forked from this one with a file open; other programs may have other uses for a signal."""
+    try:
+        return os.path.samestat(os.stat(f"/proc/{pid}/fd/{number}"), os.fstat(number))
+    except OSError:
+        return False
 
 
 def _catches(pid: int, number: int) -> bool:
