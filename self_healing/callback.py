@@ -185,7 +185,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     @property
     def _instrument(self) -> Instrument | None:
         """The instrument of the running `train()` call, unless we have switched ourselves off."""
-        return None if self.run is None or self.run.broken else self.run.instrument
+        if self.run is None:
+            return None
+        attachment = self.run.context.attachment
+        return None if attachment.broken else attachment.instrument
 
     # ---- one optimizer step ----
 

@@ -213,7 +213,10 @@ def _same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
 
 def _mark(container: Any) -> Any:
     if isinstance(container, dict):
-        return container, {key: _mark(value) for key, value in container.items()}
+        # Lists, which most are, without a call for each.
+        return container, {
+            key: (value, len(value)) if type(value) is list else _mark(value) for key, value in container.items()
+        }
     if isinstance(container, list):
         return container, len(container)
     if isinstance(container, deque):

@@ -40,6 +40,7 @@ class Failsafe:
         # Whether this library has failed: training goes on without it.
         self.switched_off = False
         self._lost_device_error: BaseException | None = None
+        self._containing, self._leaving = OnException(self._contain), OnException(self._leave_with)
 
     @property
     def attached(self) -> bool:
@@ -53,7 +54,7 @@ class Failsafe:
 
     def contained(self) -> OnException:
         """Contains a failure of this library in a block: logs it and gives the trainer back; training goes on."""
-        return OnException(self._contain)
+        return self._containing
 
     def _contain(self, error: BaseException) -> bool:
         if not isinstance(error, Exception) or self.lets_pass(error):
@@ -95,7 +96,7 @@ class Failsafe:
 
     def leaving_on_exception(self) -> OnException:
         """Gives the trainer back if an exception leaves a block: it ends `train()`, and no event says so."""
-        return OnException(self._leave_with)
+        return self._leaving
 
     def _leave_with(self, error: BaseException) -> bool:
         self.tells_of_lost_device(error)

@@ -8,7 +8,7 @@ from types import TracebackType
 
 class OnException:
     """
-    Asks a method about the exception that leaves a block.
+    Asks a method about the exception that leaves a block, as often as it is entered.
 
     A training step goes through a dozen of these, and a generator of `contextlib` takes four times as long.
 

@@ -62,8 +62,7 @@ class SaveSchedule:
         self._best_before = state.best_metric, state.best_global_step
         if self.writer is not None:
             self.writer.evaluation_may_follow()
-        with self._as_scheduled():
-            return original(*args, **kwargs)
+        return self._as_scheduled(original, *args, **kwargs)
 
     def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `_save_checkpoint`."""
@@ -101,11 +100,10 @@ class SaveSchedule:
         at_the_end = self._trainer.control.should_training_stop
         return self._on_schedule and self._hooks.checkpoints_wait() and not vouched_for and not at_the_end
 
-    @contextlib.contextmanager
-    def _as_scheduled(self) -> Iterator[None]:
+    def _as_scheduled(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._on_schedule, self._held_back = True, False
         try:
-            yield
+            return save(*args, **kwargs)
         finally:
             self._on_schedule = False
 
@@ -133,10 +131,12 @@ class SaveSchedule:
 
     def write_checkpoint(self) -> None:
         """Writes a checkpoint of the trainer as it stands, as if its schedule had asked for one."""
+        self._as_scheduled(self._write_checkpoint)
+
+    def _write_checkpoint(self) -> None:
         trainer = self._trainer
-        with self._as_scheduled():
-            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
-            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
     def disown_best(self) -> None:
         """Takes back that the state about to be saved is the best model, whatever the evaluation of this step said."""

@@ -196,6 +196,8 @@ class StepRecord:
 
 def as_tensor(norm: Any, device: torch.device) -> torch.Tensor:
     """Makes a tensor of a gradient norm: collective where gradients are sharded."""
+    if type(norm) is torch.Tensor and norm.device == device:
+        return norm
     full = getattr(norm, "full_tensor", None)
     return torch.as_tensor(full() if full is not None else norm, device=device)
 
