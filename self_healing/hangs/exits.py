@@ -56,7 +56,7 @@ class HangExits:
             ]
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             logger.warning("%s cannot be read (%s); what took long before is learned anew.", self.path, error)
             return {}
         self._exits = exits
