@@ -42,9 +42,9 @@ def waker(watchdog: MadeUpWatchdog) -> Iterator[WakeSignal]:
 
 @pytest.fixture
 def own_process_as_worker(monkeypatch: pytest.MonkeyPatch) -> int:
-    """This process is taken for the only one that it has started: it answers without being forked."""
+    """This process is taken for the only one that a child of it has started: it answers without being forked."""
     itself = psutil.Process()
-    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [itself])
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [itself] if recursive else [])
     return itself.pid
 
 
