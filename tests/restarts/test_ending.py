@@ -1,0 +1,579 @@
+"""How a process leaves a run, and what is written down of how the run ends, beside a made-up trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
+from self_healing.assembly import Run, assemble
+from self_healing.checkpoints.marker import write_marker
+from self_healing.instrument import ResumePoint
+from self_healing.restarts import departure, ending
+from self_healing.restarts.attempts import Attempts
+from self_healing.restarts.lost_device import leave_lost_device, write_down_lost_device
+from self_healing.restarts.record import Attempt, Ending, RunRecord
+from self_healing.restarts.status import RunState, read_status
+
+
+def process(directory: Path, step: int = 6, recorded: bool = True, rank: int = 0, **settings: Any) -> Run:
+    """A process that has come to a step of a run."""
+    run = assemble(HealingConfig(**settings), directory, rank, run_id="run")
+    if recorded:
+        run.attempts.keep(RunRecord(directory, "run"), taken_up=False)
+        run.attempts.begin(None, 0)
+    state = SimpleNamespace(global_step=step, log_history=[{"loss": 2.5, "step": step}])
+    trainer = SimpleNamespace(state=state, args=SimpleNamespace(output_dir=str(directory)))
+    run.context.attachment.trainer = trainer
+    saves = SimpleNamespace(longest=7.0)
+    run.context.attachment.instrument = SimpleNamespace(  # type: ignore[assignment]
+        view=SimpleNamespace(step=step), saves=saves, trainer=trainer, may_be_left=True, on_detach=[]
+    )
+    return run
+
+
+def emergency_checkpoint(directory: Path, step: int) -> ResumePoint:
+    path = directory / "emergency" / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    return SimpleNamespace(path=str(path), step=step)  # type: ignore[return-value]
+
+
+def marked(directory: Path, step: int) -> str:
+    checkpoint = directory / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    write_marker(checkpoint, "run", step, {}, emergency=False)
+    return str(checkpoint)
+
+
+def record_in(directory: Path) -> RunRecord:
+    record = RunRecord.read(directory)
+    assert record is not None
+    return record
+
+
+def written(directory: Path, name: str = "postmortem.json") -> dict[str, Any]:
+    found = json.loads((directory / name).read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in run.journal.path.read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def fatal(run: Run, failure: FailureType = FailureType.NETWORK) -> Incident:
+    incident = run.journal.open(6, "made up", {})
+    run.journal.diagnosed(incident, failure, "made up", {})
+    return incident
+
+
+@pytest.fixture
+def older(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
+    """The newest checkpoint of the run is one that need not be there; gives what was asked for."""
+    asked: list[tuple[str, str, bool]] = []
+
+    def newest(run: str, output_dir: str, verified: bool = False) -> str:
+        asked.append((run, output_dir, verified))
+        return "checkpoint-4"
+
+    monkeypatch.setattr(ending, "newest_checkpoint_of", newest)
+    monkeypatch.setattr(departure, "newest_checkpoint_of", newest)
+    return asked
+
+
+class TestAProcessThatIsAskedToLeave:
+    def leave(self, run: Run, step: int = 6, checkpoint: str | None = None) -> BaseException:
+        with pytest.raises(BaseException) as left:  # noqa: PT011
+            run.departure.leave(step, str(run.context.directory), checkpoint)
+        return left.value
+
+    def test_it_writes_down_where_it_goes_on(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        run.departure.preemption.requested = signal.SIGUSR1
+        run.attempts.tell_status(tmp_path, 40)
+        left = self.leave(run, checkpoint=marked(tmp_path, 4))
+        assert isinstance(left, SystemExit)
+        assert left.code == 75
+        (incident,) = run.journal.incidents
+        assert (incident.failure, incident.cause, incident.step) == (FailureType.PREEMPTED, "SIGUSR1", 6)
+        assert (incident.actions, incident.outcome) == ([Action.SAVE_AND_LEAVE], "resolved")
+        assert (incident.steps_repeated, incident.evidence) == (2, {"signal": "SIGUSR1"})
+        record = record_in(tmp_path)
+        assert (record.ending, record.newest.why, record.newest.last_step) == (Ending.PREEMPTED, "SIGUSR1", 6)
+        status = read_status(tmp_path)
+        assert status is not None
+        assert (status.state, status.step, status.why) == (RunState.LEFT, 6, "SIGUSR1")
+
+    def test_with_the_callback_alone_the_status_says_so_too(self, tmp_path: Path) -> None:
+        run = process(tmp_path, recorded=False)
+        run.departure.preemption.requested = signal.SIGTERM
+        run.attempts.tell_status(tmp_path, 40)
+        self.leave(run, checkpoint=marked(tmp_path, 6))
+        status = read_status(tmp_path)
+        assert status is not None
+        assert (status.state, status.step, status.why) == (RunState.LEFT, 6, "SIGTERM")
+
+    @pytest.mark.usefixtures("older")
+    def test_the_newest_checkpoint_is_found_where_none_is_named(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        self.leave(run)
+        (action,) = events(run, "action")
+        # One whose marker cannot be read is as good as the step.
+        assert (action["checkpoint"], run.journal.incidents[0].steps_repeated) == ("checkpoint-4", 0)
+        assert (run.journal.incidents[0].cause, action["exit_code"]) == ("another process was asked to leave", 143)
+
+    def test_without_a_checkpoint_all_steps_are_done_again(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        self.leave(run)
+        (incident,) = run.journal.incidents
+        assert (incident.steps_repeated, incident.outcome) == (6, "unresolved")
+
+    def test_it_leaves_with_what_a_handler_of_the_user_has_raised(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        run.departure.preemption.raised = raised = SystemExit(7)
+        assert self.leave(run) is raised
+
+    def test_how_long_saves_take_is_asked_of_the_trainer(self, tmp_path: Path) -> None:
+        run = process(tmp_path, preemption_deadline=30.0)
+        assert run.departure.preemption._must_be_left_by(100.0) == 114.0 + 1.0
+        run = process(tmp_path, preemption_deadline=60.0)
+        assert run.departure.preemption._must_be_left_by(100.0) == 144.0
+        run.context.attachment.instrument = None
+        assert run.departure.preemption._must_be_left_by(100.0) == 158.0
+
+    @pytest.mark.parametrize(("again", "attached", "left"), [(True, True, True), (True, False, False), (False,) * 3])
+    def test_a_step_is_interrupted_only_where_train_is_entered_again(
+        self, tmp_path: Path, again: bool, attached: bool, left: bool
+    ) -> None:
+        run = assemble(HealingConfig(), tmp_path, run_id="run", may_enter_again=again)
+        if attached:
+            run.context.attachment.instrument = SimpleNamespace(may_be_left=True)  # type: ignore[assignment]
+        assert run.departure.preemption._may_interrupt() is left
+
+    def test_at_the_deadline_it_is_written_down(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        run.departure.preemption._note("too late")
+        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.PREEMPTED, "too late")
+        (event,) = events(run, "preemption_deadline")
+        assert (event["step"], event["why"]) == (6, "too late")
+
+    def test_a_wait_ends_when_it_is_asked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = process(tmp_path)
+        clock = SimpleNamespace(now=0.0)
+        slept: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            slept.append(round(seconds, 6))
+            clock.now += seconds
+            if len(slept) == asked_after:
+                run.departure.preemption.requested = signal.SIGTERM
+
+        monkeypatch.setattr(departure, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+        asked_after = 9
+        run.context.sleep(1.2)
+        assert slept == [0.5, 0.5, 0.2]
+        slept, asked_after = [], 2
+        run.context.sleep(3000.0)
+        assert slept == [0.5, 0.5]
+        assert run.context.leave_asked()
+        run.context.sleep(3000.0)
+        assert slept == [0.5, 0.5]
+
+    def test_of_a_run_that_was_left_without_a_word_nothing_is_held(self, tmp_path: Path) -> None:
+        run = process(tmp_path, recorded=False)
+        run.attempts.tell_status(tmp_path, 40)
+        run.departure.forget()
+        status = read_status(tmp_path)
+        assert status is not None
+        assert (status.state, status.step) == (RunState.STOPPED, 6)
+        assert status.why == "an exception that this callback was not told of"
+        assert not run.departure.preemption._may_interrupt()
+
+
+class TestAnIncidentThatNothingCures:
+    def test_the_run_ends_with_it(self, tmp_path: Path, older: list[tuple[str, str, bool]]) -> None:
+        run = process(tmp_path)
+        incident = fatal(run)
+        error = run.ending.stop(incident, "The line is dead.", ConnectionError("refused"))
+        assert (incident.actions, incident.outcome) == ([Action.STOP], "fatal")
+        assert older == [("run", str(tmp_path), False)]
+        found = written(tmp_path)
+        assert (found["verdict"], found["failure"], found["step"]) == ("The line is dead.", "network", 6)
+        assert found["error"]["type"] == "builtins.ConnectionError"
+        assert found["metric_tail"] == [{"loss": 2.5, "step": 6}]
+        assert found["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-4')"
+        advice = f"{FAILURE_RECIPES[FailureType.NETWORK].advice} The checkpoint to go on from: checkpoint-4."
+        assert found["what_to_do"].startswith(advice)
+        path = str(tmp_path / "postmortem.json")
+        assert (error.failure, error.postmortem, run.attempts.postmortem) == (FailureType.NETWORK, path, path)
+        assert str(error) == (
+            f"Training stopped at step 6: The line is dead. What to do: {advice} Postmortem: {path}."
+        )
+
+    def test_the_emergency_checkpoint_of_this_step_is_what_to_go_on_from(
+        self, tmp_path: Path, older: list[tuple[str, str, bool]]
+    ) -> None:
+        run = process(tmp_path)
+        run.attempts.resume_point = emergency_checkpoint(tmp_path, 6)
+        run.ending.stop(fatal(run), "why")
+        assert written(tmp_path)["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
+        assert run.attempts.resume_point.path == str(tmp_path / "checkpoint-6")
+        assert older == []
+
+    def test_one_of_an_earlier_step_is_not(self, tmp_path: Path, older: list[tuple[str, str, bool]]) -> None:
+        run = process(tmp_path)
+        run.attempts.resume_point = emergency_checkpoint(tmp_path, 5)
+        run.ending.stop(fatal(run), "why")
+        assert written(tmp_path)["emergency_checkpoint"] is None
+        assert len(older) == 1
+
+    def test_what_it_was_told_to_go_on_from_counts(self, tmp_path: Path, older: list[tuple[str, str, bool]]) -> None:
+        run = process(tmp_path)
+        run.ending.stop(fatal(run), "why", resume_from="checkpoint-2")
+        assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-2')"
+        assert older == []
+
+    def test_of_a_run_that_came_to_nothing_only_verified_ones_are_named(
+        self, tmp_path: Path, older: list[tuple[str, str, bool]]
+    ) -> None:
+        run = process(tmp_path)
+        run.ending.stop(fatal(run, FailureType.NOT_TRAINED), "why")
+        assert older == [("run", str(tmp_path), True)]
+
+    @pytest.mark.usefixtures("older")
+    def test_a_remedy_of_its_own_is_the_advice(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        incident = fatal(run)
+        incident.evidence["remedy"] = "Plug it in."
+        assert "What to do: Plug it in. The checkpoint" in str(run.ending.stop(incident, "why"))
+
+    @pytest.mark.usefixtures("older")
+    def test_without_a_diagnosis_it_is_the_users_code(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        assert run.ending.stop(run.journal.open(6, "made up", {}), "why").failure is FailureType.USER_CODE
+
+    @pytest.mark.usefixtures("older")
+    def test_what_it_was_dealt_with_in_is_closed_but_not_a_hang(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        around, hang, told = fatal(run, FailureType.DIVERGENCE), fatal(run, FailureType.HANG), fatal(run)
+        run.journal.closed(told, "reported")
+        incident = fatal(run)
+        run.ending.stop(incident, "why")
+        outcomes = [each.outcome for each in (around, hang, told, incident)]
+        assert outcomes == ["unresolved", "open", "reported", "fatal"]
+
+
+@pytest.mark.usefixtures("older")
+class TestAnExceptionThatEndsTheRun:
+    def stop(self, run: Run, resume_from: Any, failure: FailureType = FailureType.NETWORK, **given: Any) -> str:
+        error = ConnectionError("refused")
+        return run.ending.stop_for_exception(fatal(run, failure), failure, error, resume_from, **given)
+
+    def test_the_emergency_checkpoint_it_would_go_on_from_is_published(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        run.attempts.resume_point = point = emergency_checkpoint(tmp_path, 6)
+        advice = self.stop(run, point.path)
+        found = written(tmp_path)
+        assert found["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
+        assert advice.endswith(f"The checkpoint to go on from: {tmp_path / 'checkpoint-6'}.")
+        assert (found["verdict"], found["what_to_do"].startswith(advice)) == ("ConnectionError: refused", True)
+        assert run.attempts.postmortem == str(tmp_path / "postmortem.json")
+        assert [each.outcome for each in run.journal.incidents] == ["fatal"]
+
+    @pytest.mark.parametrize("resume_from", [True, None, "checkpoint-2"])
+    def test_otherwise_the_newest_of_the_run_is_named(self, tmp_path: Path, resume_from: Any) -> None:
+        run = process(tmp_path)
+        failure = FailureType.USER_CODE
+        assert not FAILURE_RECIPES[failure].saves_first
+        self.stop(run, resume_from, failure, verdict="no room")
+        assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-4')"
+        assert written(tmp_path)["verdict"] == "no room"
+
+    def test_where_a_checkpoint_was_to_be_saved_first_it_is_the_one_gone_back_to(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        assert FAILURE_RECIPES[FailureType.NETWORK].saves_first
+        self.stop(run, "checkpoint-2")
+        assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-2')"
+
+
+class TestADeviceThatIsLost:
+    @pytest.mark.parametrize("restarts", ["yes", "no"])
+    def test_it_is_written_down_once_and_the_process_is_started_again_or_not(
+        self, tmp_path: Path, restarts: Any
+    ) -> None:
+        run = process(tmp_path, launcher_restarts=restarts)
+        newest = marked(tmp_path, 4)
+        write_down_lost_device(run.ending, RuntimeError("x" * 600))
+        write_down_lost_device(run.ending, RuntimeError("and again"))
+        (incident,) = run.journal.incidents
+        again = restarts == "yes"
+        assert incident.actions == [Action.EXIT_FOR_RESTART if again else Action.STOP]
+        assert incident.outcome == ("open" if again else "fatal")
+        assert (incident.symptom, incident.failure) == ("RuntimeError", FailureType.DEVICE)
+        assert incident.evidence == {"message": "x" * 500}
+        assert [event["exit_code"] for event in events(run, "action") if again] == ([75] if again else [])
+        found = written(tmp_path)
+        assert found["resume_with"] == f"trainer.train(resume_from_checkpoint={newest!r})"
+        assert (found["emergency_checkpoint"], run.context.attachment.device_lost) == (None, True)
+        assert found["verdict"].startswith("RuntimeError: xxx")
+
+    def test_without_a_checkpoint_it_is_what_the_process_began_with(self, tmp_path: Path) -> None:
+        run = process(tmp_path, recorded=False)
+        run.attempts.first_resume = "somewhere/checkpoint-2"
+        write_down_lost_device(run.ending, RuntimeError("lost"), "gone")
+        assert written(tmp_path)["resume_with"] == "trainer.train(resume_from_checkpoint='somewhere/checkpoint-2')"
+        assert written(tmp_path)["verdict"] == "gone"
+        # With the callback alone, the exception is the user's.
+        assert run.journal.incidents[0].actions == [Action.STOP]
+
+    def test_what_cannot_be_written_down_raises_nothing(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        run.context.attachment.trainer = None
+        write_down_lost_device(run.ending, RuntimeError("lost"))
+        assert run.context.attachment.device_lost
+
+    def test_the_process_ends_only_where_it_is_started_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ends: list[tuple[int, BaseException]] = []
+        monkeypatch.setattr(
+            "self_healing.restarts.lost_device.end_process_with", lambda code, error: ends.append((code, error))
+        )
+        error = RuntimeError("lost")
+        leave_lost_device(process(tmp_path, launcher_restarts="no").ending, error)
+        leave_lost_device(process(tmp_path, recorded=False, launcher_restarts="yes").ending, error)
+        assert ends == []
+        run = process(tmp_path, launcher_restarts="yes")
+        with pytest.raises(SystemExit) as left:
+            leave_lost_device(run.ending, error)
+        assert (left.value.code, ends) == (75, [(75, error)])
+        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.RESTART, "RuntimeError: lost")
+
+
+class TestTheEndOfTheRun:
+    def test_it_is_finished_and_its_emergency_checkpoint_goes(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        run.attempts.resume_point = emergency_checkpoint(tmp_path, 5)
+        run.ending.finish()
+        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.last_step) == (Ending.FINISHED, 6)
+        assert not (tmp_path / "emergency").exists()
+
+    @pytest.mark.parametrize("taken_up", [True, False])
+    def test_that_of_an_earlier_process_of_the_run_as_well(self, tmp_path: Path, taken_up: bool) -> None:
+        run = process(tmp_path)
+        emergency_checkpoint(tmp_path, 5)
+        (tmp_path / "postmortem.json").write_text(json.dumps({"run": "run"}))
+        run.attempts.taken_up = taken_up
+        run.ending.finish()
+        assert (tmp_path / "emergency").exists() is not taken_up
+        # It is not what became of the run.
+        assert (tmp_path / "postmortem.json").exists() is not taken_up
+
+    def test_what_was_put_off_is_raised(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        run.departure.preemption.raised = SystemExit(5)
+        with pytest.raises(SystemExit):
+            run.ending.finish()
+        assert record_in(tmp_path).ending is Ending.FINISHED
+
+    def test_a_signal_in_the_last_step_is_told_of(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        run = process(tmp_path)
+        run.departure.preemption.requested = signal.SIGTERM
+        run.ending.finish()
+        assert "SIGTERM arrived in the last step" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("error", "expected"),
+        [
+            (KeyError("a"), Ending.FAILED),
+            (KeyboardInterrupt(), Ending.INTERRUPTED),
+            (SystemExit(1), Ending.INTERRUPTED),
+            (UnrecoverableTrainingError("over", failure=FailureType.NETWORK), Ending.GAVE_UP),
+            (UnrecoverableTrainingError("over", failure=FailureType.DAMAGED_CHECKPOINT), Ending.FAILED),
+        ],
+    )
+    @pytest.mark.usefixtures("older")
+    def test_an_exception_says_how_this_process_ended(
+        self, tmp_path: Path, error: BaseException, expected: Ending
+    ) -> None:
+        run = process(tmp_path)
+        run.ending.note_exception(error)
+        record = record_in(tmp_path)
+        assert (record.ending, record.newest.why.split(":")[0]) == (expected, type(error).__name__)
+        # What was told of already is told in a postmortem of its own.
+        told = isinstance(error, UnrecoverableTrainingError)
+        assert (tmp_path / "postmortem.json").exists() is not told
+        assert record.postmortem == (None if told else str(tmp_path / "postmortem.json"))
+        assert any("postmortem" in note for note in getattr(error, "__notes__", [])) is not told
+
+    @pytest.mark.usefixtures("older")
+    def test_a_bug_is_told_with_the_newest_checkpoint(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        run.ending.note_exception(KeyError("a"))
+        found = written(tmp_path)
+        assert (found["failure"], found["verdict"]) == ("user_code", "KeyError: 'a'")
+        assert found["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-4')"
+
+    def test_an_interrupted_run_goes_on_from_its_emergency_checkpoint(
+        self, tmp_path: Path, older: list[tuple[str, str, bool]]
+    ) -> None:
+        run = process(tmp_path)
+        run.attempts.resume_point = emergency_checkpoint(tmp_path, 6)
+        waiting = fatal(run)
+        run.journal.acted(waiting, Action.RESUME.value)
+        run.context.outcomes.wait_for(waiting)
+        run.ending.note_exception(KeyboardInterrupt())
+        found = written(tmp_path)
+        assert (found["failure"], found["verdict"]) == ("interrupted", "the run was interrupted")
+        assert found["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
+        assert older == []
+        # No step comes after it.
+        assert waiting.outcome == "resolved"
+
+    @pytest.mark.usefixtures("older")
+    def test_what_was_written_first_counts(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        run.attempts.end(Ending.PREEMPTED, "SIGTERM")
+        run.ending.note_exception(SystemExit(143))
+        run.ending.finish()
+        assert (record_in(tmp_path).ending, record_in(tmp_path).newest.why) == (Ending.PREEMPTED, "SIGTERM")
+        assert not (tmp_path / "postmortem.json").exists()
+
+    @pytest.mark.usefixtures("older")
+    def test_a_postmortem_that_is_written_already_stays(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        error = ConnectionError("refused")
+        run.ending.stop_for_exception(fatal(run), FailureType.NETWORK, error, None, "the line is dead")
+        run.ending.note_exception(error)
+        assert written(tmp_path)["verdict"] == "the line is dead"
+        assert record_in(tmp_path).postmortem == str(tmp_path / "postmortem.json")
+
+    def test_our_own_failure_leaves_the_exception_as_it_was(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        run = process(tmp_path)
+        run.context.attachment.trainer = None
+        run.ending.note_exception(KeyError("a"))
+        assert "How the run ended could not be written down" in caplog.text
+
+
+class TestTheProcessesOfARun:
+    @pytest.fixture
+    def begun(self, tmp_path: Path) -> Callable[..., Attempts]:
+        def begun(last: int = 6, rank: int = 0) -> Attempts:
+            run = process(tmp_path, recorded=False, rank=rank)
+            earlier = Attempt(2, 1, "here", 1.0, None, 0, last, Ending.FAILED)
+            run.attempts.keep(RunRecord(tmp_path, "run", [earlier]), taken_up=True)
+            run.attempts.begin("checkpoint-4", 4)
+            return run.attempts
+
+        return begun
+
+    def test_entries_into_train_are_counted_over_all_of_them(self, begun: Callable[..., Attempts]) -> None:
+        attempts = begun()
+        assert not attempts.entered
+        assert not attempts.in_first_entry
+        attempts.enter()
+        assert (attempts.entered, attempts.in_first_entry, attempts._run.journal.attempt) == (True, True, 3)
+        attempts.enter()
+        assert (attempts.entered, attempts.in_first_entry, attempts._run.journal.attempt) == (True, False, 4)
+
+    def test_one_that_goes_back_to_an_older_checkpoint_begins_as_a_new_one(
+        self, begun: Callable[..., Attempts], tmp_path: Path
+    ) -> None:
+        attempts = begun()
+        attempts.enter()
+        attempts.enter()
+        attempts.taken_up = False
+        attempts.resume_point = emergency_checkpoint(tmp_path, 5)
+        attempts.begin_from_older("checkpoint-2", 2)
+        assert (attempts.entered, attempts.taken_up, attempts.resume_point) == (False, True, None)
+        newest = record_in(tmp_path).newest
+        assert (newest.resumed_from, newest.first_step) == ("checkpoint-2", 2)
+        attempts.enter()
+        assert (attempts.in_first_entry, attempts._run.journal.attempt) == (True, 5)
+        attempts.begin_from_older("checkpoint-3", 3)
+        assert record_in(tmp_path).newest.first_step == 2
+
+    def test_only_the_first_of_several_writes(self, begun: Callable[..., Attempts], tmp_path: Path) -> None:
+        attempts = begun(rank=1)
+        attempts.about_to_write(tmp_path / "checkpoint-8", {})
+        attempts.end(Ending.FAILED, "a bug")
+        attempts.tell_status(tmp_path, 40)
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith("healing_")] == []
+        assert attempts.status is None
+
+    def test_the_record_has_the_furthest_step(self, begun: Callable[..., Attempts], tmp_path: Path) -> None:
+        attempts = begun()
+        assert record_in(tmp_path).newest.last_step == 6
+        attempts._run.instrument.view.step = 5
+        attempts.write()
+        assert record_in(tmp_path).newest.last_step == 6
+
+    def test_a_checkpoint_is_noted_as_seen_from_the_record(
+        self, begun: Callable[..., Attempts], tmp_path: Path
+    ) -> None:
+        begun().about_to_write(tmp_path / "emergency" / "checkpoint-8", {"loss": 2.5})
+        saving = record_in(tmp_path).saving
+        assert saving is not None
+        assert saving["checkpoint"] == os.path.join("emergency", "checkpoint-8")
+
+    def test_where_another_process_trains_nothing_is_told(self, tmp_path: Path) -> None:
+        run = process(tmp_path, recorded=False)
+        run.attempts.keep(RunRecord(tmp_path, "run", kept=False), taken_up=False)
+        run.attempts.tell_status(tmp_path, 40)
+        assert run.attempts.status is None
+        assert not list(tmp_path.iterdir())
+
+    def test_an_end_is_told_in_the_status_too(self, begun: Callable[..., Attempts], tmp_path: Path) -> None:
+        attempts = begun()
+        attempts.tell_status(tmp_path, 40)
+        assert attempts.status is not None
+        assert attempts._run.instrument.on_detach == []
+        attempts.end(Ending.FAILED, "KeyError: 'a'")
+        status = read_status(tmp_path)
+        assert status is not None
+        assert (status.state, status.step, status.why) == (RunState.STOPPED, 6, "KeyError: 'a'")
+
+    def test_an_exception_on_its_way_out_of_the_callbacks_trainer_is_its_end(self, tmp_path: Path) -> None:
+        run = process(tmp_path, recorded=False)
+        run.attempts.tell_status(tmp_path, 40)
+        instrument: Any = run.context.instrument
+        instrument.failsafe = SimpleNamespace(switched_off=False)
+        (left,) = instrument.on_detach
+        left()
+        status = read_status(tmp_path)
+        assert status is not None
+        assert status.state is RunState.RUNNING
+        try:
+            raise KeyError("a")
+        except KeyError:
+            instrument.failsafe.switched_off = True
+            left()
+            assert not (read_status(tmp_path) or status).over
+            instrument.failsafe.switched_off = False
+            left()
+        status = read_status(tmp_path)
+        assert status is not None
+        assert (status.state, status.step, status.why) == (RunState.STOPPED, 6, "KeyError: 'a'")
+
+    def test_incidents_of_the_record_go_on_and_those_that_cannot_be_read_are_named(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        waiting = Incident("run-001", 3, "made up", FailureType.NETWORK, actions=[Action.RESUME])
+        over = Incident("run-002", 3, "made up", outcome="reported")
+        entries = [waiting.to_dict(), over.to_dict(), over.to_dict() | {"failure": "unheard of"}]
+        run = process(tmp_path, recorded=False)
+        run.attempts.keep(RunRecord(tmp_path, "run", [Attempt(1, 1, "here", 1.0)], entries), taken_up=True)
+        assert [each.id for each in run.journal.incidents] == ["run-001", "run-002"]
+        assert "incidents.2" in caplog.text
+        run.context.outcomes.close()
+        assert [each.outcome for each in run.journal.incidents] == ["resolved", "reported"]
