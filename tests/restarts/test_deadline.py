@@ -204,32 +204,37 @@ class TestASignalThatNoHandlerHasSeen:
         assert process.preemption.requested is TERM
 
 
+def made_up(**answers: Any) -> Preemption:
+    given: dict[str, Any] = {
+        "may_interrupt": lambda: True,
+        "longest_save": lambda: 0.0,
+        "still_training": lambda frame: True,
+        "note": lambda why: None,
+    }
+    return Preemption(3600.0, **(given | answers))
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[..., Preemption]]:
+    """Listens to the signals of this process, until the test is over."""
+    found: list[Preemption] = []
+    before = {signum: signal.getsignal(signum) for signum in (TERM, USR1)}
+
+    def listen(**answers: Any) -> Preemption:
+        found.append(made_up(**answers))
+        found[-1].listen()
+        return found[-1]
+
+    yield listen
+    for each in reversed(found):
+        each.release()
+    after = {signum: signal.getsignal(signum) for signum in before}
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+    assert after == before
+
+
 class TestAHandlerIsCalled:
-    @pytest.fixture
-    def listening(self) -> Iterator[Callable[..., Preemption]]:
-        found: list[Preemption] = []
-        before = {signum: signal.getsignal(signum) for signum in (TERM, USR1)}
-
-        def listen(**answers: Any) -> Preemption:
-            answers = {
-                "may_interrupt": lambda: True,
-                "longest_save": lambda: 0.0,
-                "still_training": lambda frame: True,
-                "note": lambda why: None,
-                **answers,
-            }
-            found.append(Preemption(3600.0, **answers))
-            found[-1].listen()
-            return found[-1]
-
-        yield listen
-        for each in reversed(found):
-            each.release()
-        after = {signum: signal.getsignal(signum) for signum in before}
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-        assert after == before
-
     @pytest.mark.parametrize(("signum", "code"), [(TERM, 143), (USR1, 75)])
     def test_the_first_signal_asks_and_says_with_which_code_is_left(
         self, listening: Callable[..., Preemption], signum: signal.Signals, code: int
@@ -316,6 +321,7 @@ class TestAHandlerIsCalled:
         assert not thread.is_alive()
         assert preemption._must_be_left_by(0.0) == 3598.0
         assert not preemption._may_interrupt()
+        assert not preemption._still_training(None)
         preemption._note("a deadline")
         assert asked == []
 
@@ -323,7 +329,7 @@ class TestAHandlerIsCalled:
         self, listening: Callable[..., Preemption]
     ) -> None:
         preemption = listening()
-        real, waits = preemption._thread, preemption._waits
+        real, waits, wake = preemption._thread, preemption._waits, preemption._wake
         assert real is not None
         steps: list[str] = []
 
@@ -334,8 +340,9 @@ class TestAHandlerIsCalled:
         preemption._thread = SimpleNamespace(join=join, is_alive=lambda: not steps)  # type: ignore[assignment]
         preemption.release()
         assert steps == ["joined while open: True"]
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(waits)
+        for each in (waits, wake):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(each)
 
     def test_one_that_does_not_end_keeps_what_it_listens_to(self, listening: Callable[..., Preemption]) -> None:
         preemption = listening()
@@ -347,3 +354,85 @@ class TestAHandlerIsCalled:
         real.join()
         os.close(waits)
         os.close(wake)
+
+    def test_a_forked_child_ends_as_it_would_without_us(self, listening: Callable[..., Preemption]) -> None:
+        called: list[int] = []
+        theirs = signal.signal(TERM, lambda signum, frame: called.append(signum))
+        preemption = listening()
+        preemption._pid = -1
+        os.kill(os.getpid(), TERM)
+        assert (called, preemption.requested) == ([TERM], None)
+        signal.signal(TERM, theirs)
+
+    def test_only_the_first_signal_is_written_to_the_thread(self, start: Callable[..., Process]) -> None:
+        preemption = start().preemption
+        preemption._on_signal(TERM, None)
+        preemption._on_signal(USR1, None)
+        os.set_blocking(preemption._waits, False)
+        assert os.read(preemption._waits, 9) == bytes([TERM])
+
+    def test_nothing_is_given_back_that_was_not_taken(self) -> None:
+        before = signal.getsignal(TERM)
+        preemption = made_up()
+        preemption.release()
+        preemption.forget()
+        assert signal.getsignal(TERM) is before
+
+
+class TestWhereTheInterpreterWritesSignals:
+    """To the thread, unless it writes them somewhere else already."""
+
+    @pytest.fixture
+    def theirs(self) -> Iterator[int]:
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        before = signal.set_wakeup_fd(-1)
+        yield writing
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)
+
+    def now(self) -> int:
+        found = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(found)
+        return found
+
+    def test_it_is_taken_and_given_back(self, theirs: int, listening: Callable[..., Preemption]) -> None:
+        preemption = listening()
+        assert self.now() == preemption._wake
+        assert preemption._thread is not None
+        assert preemption._thread.daemon
+        preemption.release()
+        assert self.now() == -1
+        preemption.release()
+
+    def test_what_is_there_stays(self, theirs: int, listening: Callable[..., Preemption]) -> None:
+        signal.set_wakeup_fd(theirs)
+        preemption = listening()
+        assert self.now() == theirs
+        preemption.release()
+        assert self.now() == theirs
+        made_up().release()
+        assert self.now() == theirs
+
+    def test_what_was_set_since_stays(self, theirs: int, listening: Callable[..., Preemption]) -> None:
+        preemption = listening()
+        signal.set_wakeup_fd(theirs)
+        preemption.release()
+        assert self.now() == theirs
+
+    def test_that_of_a_run_left_without_a_word_is_taken_over(
+        self, theirs: int, listening: Callable[..., Preemption]
+    ) -> None:
+        over: list[bool] = []
+        left = listening(still_training=lambda frame: not over)
+        before = left._earlier[TERM]
+        over.append(True)
+        preemption = listening()
+        assert self.now() == preemption._wake
+        # Its thread has ended, and it does not give back what is no longer its own.
+        assert left._thread is None
+        left.release()
+        assert self.now() == preemption._wake
+        # Its handler is not that of a run any more.
+        assert preemption._earlier[TERM] == before
