@@ -1,0 +1,355 @@
+"""Where a process begins, and whose run it continues, from records and checkpoints written by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from self_healing import HealingConfig
+from self_healing.checkpoint_files import STATE_FILE
+from self_healing.checkpoints.choice import CheckpointError
+from self_healing.checkpoints.marker import write_marker
+from self_healing.checkpoints.vetting import Verdict
+from self_healing.journal.journal import Journal
+from self_healing.launcher import Launch
+from self_healing.restarts import start as module
+from self_healing.restarts.record import _CALLS, RECORD_FILE, Attempt, Ending, RunRecord
+from self_healing.restarts.start import (
+    Start,
+    continues,
+    find_start,
+    note_start,
+    of_this_job,
+    start_of,
+    step_in,
+    still_alive,
+    trains_beside,
+)
+
+
+PLAIN = Launch("none", 0, None)
+# An agent that began at 500 has started the process again; SLURM has.
+TORCHRUN = Launch("torchrun", 1, 2, by_agent=True, agent_began=500.0)
+SLURM = Launch("slurm", 1, None, requeued=True, job="17")
+POD = Launch("none", 0, None, in_a_pod=True)
+
+
+@pytest.fixture(autouse=True)
+def _first_process() -> Iterator[None]:
+    before = _CALLS.copy()
+    _CALLS.clear()
+    yield
+    _CALLS.clear()
+    _CALLS.update(before)
+
+
+def record_of(directory: Path, ending: Ending = Ending.RUNNING, **fields: Any) -> RunRecord:
+    given = {"first_step": 4, "last_step": 6, "ending": ending, "job": "17", **fields}
+    return RunRecord(directory, "run", [Attempt(1, 999_999_999, socket.gethostname(), 1000.0, **given)])
+
+
+def checkpoint_in(directory: Path, step: int, run: str | None = "run") -> str:
+    checkpoint = directory / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / STATE_FILE).write_text(json.dumps({"global_step": step}))
+    if run is not None:
+        write_marker(checkpoint, run, step, {}, emergency=False)
+    return str(checkpoint)
+
+
+class TestAStart:
+    def test_of_a_new_run(self) -> None:
+        start = Start(None)
+        assert (start.step, start.run, start.died, start.spends, start.steps_to_repeat) == (0, None, False, False, 0)
+
+    def test_of_one_that_was_killed(self, tmp_path: Path) -> None:
+        start = Start("checkpoint-4", 4, record_of(tmp_path))
+        assert (start.run, start.died, start.spends, start.steps_to_repeat) == ("run", True, True, 2)
+
+    @pytest.mark.parametrize(("step", "spends", "again"), [(3, True, 3), (4, True, 2), (5, False, 1), (7, False, 0)])
+    def test_progress_is_a_later_step_than_the_one_before_began_at(
+        self, tmp_path: Path, step: int, spends: bool, again: int
+    ) -> None:
+        start = Start("checkpoint", step, record_of(tmp_path, Ending.FAILED))
+        assert (start.died, start.spends, start.steps_to_repeat) == (False, spends, again)
+
+
+class TestTheJobOfARecord:
+    @pytest.mark.parametrize(
+        ("began", "agent_began", "of_this"),
+        [(600.0, 500.0, True), (498.0, 500.0, True), (497.0, 500.0, False), (0.0, None, True)],
+    )
+    def test_torchrun_knows_its_own_by_the_time(
+        self, tmp_path: Path, began: float, agent_began: float | None, of_this: bool
+    ) -> None:
+        record = record_of(tmp_path)
+        record.newest.began = began
+        assert of_this_job(record, replace(TORCHRUN, agent_began=agent_began)) is of_this
+
+    @pytest.mark.parametrize(
+        ("job", "requeued", "of_this"), [("17", True, True), ("18", True, False), ("17", False, 0)]
+    )
+    def test_slurm_by_its_id(self, tmp_path: Path, job: str, requeued: bool, of_this: bool) -> None:
+        assert of_this_job(record_of(tmp_path), replace(SLURM, job=job, requeued=requeued)) == of_this
+
+    def test_of_a_requeued_torchrun_either_tells(self, tmp_path: Path) -> None:
+        record = record_of(tmp_path)
+        record.newest.began = 100.0
+        assert of_this_job(record, replace(TORCHRUN, requeued=True, job="17"))
+
+    def test_only_a_launcher_that_has_started_it_again_goes_on_by_itself(self, tmp_path: Path) -> None:
+        record = record_of(tmp_path)
+        assert continues(record, TORCHRUN, None)
+        assert continues(record, SLURM, "checkpoint-2")
+        assert not continues(record, TORCHRUN, False)
+        assert not continues(record, PLAIN, None)
+
+    def test_that_of_another_job_is_named(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        assert not continues(record_of(tmp_path), replace(SLURM, job="18"), None)
+        assert f"In {tmp_path} lies run run of a job before this one" in caplog.text
+
+    def test_a_script_that_trains_more_than_once_does_not_go_on(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert not continues(record_of(tmp_path, call=2), TORCHRUN, None)
+        assert "2 times when it was started again" in caplog.text
+        # The second time in this process.
+        RunRecord(tmp_path, "run").begin_attempt(None, 0, marks=False)
+        assert not continues(record_of(tmp_path), TORCHRUN, None)
+        assert continues(record_of(tmp_path / "elsewhere"), TORCHRUN, None)
+
+
+class TestWhatACheckpointBegins:
+    def test_nothing_was_recorded(self, tmp_path: Path) -> None:
+        checkpoint = checkpoint_in(tmp_path, 4)
+        assert start_of(checkpoint, None, PLAIN, False, True) == Start(checkpoint, 4)
+        assert start_of(checkpoint, RunRecord(tmp_path, "run"), TORCHRUN, True, None) == Start(checkpoint, 4)
+        assert start_of(None, None, PLAIN, False, None) == Start(None, 0)
+
+    @pytest.mark.parametrize("requested", [True, "auto"])
+    def test_the_newest_one_goes_on_with_the_run(self, tmp_path: Path, requested: Any) -> None:
+        record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 4)
+        assert start_of(checkpoint, record, PLAIN, False, requested) == Start(checkpoint, 4, record)
+
+    @pytest.mark.parametrize("requested", [None, False, "checkpoint-4"])
+    def test_one_that_is_named_begins_another_branch(self, tmp_path: Path, requested: Any) -> None:
+        record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 4)
+        assert start_of(checkpoint, record, PLAIN, False, requested) == Start(checkpoint, 4)
+
+    def test_a_finished_run_is_not_gone_on_with(self, tmp_path: Path) -> None:
+        record, checkpoint = record_of(tmp_path, Ending.FINISHED), checkpoint_in(tmp_path, 4)
+        assert start_of(checkpoint, record, PLAIN, False, True) == Start(checkpoint, 4)
+
+    @pytest.mark.parametrize(("other", "named"), [("other", "run other"), (None, "another run")])
+    def test_the_newest_of_another_run_is_told_of(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: str | None, named: str
+    ) -> None:
+        checkpoint = checkpoint_in(tmp_path, 4, other)
+        assert start_of(checkpoint, record_of(tmp_path), PLAIN, False, True) == Start(checkpoint, 4)
+        assert f"(run, which came to step 6): it belongs to {named}." in caplog.text
+
+    def test_one_that_lost_its_marker_is_still_of_the_run_that_wrote_it(self, tmp_path: Path) -> None:
+        record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 4, None)
+        record.newest.resumed_from = checkpoint
+        assert start_of(checkpoint, record, PLAIN, False, True).record is record
+
+    def test_without_any_the_run_begins_again(self, tmp_path: Path) -> None:
+        record = record_of(tmp_path)
+        assert start_of(None, record, PLAIN, False, "auto") == Start(None, 0, record)
+
+    @pytest.mark.parametrize(
+        ("ending", "launch", "requested", "by_hand"),
+        [
+            (Ending.FAILED, PLAIN, "auto", True),
+            (Ending.GAVE_UP, PLAIN, True, True),
+            (Ending.INTERRUPTED, PLAIN, True, True),
+            (Ending.RUNNING, PLAIN, True, False),
+            (Ending.PREEMPTED, PLAIN, True, False),
+            (Ending.FAILED, TORCHRUN, True, False),
+            # Of another job.
+            (Ending.FAILED, replace(SLURM, job="18"), True, True),
+            # A pod does not say that it was started again.
+            (Ending.FAILED, POD, "auto", False),
+            (Ending.FAILED, POD, True, True),
+        ],
+    )
+    def test_a_person_looks_at_a_failure_before_it_is_started_by_hand(
+        self, tmp_path: Path, ending: Ending, launch: Launch, requested: Any, by_hand: bool
+    ) -> None:
+        start = start_of(None, record_of(tmp_path, ending), launch, False, requested)
+        assert (start.by_hand, start.by_agent) == (by_hand, launch.by_agent)
+
+    @pytest.mark.parametrize(
+        ("name", "state", "step"),
+        [
+            ("checkpoint-4", '{"global_step": 5}', 5),
+            ("checkpoint-4", "{}", 4),
+            ("checkpoint-4", "{", 4),
+            ("checkpoint-4", "[]", 4),
+            ("checkpoint-4", None, 4),
+            ("elsewhere", None, 0),
+        ],
+    )
+    def test_its_step_is_read_where_it_stands(self, tmp_path: Path, name: str, state: str | None, step: int) -> None:
+        (tmp_path / name).mkdir()
+        if state is not None:
+            (tmp_path / name / STATE_FILE).write_text(state)
+        assert step_in(tmp_path / name) == step
+
+    def test_its_marker_comes_first(self, tmp_path: Path) -> None:
+        checkpoint = Path(checkpoint_in(tmp_path, 4))
+        renamed = checkpoint.rename(tmp_path / "checkpoint-9")
+        assert step_in(renamed) == 4
+
+
+class TestAnotherProcess:
+    @pytest.fixture
+    def parent(self) -> Attempt:
+        """One that lives, and has begun before it wrote anything."""
+        return Attempt(1, os.getppid(), socket.gethostname(), time.time())
+
+    def test_that_lives_is_found(self, parent: Attempt) -> None:
+        assert still_alive(parent) is True
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"ending": Ending.FAILED},
+            {"host": "elsewhere"},
+            {"pid": os.getpid()},
+            {"pid": 999_999_999},
+            {"pid": -1},
+            {"pid": 2**70},
+            # Its number was given out again since.
+            {"began": 1000.0},
+        ],
+    )
+    def test_that_does_not_is_not(self, parent: Attempt, fields: dict[str, Any]) -> None:
+        assert still_alive(replace(parent, **fields)) is False
+
+    def test_that_is_dead_and_not_yet_fetched_is_not(self, parent: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_ZOMBIE)
+        assert still_alive(parent) is False
+
+    def test_a_launcher_that_has_started_it_again_knows_better(self, tmp_path: Path, parent: Attempt) -> None:
+        record = RunRecord(tmp_path, "run", [parent])
+        assert trains_beside(record, PLAIN, False)
+        assert trains_beside(record, replace(SLURM, job="18"), True)
+        assert not trains_beside(record, TORCHRUN, True)
+        assert trains_beside(record, TORCHRUN, False)
+        assert not trains_beside(record_of(tmp_path), PLAIN, False)
+        assert not trains_beside(RunRecord(tmp_path, "run"), PLAIN, False)
+        assert not trains_beside(None, PLAIN, False)
+
+
+class TestFinding:
+    @pytest.fixture
+    def find(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Start]:
+        monkeypatch.setattr(module, "names_in_checkpoints", lambda trainer: None)
+        monkeypatch.setattr(module, "refuse_unwritable", lambda args: None)
+
+        def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) -> Verdict | None:
+            passed_over.append(Verdict("checkpoint-8", 8, False, "torn", "unmarked"))
+            return self.newest
+
+        def resolve(requested: Any, output_dir: str, passed_over: list[Verdict], names: Any) -> Verdict | None:
+            self.resolved.append(requested)
+            return Verdict(checkpoint_in(tmp_path, 2), 2, True, "", "unverified")
+
+        self.newest: Verdict | None = Verdict(checkpoint_in(tmp_path, 4), 4, True, "", "unverified")
+        self.resolved: list[Any] = []
+        monkeypatch.setattr(module, "newest_of", newest_of)
+        monkeypatch.setattr(module, "resolve_checkpoint", resolve)
+
+        def find(requested: Any = None, launch: Launch = PLAIN, **settings: Any) -> Start:
+            monkeypatch.setattr(module, "launch_of", lambda: launch)
+            trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), process_index=0))
+            return find_start(trainer, HealingConfig(**settings), requested)
+
+        return find
+
+    def write(self, directory: Path, **fields: Any) -> None:
+        record_of(directory, **fields).write()
+
+    def test_a_new_run_looks_at_nothing(self, find: Callable[..., Start]) -> None:
+        assert find() == Start(None)
+        assert self.resolved == []
+
+    def test_what_is_asked_for_is_resolved(self, find: Callable[..., Start], tmp_path: Path) -> None:
+        assert (find("auto").step, self.resolved) == (2, ["auto"])
+
+    def test_a_restart_goes_on_with_the_newest_of_its_run(self, find: Callable[..., Start], tmp_path: Path) -> None:
+        self.write(tmp_path)
+        start = find("checkpoint-0", TORCHRUN)
+        assert (start.step, start.run, start.beside, self.resolved) == (4, "run", False, [])
+        assert [verdict.path for verdict in start.passed_over] == ["checkpoint-8"]
+
+    def test_before_its_first_checkpoint_with_what_it_was_asked_for(
+        self, find: Callable[..., Start], tmp_path: Path
+    ) -> None:
+        self.write(tmp_path)
+        self.newest = None
+        start = find("auto", TORCHRUN)
+        assert (start.step, start.run, self.resolved) == (2, "run", ["auto"])
+
+    def test_it_may_be_switched_off(self, find: Callable[..., Start], tmp_path: Path) -> None:
+        self.write(tmp_path)
+        assert find(None, TORCHRUN, resume_after_restart=False) == Start(None)
+
+    @pytest.mark.parametrize(
+        ("launch", "requested", "resolved"),
+        [(TORCHRUN, None, ["auto"]), (TORCHRUN, True, [True]), (TORCHRUN, False, [False]), (PLAIN, None, [])],
+    )
+    def test_where_the_record_cannot_be_read_a_restart_takes_the_newest(
+        self, find: Callable[..., Start], tmp_path: Path, launch: Launch, requested: Any, resolved: list[Any]
+    ) -> None:
+        (tmp_path / RECORD_FILE).write_text("{")
+        assert find(requested, launch).record is None
+        assert self.resolved == resolved
+
+    def test_beside_another_process_its_record_is_left_alone(
+        self, find: Callable[..., Start], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.write(tmp_path)
+        monkeypatch.setattr(module, "still_alive", lambda attempt: True)
+        start = find("auto")
+        assert (start.beside, start.record, start.step) == (True, None, 2)
+
+    def test_what_one_process_cannot_find_all_are_told(
+        self, find: Callable[..., Start], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        error = CheckpointError("there is none")
+
+        def refuse(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(module, "resolve_checkpoint", refuse)
+        with pytest.raises(CheckpointError) as caught:
+            find(True)
+        assert caught.value is error
+        trainer = SimpleNamespace(args=SimpleNamespace(process_index=1))
+        monkeypatch.setattr(module.consensus, "from_first_rank", lambda mine: (Start(None), "there is none"))
+        with pytest.raises(CheckpointError, match="there is none"):
+            find_start(trainer, HealingConfig(), True)
+
+    def test_it_is_journaled(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        journal = Journal(tmp_path, HealingConfig(), run_id="run")
+        torn = Verdict("checkpoint-8", 8, False, "torn", "unmarked")
+        note_start(journal, Start(checkpoint_in(tmp_path, 4), 4, passed_over=(torn,)), "out")
+        passed, chosen = [json.loads(line) for line in journal.path.read_text().splitlines()]
+        assert (passed["kind"], passed["step"], passed["path"]) == ("checkpoint_passed_over", 8, "checkpoint-8")
+        assert (chosen["kind"], chosen["step"], chosen["standing"]) == ("checkpoint_chosen", 4, "unverified")
+        assert "starts anew" not in caplog.text
+        note_start(journal, Start(None, passed_over=(replace(torn, step=None),)), "out")
+        assert json.loads(journal.path.read_text().splitlines()[-1])["step"] == 0
+        assert "No checkpoint in out can be resumed from; the run starts anew." in caplog.text
