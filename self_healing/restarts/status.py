@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from ..files import replace_file
+from ..saved_state import completed
 from .progress_mark import PROGRESS_FILE, ProgressMark, read_mark
 from .record import Ending
 
@@ -104,14 +105,22 @@ class RunStatus:
         return told if told.endswith((".", "!", "?")) else f"{told}."
 
 
+# A value of the kind of each field.
+_KINDS = asdict(RunStatus("", "", 0, 0, "", 0.0))
+
+
 def read_status(directory: Path) -> RunStatus | None:
-    """Reads the status of the newest run into an `output_dir`; `None` if nothing is written down."""
+    """Reads the status of the newest run into an `output_dir`; `None` if nothing that can be read is written down."""
     try:
         content = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
         known = {each.name for each in fields(RunStatus)}
         status = RunStatus(**{key: value for key, value in content.items() if key in known})
         status = replace(status, state=RunState(status.state))
     except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    damaged: list[str] = []
+    completed(_KINDS, asdict(status), STATUS_FILE, damaged)
+    if damaged:
         return None
     if status.over:
         return status
@@ -140,7 +149,8 @@ def _looked_up(status: RunStatus) -> RunState:
         process = psutil.Process(status.pid)
         # A number is given out again: the process must be older than what it wrote.
         there = process.create_time() <= status.began + 1 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ValueError):
+        # A number that no process has, as it is negative, is a `ValueError`.
         return RunState.DIED
     except psutil.Error:
         return RunState.UNKNOWN

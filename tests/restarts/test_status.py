@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import RaisingAt, RaisingForward, sft_trainer
 from transformers import TrainerCallback
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 from self_healing import HealingConfig, HealingReport, SelfHealingCallback, SelfHealingTrainer
 from self_healing.cli import app
 from self_healing.journal.journal import Journal
+from self_healing.restarts.record import Ending
 from self_healing.restarts.status import RunState, RunStatus, StatusKeeper, read_status
 
 
@@ -85,6 +88,186 @@ def test_of_another_machine_nothing_is_known(tmp_path: Path) -> None:
 def test_a_damaged_status_is_as_good_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "healing_status.json").write_text(content)
     assert read_status(tmp_path) is None
+
+
+@pytest.mark.parametrize("over", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("pid", value) for value in (None, "4321", True, 1.5)),
+        *((name, value) for name in ("began", "since", "step", "max_steps") for value in (None, "12")),
+        *((name, value) for name in ("run", "journal", "host", "why") for value in (None, 3)),
+        *(("state", value) for value in (None, [], "sleeping")),
+    ],
+)
+def test_nor_is_one_with_a_value_of_another_kind(tmp_path: Path, name: str, value: Any, over: bool) -> None:
+    keeper = begun(tmp_path)
+    if over:
+        keeper.end(RunState.ENDED, 40)
+    path = tmp_path / "healing_status.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    assert read_status(tmp_path) is None
+
+
+def test_what_an_earlier_version_did_not_write_is_not_missed(tmp_path: Path) -> None:
+    keeper = begun(tmp_path)
+    path = tmp_path / "healing_status.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({key: content[key] for key in content if key not in ("why", "schema")} | {"new": 1}))
+    status = read_status(tmp_path)
+    assert status is not None
+    assert replace(status, since=0.0) == replace(keeper.status or status, since=0.0)
+
+
+@pytest.mark.parametrize("pid", [-1, 2**70])
+def test_a_number_that_no_process_has_is_that_of_a_dead_one(tmp_path: Path, pid: int) -> None:
+    change(begun(tmp_path), pid=pid)
+    assert status_of(tmp_path).state is RunState.DIED
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(psutil.AccessDenied(), RunState.UNKNOWN), (psutil.NoSuchProcess(1), RunState.DIED)]
+)
+def test_a_process_that_cannot_be_looked_at_is_not_known_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: psutil.Error, state: RunState
+) -> None:
+    def refuse(pid: int) -> None:
+        raise error
+
+    begun(tmp_path)
+    monkeypatch.setattr(psutil, "Process", refuse)
+    assert status_of(tmp_path).state is state
+
+
+@pytest.mark.parametrize(
+    ("created", "zombie", "state"),
+    [
+        (101.0, False, RunState.RUNNING),
+        # Its number was given out again since.
+        (101.5, False, RunState.DIED),
+        (1.0, True, RunState.DIED),
+    ],
+)
+def test_the_process_has_to_be_older_than_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, created: float, zombie: bool, state: RunState
+) -> None:
+    change(begun(tmp_path), began=100.0)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: created)
+    monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_ZOMBIE if zombie else "running")
+    assert status_of(tmp_path).state is state
+
+
+@pytest.mark.parametrize(
+    ("marked", "age", "expected"),
+    [
+        (13, 0.0, (13, 100.0)),
+        # A clock of the file system that is behind.
+        (13, 0.9, (13, 99.1)),
+        (13, 1.0, (13, 99.0)),
+        # That of an earlier run.
+        (13, 1.5, (4, 100.0)),
+        (3, 0.0, (4, 100.0)),
+    ],
+)
+def test_how_far_it_came_is_read_from_its_mark(
+    tmp_path: Path, marked: int, age: float, expected: tuple[int, float]
+) -> None:
+    change(begun(tmp_path, marked), step=4, since=100.0)
+    os.utime(tmp_path / "healing_progress.bin", (100.0 - age, 100.0 - age))
+    assert (status_of(tmp_path).step, round(status_of(tmp_path).since, 6)) == expected
+
+
+def test_without_a_mark_it_is_told_what_is_known(tmp_path: Path) -> None:
+    change(begun(tmp_path, 13), step=4, since=100.0)
+    (tmp_path / "healing_progress.bin").write_bytes(b"torn")
+    assert (status_of(tmp_path).step, status_of(tmp_path).since) == (4, 100.0)
+    (tmp_path / "healing_progress.bin").unlink()
+    assert (status_of(tmp_path).step, status_of(tmp_path).since) == (4, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("ending", "state", "why"),
+    [
+        (Ending.FINISHED, RunState.ENDED, ""),
+        (Ending.PREEMPTED, RunState.LEFT, "because"),
+        (Ending.RESTART, RunState.LEFT, "because"),
+        (Ending.FAILED, RunState.STOPPED, "because"),
+        (Ending.GAVE_UP, RunState.STOPPED, "because"),
+        (Ending.INTERRUPTED, RunState.STOPPED, "because"),
+    ],
+)
+def test_the_end_of_an_attempt_is_that_of_the_run_as_far_as_it_is_known(
+    tmp_path: Path, ending: Ending, state: RunState, why: str
+) -> None:
+    begun(tmp_path).end_attempt(ending, 7, f"\n because{' of it' * 90}\nsecond line" if why else "because")
+    status = status_of(tmp_path)
+    assert (status.state, status.step) == (state, 7)
+    assert (status.why[:7], len(status.why)) == (why, 300 if why else 0)
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_the_end_of_the_script_is_the_end_of_the_run(tmp_path: Path, forked: bool) -> None:
+    keeper = begun(tmp_path, step=13)
+    if forked:
+        change(keeper, pid=os.getppid())
+    keeper._at_exit()
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status.over is not forked
+    assert (status.step, status.why) == (13, "" if forked else "the process ended")
+
+
+def test_nothing_is_told_of_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    keeper = StatusKeeper(tmp_path)
+    keeper.note_step(3)
+    keeper.end(RunState.ENDED, 3)
+    keeper._at_exit()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_a_record_is_kept_that_has_the_mark(tmp_path: Path) -> None:
+    keeper = StatusKeeper(tmp_path)
+    keeper.begin("run", tmp_path / "healing_events.jsonl", 5, 40, marks=False)
+    keeper.note_step(7)
+    assert not (tmp_path / "healing_progress.bin").exists()
+    status = read_status(tmp_path)
+    assert status is not None
+    assert (status.step, status.journal) == (5, "healing_events.jsonl")
+
+
+def test_a_second_call_of_train_begins_again(tmp_path: Path) -> None:
+    keeper = begun(tmp_path)
+    keeper.end(RunState.ENDED, 40)
+    keeper.begin("next", tmp_path / "healing_events.jsonl", 0, 20, marks=True)
+    keeper.note_step(3)
+    status = status_of(tmp_path)
+    assert (status.run, status.state, status.step, status.max_steps) == ("next", RunState.RUNNING, 3, 20)
+
+
+def test_what_the_file_system_refuses_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("healing_status.json", "healing_progress.bin"):
+        (tmp_path / name / "in the way").mkdir(parents=True)
+    keeper = begun(tmp_path)
+    keeper.note_step(3)
+    keeper.end(RunState.ENDED, 40)
+    assert caplog.text.count("will not know how far the run came") == 1
+    assert "healing_status.json could not be written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"state": RunState.ENDED}, "The run ended at step 3 of 40, "),
+        ({"state": RunState.ENDED, "max_steps": 0}, "The run ended at step 3, "),
+        ({"state": RunState.LEFT, "why": "SIGTERM"}, "to be started again: SIGTERM."),
+        ({"state": RunState.STOPPED, "why": "Is it?"}, "train() was left at step 3 of 40, "),
+        ({"state": RunState.STOPPED, "why": "Is it?"}, ": Is it?"),
+    ],
+)
+def test_it_is_told_in_a_sentence(fields: dict[str, Any], told: str) -> None:
+    status = replace(RunStatus("run", "", 40, 1, "here", 1.0, step=3), **fields)
+    assert told in str(status)
+    assert str(status)[-2:] != ".."
 
 
 def test_what_is_written_down_first_counts(tmp_path: Path) -> None:
