@@ -253,8 +253,9 @@ class Watchdog:
         section, since, beats = heartbeat.last
         now = heartbeat.clock()
         with self._lock:
-            # Our own poll comes late when the process was stopped, or the machine was asleep.
-            late = max(now - self._last_poll - self._interval, 0.0)
+            # Our own poll comes late when the process was stopped, or the machine was asleep; what of that lies before
+            # the beat is none of the time since.
+            late = max(min(now - self._last_poll - self._interval, now - since), 0.0)
             self._last_poll = now
             before = self._stood[1] if self._stood[0] == beats else 0.0
             self._stood = (beats, before + late)

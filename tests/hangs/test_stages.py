@@ -70,6 +70,7 @@ class Watched:
         )
         self.heartbeat = Heartbeat(1, clock=lambda: self.now)
         self.told: list[Incident] = []
+        self.alerts: list[tuple[str, str, str, int]] = []
         self.before_exit: list[str] = []
         self.watchdog = Watchdog(
             config,
@@ -83,10 +84,12 @@ class Watched:
             over=self._is_over,
             counts_attempts=lambda: counts_attempts,
         )
+        self.watchdog._journal.alert = lambda *alert: self.alerts.append(alert)  # type: ignore[method-assign]
         self.watchdog._training_thread = threading.get_ident()
         self.signal = MadeUpSignal()
         self.watchdog._waker = self.signal  # type: ignore[assignment]
         self.stopping = threading.Event()
+        self.heartbeat.stood_still = self.watchdog._stood_still
         for section, seconds in self.watchdog._exits.read(config).items():
             self.heartbeat.has_taken(section, seconds)
         with self.heartbeat.section("step"):
@@ -177,6 +180,12 @@ def test_it_is_recalled_after_as_long_again_and_then_ever_more_rarely(
     # At 10 s it is told of; then 10, 20 and 40 s later.
     assert [int(text.split()[-2]) // 10 for text in reminders(caplog)] == [2, 4, 8]
     assert len(watched.told) == 1
+    where = watched.incidents[0].evidence["stacks"]
+    # The second one is that of each incident.
+    assert [watched.alerts[0], watched.alerts[2]] == [
+        ("self_healing: training hangs", f"'step' has not moved for 11 s; stacks in {where}", "error", 7),
+        ("self_healing: still hanging", "Still no sign of life from 'step' after 21 s.", "error", 7),
+    ]
 
 
 def test_what_moves_again_has_recovered_by_itself(watch: Callable[..., Watched]) -> None:
@@ -259,6 +268,20 @@ def test_the_signal_raises_what_says_where_and_how_long_it_hung(
     assert claim.incident is watched.incidents[0]
     assert claim.incident.seconds_lost == 12.0
     assert not watched.watchdog.has_claim
+
+
+@pytest.mark.parametrize("ended", [[], [41, 42]])
+def test_the_workers_that_the_training_thread_waited_for_are_ended_and_named(
+    watch: Callable[..., Watched],
+    sent: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    ended: list[int],
+) -> None:
+    monkeypatch.setattr("self_healing.hangs.watchdog.end_awaited_workers", lambda frame: ended)
+    watched = watch(recovers=True)
+    watched.hang(12.0)
+    watched.interrupted()
+    assert watched.incidents[0].evidence.get("workers_ended", []) == ended
 
 
 def test_what_has_moved_or_waits_on_purpose_when_the_signal_arrives_is_not_interrupted(
@@ -381,6 +404,32 @@ def test_time_in_which_the_whole_process_stood_still_is_no_hang(watch: Callable[
     assert len(watched.incidents) == 1
 
 
+@pytest.mark.parametrize("seen", [0.0, 1.0], ids=["before the watchdog looks", "after it has looked"])
+def test_time_in_which_the_whole_process_stood_still_is_not_learned_from(
+    watch: Callable[..., Watched], seen: float
+) -> None:
+    watched = watch(hang_action="notify")
+    step = watched.heartbeat.sections["step"]
+    with watched.heartbeat.section("step"):
+        watched.wait(3.0)
+        watched.now += 1000.0
+        watched.wait(seen)
+    # As long as it was seen to take, and until the next look.
+    assert step.longest == 4.0
+    # Of the stretch before, not of this one.
+    with watched.heartbeat.section("step"):
+        watched.wait(8.0)
+    assert step.longest == pytest.approx(8.0, abs=1.0)
+
+
+def test_a_hang_that_follows_on_standing_still_is_noticed_in_time(watch: Callable[..., Watched]) -> None:
+    watched = watch(hang_action="notify")
+    with watched.heartbeat.section("step"):
+        watched.now += 1000.0
+    watched.hang(13.0)
+    assert len(watched.incidents) == 1
+
+
 def test_a_wait_on_purpose_is_looked_at_again_from_its_end(watch: Callable[..., Watched]) -> None:
     watched = watch(hang_action="notify")
     watched.heartbeat.enter("step")
@@ -411,6 +460,53 @@ def test_what_is_done_about_a_hang_keeps_no_process_from_its_end(
     )
     watch(hang_action="notify").hang(12.0)
     assert seen == [True]
+
+
+def test_a_look_that_fails_is_logged_once_and_looking_goes_on(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[int] = []
+
+    def fail(stopping: threading.Event) -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            stopping.set()
+        raise RuntimeError("no such file")
+
+    watched = watch(hang_floor_seconds=0.001)
+    monkeypatch.setattr(watched.watchdog, "_look", fail)
+    watched.watchdog._watch(watched.stopping)
+    assert len(looks) == 3
+    assert caplog.text.count("Watching for hangs failed once; it goes on") == 1
+
+
+def test_nothing_that_is_done_about_a_hang_is_waited_for_without_end(
+    watch: Callable[..., Watched], exits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: list[float | None] = []
+    join = threading.Thread.join
+
+    def note(thread: threading.Thread, timeout: float | None = None) -> None:
+        bounds.append(timeout)
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", note)
+    with pytest.raises(Left):
+        watch(launcher_restarts="yes").hang(30.0)
+    # The hang, and the end: what is written of it, the logs; then the two streams.
+    assert bounds == [10.0, 10.0, 10.0, 2.0, 2.0]
+
+
+def test_stacks_that_cannot_be_written_are_not_said_to_be(
+    watch: Callable[..., Watched], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "hangs").write_text("in the way")
+    watched = watch(hang_action="notify")
+    watched.hang(12.0)
+    (incident,) = watched.told
+    assert incident.actions == []
+    assert "stacks" not in incident.evidence
+    assert "The stacks could not be written to" in caplog.text
 
 
 # ---- data loader workers ----
