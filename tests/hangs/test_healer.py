@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from self_healing import Action, HealingConfig
+from self_healing.hangs.exits import HangExits
 from self_healing.hangs.healer import HangWatch
 from self_healing.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.instrument.sections import Heartbeat
@@ -146,6 +147,13 @@ def test_it_is_watched_from_each_entry_to_its_end(watching: Any) -> None:
     assert watchdog.running
 
 
+def test_what_an_earlier_process_was_ended_in_may_take_twice_as_long(watching: Any, tmp_path: Path) -> None:
+    HangExits(tmp_path).note_exit(7, "step", 90.0)
+    run = watching(launcher_restarts="yes")
+    run.healer.attach(first=True)
+    assert run.heartbeat.sections["step"].longest_at_first == 90.0
+
+
 def test_a_watchdog_that_does_not_start_costs_no_training(
     watching: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,6 +212,18 @@ def test_a_run_within_a_run_leaves_the_outer_one_its_signal(watching: Any) -> No
     assert outer.watchdog._signal != inner.watchdog._signal
     inner.detach()
     assert signal.getsignal(outer.watchdog._signal) is outer.watchdog._waker
+
+
+def test_the_signal_is_given_back_in_the_main_thread_alone(watching: Any) -> None:
+    run = watching()
+    run.healer.attach(first=True)
+    number = run.watchdog._signal
+    thread = threading.Thread(target=run.watchdog.stop)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(number) is run.watchdog._waker
+    run.detach()
+    assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_a_run_that_is_watched_is_not_watched_twice(watching: Any) -> None:

@@ -5,23 +5,57 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import psutil
+import pytest
 
 from self_healing.hangs import stacks
 from self_healing.hangs.stacks import user_line_of, worker_line_in, write_stacks
 
 
-def test_the_stacks_begin_with_the_training_thread(tmp_path: Path) -> None:
+@pytest.fixture
+def other_thread() -> Iterator[threading.Thread]:
+    """A thread that waits."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, name="the other one")
+    thread.start()
+    yield thread
+    over.set()
+    thread.join()
+
+
+def test_the_stacks_begin_with_the_training_thread(tmp_path: Path, other_thread: threading.Thread) -> None:
     path = tmp_path / "hangs" / "stacks.txt"
-    write_stacks(path, "nothing moves", training_thread=0, workers={})
-    assert "the training thread" not in path.read_text()
-    write_stacks(path, "nothing moves", training_thread=threading.get_ident(), workers={})
-    headline, first, *_ = path.read_text().split("\n---- ")
-    assert headline.endswith(f"process {os.getpid()}: nothing moves\n")
-    assert first.startswith("thread MainThread (the training thread)")
+    for first, second in [(threading.main_thread(), other_thread), (other_thread, threading.main_thread())]:
+        assert first.ident is not None
+        write_stacks(path, "nothing moves", training_thread=first.ident, workers={})
+        headline, *parts = path.read_text().split("\n---- ")
+        assert headline.endswith(f"process {os.getpid()}: nothing moves\n")
+        assert parts[0].startswith(f"thread {first.name} (the training thread), {first.ident}\n  File ")
+        assert any(part.startswith(f"thread {second.name}, {second.ident}\n  File ") for part in parts)
+
+
+def test_the_interpreter_s_own_view_and_the_processes_come_after(tmp_path: Path) -> None:
+    path = tmp_path / "stacks.txt"
+    write_stacks(path, "nothing moves", threading.get_ident(), workers={41: "File there", 42: ""})
+    *_, interpreters, processes, answered, silent = path.read_text().split("\n---- ")
+    assert interpreters.startswith("the same as the interpreter sees it\n")
+    assert "(most recent call first)" in interpreters
+    assert processes.startswith("processes started by this one\n")
+    assert answered == "process 41, a data loader worker\nFile there\n"
+    assert silent == "process 42, a data loader worker\ndoes not answer\n"
+
+
+def test_processes_that_a_process_of_ours_has_started_are_among_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    itself = psutil.Process()
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [itself] if recursive else [])
+    write_stacks(tmp_path / "stacks.txt", "nothing moves", threading.get_ident(), workers={})
+    assert f"---- processes started by this one\n{os.getpid()} (" in (tmp_path / "stacks.txt").read_text()
 
 
 def test_a_process_is_described_by_state_and_command(tmp_path: Path) -> None:

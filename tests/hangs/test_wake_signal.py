@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
@@ -97,6 +98,17 @@ def test_a_process_that_does_not_answer_is_waited_for_about_a_second(
     monkeypatch.setattr(os, "kill", lambda pid, number: None)
     assert waker.stacks_of_workers() == {own_process_as_worker: ""}
     assert sum(waited) == pytest.approx(1.05)
+
+
+def test_a_process_without_a_handler_is_not_asked_for_that_would_end_it(
+    waker: WakeSignal, own_process_as_worker: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: asked.append(pid))
+    assert waker.worker_signal is not None
+    faulthandler.unregister(waker.worker_signal)
+    assert waker.stacks_of_workers() == {}
+    assert asked == []
 
 
 def test_a_process_that_has_ended_since_it_was_listed_is_left_out(
