@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import signal
 import threading
 import time
@@ -41,7 +42,7 @@ class Watching:
         at_the_end: bool = False,
         **settings: Any,
     ) -> None:
-        self.now = 0.0
+        self.now = 1000.0
         self.heartbeat = Heartbeat(1, clock=lambda: self.now)
         config = HealingConfig(**{"hang_floor_seconds": 10.0, "retry_total_seconds": 500.0, **settings})
         self.journal = Journal(directory, config, "run")
@@ -135,6 +136,35 @@ def test_a_run_that_cannot_be_entered_again_is_not_interrupted(watching: Any, mo
     assert sent == []
 
 
+def test_a_hang_after_another_entry_is_an_incident_of_its_own(watching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: None)
+    run = watching()
+    for _ in range(2):
+        run.healer.attach(first=True)
+        run.hang("step")
+        with pytest.raises(TrainingHang):
+            run.watchdog.interrupt(None)
+        run.healer.claim(TrainingHang(""))
+        run.detach()
+    assert [incident.actions for incident in run.journal.incidents] == [[Action.WRITE_STACKS, Action.INTERRUPT]] * 2
+
+
+def test_a_hang_while_no_instrument_is_attached_is_not_at_the_end(
+    watching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: sent.append(number))
+    run = watching()
+    run.run.attachment.instrument = None
+    run.healer.attach(first=True)
+    for _ in range(20):
+        with run.heartbeat.section("step"):
+            run.wait(1)
+    run.wait(15)
+    assert [incident.evidence["section"] for incident in run.journal.incidents] == ["between"]
+    assert len(sent) == 1
+
+
 def test_it_is_watched_from_each_entry_to_its_end(watching: Any) -> None:
     run = watching()
     run.healer.attach(first=True)
@@ -212,6 +242,28 @@ def test_a_run_within_a_run_leaves_the_outer_one_its_signal(watching: Any) -> No
     assert outer.watchdog._signal != inner.watchdog._signal
     inner.detach()
     assert signal.getsignal(outer.watchdog._signal) is outer.watchdog._waker
+
+
+def test_the_watching_thread_keeps_no_process_from_its_end_and_knows_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, bool, str]] = []
+    current_run = contextvars.ContextVar("current_run", default="none")
+
+    def watch(watchdog: Watchdog, stopping: threading.Event) -> None:
+        thread = threading.current_thread()
+        seen.append((thread.name, thread.daemon, current_run.get()))
+
+    monkeypatch.setattr(Watchdog, "_watch", watch)
+    run = Watching(tmp_path)
+    # Trackers keep their current run like this.
+    token = current_run.set("the run")
+    run.healer.attach(first=True)
+    current_run.reset(token)
+    assert run.watchdog._thread is not None
+    run.watchdog._thread.join()
+    run.detach()
+    assert seen == [("self_healing watchdog", True, "the run")]
 
 
 def test_the_signal_is_given_back_in_the_main_thread_alone(watching: Any) -> None:

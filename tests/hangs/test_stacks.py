@@ -92,5 +92,12 @@ def test_a_line_of_user_code_is_found_below_pythons_own_and_above_the_package(tm
     assert user_line_of(None) is None
 
 
+def test_what_the_package_waits_in_itself_is_no_line_of_user_code() -> None:
+    package = str(Path(stacks.__file__).parents[1] / "instrument" / "any.py")
+    ours: dict[str, object] = {"ask": lambda: user_line_of(sys._getframe().f_back)}
+    exec(compile("def call(): return ask()", package, "exec"), ours)
+    assert ours["call"]() is None  # type: ignore[operator]
+
+
 def test_a_worker_that_does_not_answer_is_taken_for_one_that_loads() -> None:
     assert worker_line_in("") == ("an unknown line (it does not answer)", True)

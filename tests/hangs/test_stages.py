@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import journal
 
 from self_healing import Action, HealingConfig, Incident
+from self_healing.hangs.exits import HangExits
 from self_healing.hangs.stacks import line_of
 from self_healing.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.instrument.sections import Heartbeat
@@ -172,6 +174,15 @@ def test_a_hang_is_told_of_at_the_limit_with_the_line_it_waits_at(watch: Callabl
     assert incident.evidence["limit"] == 10.0
 
 
+def test_times_are_written_down_in_milliseconds(watch: Callable[..., Watched]) -> None:
+    watched = watch(hang_action="notify", hang_floor_seconds=10.00049)
+    watched.now += 0.12345
+    watched.hang(12.0)
+    evidence = watched.incidents[0].evidence
+    assert evidence["limit"] == 10.0
+    assert evidence["seconds"] == round(evidence["seconds"], 3) != round(evidence["seconds"], 2)
+
+
 def test_it_is_recalled_after_as_long_again_and_then_ever_more_rarely(
     watch: Callable[..., Watched], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,7 +209,9 @@ def test_what_moves_again_has_recovered_by_itself(watch: Callable[..., Watched])
     assert incident.seconds_lost == pytest.approx(15.0, abs=2.0)
 
 
-def test_a_process_that_is_started_again_ends_after_the_grace(watch: Callable[..., Watched], exits: None) -> None:
+def test_a_process_that_is_started_again_ends_after_the_grace(
+    watch: Callable[..., Watched], exits: None, tmp_path: Path
+) -> None:
     watched = watch(launcher_restarts="yes")
     watched.hang(12.0)
     assert watched.incidents
@@ -209,6 +222,11 @@ def test_a_process_that_is_started_again_ends_after_the_grace(watch: Callable[..
     (incident,) = watched.told
     assert incident.actions == [Action.WRITE_STACKS, Action.EXIT_FOR_RESTART]
     assert watched.before_exit == ["hang in 'step' for 15 s, which an interrupt does not end"]
+    assert incident.seconds_lost == 15.0
+    assert incident.outcome == "open"
+    assert HangExits(tmp_path).read(HealingConfig(launcher_restarts="yes")) == {"step": 15.0}
+    (event,) = journal(tmp_path, "action")[1:]
+    assert (event["action"], event["exit_code"]) == ("exit_for_restart", 75)
 
 
 @pytest.mark.parametrize(("counts_attempts", "ends"), [(False, False), (True, True)])
@@ -381,11 +399,13 @@ def test_an_interrupt_that_was_swallowed_is_over_once_training_goes_on(
     watched.heartbeat.leave()
     for _ in range(24):
         with watched.heartbeat.section("step"):
-            watched.wait(1.0)
+            pass
+    watched.heartbeat.start_over()
+    watched.wait(1.0)
+    # 50 signs of life since: it may still be on its way out.
     assert watched.watchdog.has_claim
-    for _ in range(3):
-        with watched.heartbeat.section("step"):
-            watched.wait(1.0)
+    watched.heartbeat.start_over()
+    watched.wait(1.0)
     assert not watched.watchdog.has_claim
     assert [incident.outcome for incident in watched.incidents] == ["self_recovered"]
 

@@ -15,7 +15,7 @@ from types import FrameType
 import psutil
 import pytest
 
-from self_healing.hangs.wake_signal import WakeSignal, own_signals
+from self_healing.hangs.wake_signal import WakeSignal, _catches, own_signals
 
 
 class MadeUpWatchdog:
@@ -51,6 +51,20 @@ def own_process_as_worker(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_the_signals_are_real_time_ones_that_tools_leave_alone() -> None:
     assert own_signals() == list(range(signal.SIGRTMIN + 5, signal.SIGRTMAX))
+
+
+def test_without_real_time_signals_there_is_one_that_may_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(signal, "SIGRTMIN")
+    assert own_signals() == [signal.SIGUSR2]
+
+
+def test_which_signals_a_process_handles_is_read_one_by_one() -> None:
+    handled = own_signals()[::3]
+    with contextlib.ExitStack() as after:
+        for number in handled:
+            after.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+        assert [number for number in own_signals() if _catches(os.getpid(), number)] == handled
+    assert not _catches(0, handled[0])
 
 
 def test_the_signal_is_passed_on_while_its_watchdog_lives(waker: WakeSignal, watchdog: MadeUpWatchdog) -> None:
