@@ -81,6 +81,7 @@ class TestAProcessThatWasKilled:
             "Attempt 2 of run run goes on from checkpoint-4 (step 4); the one before ended at step 6: killed, or "
             "crashed in native code." in caplog.text
         )
+        assert "no step lost, 2 step(s) done again" in caplog.text
 
     def test_the_journal_says_what_it_has_cost(self, run: Run) -> None:
         go_on(run)
@@ -200,11 +201,11 @@ class TestARunThatHadEndedForGood:
 
     def test_what_is_still_open_ends_with_it(self, tmp_path: Path) -> None:
         record = self.record(tmp_path)
-        waiting = ended_with(Action.RESUME, failure=FailureType.NETWORK, outcome="open")
-        record.incidents = [waiting.to_dict()]
+        waiting = ended_with(Action.RESUME, failure=FailureType.PROCESS_DIED, outcome="open")
+        record.incidents = [waiting.to_dict(), waiting.to_dict()]
         run = process(record)
         refusal(run)
-        assert [incident.outcome for incident in run.journal.incidents] == ["fatal"]
+        assert [incident.outcome for incident in run.journal.incidents] == ["unresolved", "fatal"]
 
     def test_started_by_hand_it_gets_new_attempts(self, tmp_path: Path) -> None:
         spent = assemble(HealingConfig(max_recovery_attempts=1), tmp_path, run_id="run")
@@ -237,6 +238,12 @@ class TestWhatTheEarlierProcessEndedWith:
         run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(ended,)))
         go_on(run)
         assert run.journal.incidents[0].steps_repeated == 3
+
+    def test_only_the_last_incident_can_have_ended_it(self, tmp_path: Path) -> None:
+        incidents = tuple(ended_with(Action.STOP, failure=FailureType.USER_CODE) for _ in range(3))
+        run = process(record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=incidents))
+        go_on(run)
+        assert [incident.steps_repeated for incident in run.journal.incidents] == [0, 0, 2]
 
     @pytest.mark.parametrize("outcome", ["resolved", "unresolved"])
     def test_what_has_an_outcome_keeps_it(self, tmp_path: Path, outcome: str) -> None:

@@ -7,12 +7,14 @@ import os
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from self_healing.checkpoint_files import STATE_FILE
 from self_healing.launcher import launch_of
-from self_healing.restarts.record import RunRecord
+from self_healing.restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
+from self_healing.restarts.record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
 from self_healing.restarts.start import bookkeeping_of, was_writing
 
 
@@ -104,3 +106,126 @@ def test_a_launch_is_read_from_the_environment(
         requeued,
         by_agent,
     )
+
+
+class TestARecord:
+    def read(self, directory: Path, **changes: Any) -> RunRecord:
+        """What is read of a record that was changed by hand; a field that is `...` is left out."""
+        record = RunRecord(directory, "run", recovery_state={"budget": 1}, postmortem="postmortem.json")
+        record.begin_attempt("checkpoint-4", 4, marks=False, job="17")
+        record.about_to_save("checkpoint-8")
+        content = json.loads((directory / RECORD_FILE).read_text()) | changes
+        content = {name: value for name, value in content.items() if value is not ...}
+        (directory / RECORD_FILE).write_text(json.dumps(content))
+        found = RunRecord.read(directory)
+        assert found is not None
+        return found
+
+    def test_is_read_as_it_was_written(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        record = self.read(tmp_path)
+        assert (record.run, record.postmortem, record.recovery_state) == ("run", "postmortem.json", {"budget": 1})
+        assert record.saving is not None
+        assert (record.saving["checkpoint"], record.saving["bookkeeping"]) == ("checkpoint-8", "{}")
+        newest = record.newest
+        assert (newest.number, newest.first_step, newest.last_step, newest.call, newest.job) == (1, 4, 4, 1, "17")
+        assert (newest.pid, newest.resumed_from, record.ending) == (os.getpid(), "checkpoint-4", Ending.RUNNING)
+        assert caplog.text == ""
+
+    def test_is_none_where_there_is_none(self, tmp_path: Path) -> None:
+        assert RunRecord.read(tmp_path) is None
+
+    @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"run": 1}', "\xff"])
+    def test_of_which_not_even_the_run_is_known_cannot_be_read(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / RECORD_FILE).write_bytes(content.encode("latin-1"))
+        with pytest.raises(UnreadableRecordError, match="cannot be read"):
+            RunRecord.read(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("changes", "named"),
+        [
+            ({"schema": 2}, "schema 2, where 1 is known"),
+            ({"attempts": 3}, "the record.attempts"),
+            ({"incidents": ...}, "the record.incidents"),
+            ({"memory": []}, "the record.memory"),
+            ({"attempts": [3]}, "attempts.0.number"),
+            ({"attempts": [{"number": 1, "ending": "asleep"}]}, "attempts.0.ending"),
+            ({"incidents": [3]}, "incidents.0"),
+        ],
+    )
+    def test_names_what_it_cannot_use(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], named: str
+    ) -> None:
+        assert self.read(tmp_path, **changes).run == "run"
+        assert "can be used only in part" in caplog.text
+        assert named in caplog.text
+
+    @pytest.mark.parametrize("attempts", [[], ..., [3], [{}], [{"ending": "asleep", "why": "a nap"}]])
+    def test_tells_of_one_process_at_least_whose_end_is_not_known(self, tmp_path: Path, attempts: Any) -> None:
+        record = self.read(tmp_path, attempts=attempts, time=1234.5)
+        assert record.attempts == [Attempt(1, 0, "", 1234.5, ending=Ending.FAILED, why="not known")]
+
+    def test_counts_attempts_that_do_not_say_their_number(self, tmp_path: Path) -> None:
+        record = self.read(tmp_path, attempts=[{"resumed_from": 3}, {"pid": 7}])
+        assert [(each.number, each.pid, each.resumed_from) for each in record.attempts] == [(1, 0, None), (2, 7, None)]
+
+    @pytest.mark.parametrize("field", ["postmortem", "saving"])
+    def test_leaves_out_what_is_of_another_kind(self, tmp_path: Path, field: str) -> None:
+        assert getattr(self.read(tmp_path, **{field: 3}), field) is None
+
+    @pytest.mark.parametrize(("attempt", "step", "last"), [(1, 9, 9), (1, 3, 4), (2, 9, 4)])
+    def test_takes_in_how_far_the_killed_process_came(
+        self, tmp_path: Path, attempt: int, step: int, last: int
+    ) -> None:
+        mark = ProgressMark(tmp_path)
+        mark.note_step(attempt, step)
+        assert self.read(tmp_path).newest.last_step == last
+
+    def test_counts_the_processes_and_keeps_the_newest_ones(self, tmp_path: Path) -> None:
+        record = RunRecord(tmp_path, "run")
+        assert record.ending is Ending.FINISHED
+        for _ in range(52):
+            record.begin_attempt(None, 0, marks=False)
+        assert [each.number for each in record.attempts] == [*range(3, 53)]
+        assert record.newest.call == 52
+
+    def test_marks_where_each_begins(self, tmp_path: Path) -> None:
+        record = record_of(tmp_path, saving=None)
+        assert read_mark(tmp_path) == (1, 0)
+        record.close()
+        record.note_step(5)
+        assert read_mark(tmp_path) == (1, 0)
+        record.begin_attempt("checkpoint-4", 4)
+        assert read_mark(tmp_path) == (2, 4)
+        record.close()
+        record.begin_attempt("checkpoint-4", 7, marks=False)
+        record.note_step(8)
+        assert read_mark(tmp_path) == (2, 4)
+
+    def test_keeps_the_furthest_step(self, tmp_path: Path) -> None:
+        record = record_of(tmp_path)
+        record.end_attempt(Ending.FAILED, "a bug", 6)
+        record.end_attempt(Ending.FAILED, "a bug", 5)
+        assert (record.ending, record.newest.why, record.newest.last_step) == (Ending.FAILED, "a bug", 6)
+
+    def test_is_left_alone_where_it_is_that_of_another_process(self, tmp_path: Path) -> None:
+        record = RunRecord(tmp_path, "run", kept=False)
+        record.begin_attempt(None, 0)
+        record.about_to_save("checkpoint-8")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_that_cannot_be_written_is_told_of_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        for name in (RECORD_FILE, PROGRESS_FILE):
+            (tmp_path / name / "in the way").mkdir(parents=True)
+        record = record_of(tmp_path)
+        record.note_step(4)
+        record.write()
+        record.write()
+        assert caplog.text.count("a restart will not know of budgets") == 1
+        assert "after a kill, the step it came to will not be known" in caplog.text
+
+    def test_of_a_directory_is_that_of_the_first_call_in_a_process(self, tmp_path: Path) -> None:
+        assert first_call(tmp_path)
+        record_of(tmp_path, saving=None)
+        assert not first_call(tmp_path)
+        assert not first_call(Path(os.path.relpath(tmp_path)))
+        assert first_call(tmp_path / "elsewhere")
