@@ -94,14 +94,14 @@ class Watchdog:
             Told why, before the process ends for a restart.
         step (`Callable[[], int]`):
             Optimizer steps finished.
-        still_training (`Callable[[FrameType | None], bool]`, *optional*):
+        still_training (`Callable[[FrameType | None], bool]`):
             Whether the run still goes on in a frame of the training thread: without the wrapper, an exception ends
             `train()` without a word.
-        at_the_end (`Callable[[], bool]`, *optional*):
+        at_the_end (`Callable[[], bool]`):
             Whether the last step is done, so that there is nothing left to be recovered.
-        over (`Callable[[], None]`, *optional*):
+        over (`Callable[[], None]`):
             Told when a run turns out to have ended without a word.
-        counts_attempts (`Callable[[], bool]`, *optional*):
+        counts_attempts (`Callable[[], bool]`):
             Whether a job that is started again and again without progress is ended.
     """
 
@@ -113,10 +113,10 @@ class Watchdog:
         may_recover: Callable[[], bool],
         before_exit: Callable[[str], None],
         step: Callable[[], int],
-        still_training: Callable[[FrameType | None], bool] = lambda frame: True,
-        at_the_end: Callable[[], bool] = lambda: False,
-        over: Callable[[], None] = lambda: None,
-        counts_attempts: Callable[[], bool] = lambda: False,
+        still_training: Callable[[FrameType | None], bool],
+        at_the_end: Callable[[], bool],
+        over: Callable[[], None],
+        counts_attempts: Callable[[], bool],
     ) -> None:
         self._config = config
         self._heartbeat = heartbeat

@@ -274,6 +274,7 @@ class Desk:
             still_training=still_training,
             at_the_end=lambda: ending,
             over=self._is_over,
+            counts_attempts=lambda: False,
         )
 
     def claimed(self) -> list[Incident]:
