@@ -170,8 +170,11 @@ def test_it_is_watched_from_each_entry_to_its_end(watching: Any) -> None:
     run.healer.attach(first=True)
     watchdog = run.watchdog
     assert watchdog.running
+    stopping = watchdog._stopping
     run.detach()
     assert not watchdog.running
+    assert stopping.is_set()
+    assert watchdog._signal is None
     run.healer.attach(first=False)
     assert run.watchdog is watchdog
     assert watchdog.running

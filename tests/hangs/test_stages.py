@@ -175,11 +175,11 @@ def test_a_hang_is_told_of_at_the_limit_with_the_line_it_waits_at(watch: Callabl
 
 
 def test_times_are_written_down_in_milliseconds(watch: Callable[..., Watched]) -> None:
-    watched = watch(hang_action="notify", hang_floor_seconds=10.00049)
+    watched = watch(hang_action="notify", hang_floor_seconds=10.00551)
     watched.now += 0.12345
     watched.hang(12.0)
     evidence = watched.incidents[0].evidence
-    assert evidence["limit"] == 10.0
+    assert evidence["limit"] == 10.006
     assert evidence["seconds"] == round(evidence["seconds"], 3) != round(evidence["seconds"], 2)
 
 
