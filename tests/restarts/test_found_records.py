@@ -48,6 +48,12 @@ class TestCheckpointsWithoutMarker:
     def test_one_that_was_there_before_is_not(self, tmp_path: Path) -> None:
         assert not was_writing(record_of(tmp_path), checkpoint_in(tmp_path, 8, age=3600.0))
 
+    @pytest.mark.parametrize("when", [None, "noon", ...])
+    def test_where_it_is_not_known_when_it_was_to_be_written_it_is_not(self, tmp_path: Path, when: Any) -> None:
+        record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 8)
+        record.saving = {"checkpoint": "checkpoint-8"} if when is ... else {"checkpoint": "checkpoint-8", "time": when}
+        assert not was_writing(record, checkpoint)
+
     def test_one_that_the_run_has_gone_on_from_is(self, tmp_path: Path) -> None:
         record, checkpoint = record_of(tmp_path, saving=None), checkpoint_in(tmp_path, 4)
         assert not was_writing(record, checkpoint)
@@ -162,7 +168,7 @@ class TestARecord:
     @pytest.mark.parametrize("attempts", [[], ..., [3], [{}], [{"ending": "asleep", "why": "a nap"}]])
     def test_tells_of_one_process_at_least_whose_end_is_not_known(self, tmp_path: Path, attempts: Any) -> None:
         record = self.read(tmp_path, attempts=attempts, time=1234.5)
-        assert record.attempts == [Attempt(1, 0, "", 1234.5, ending=Ending.FAILED, why="not known")]
+        assert record.attempts == [Attempt(1, 0, "", 1234.5, None, 0, 0, Ending.FAILED, "not known")]
 
     def test_counts_attempts_that_do_not_say_their_number(self, tmp_path: Path) -> None:
         record = self.read(tmp_path, attempts=[{"resumed_from": 3}, {"pid": 7}])
