@@ -442,6 +442,13 @@ def test_time_in_which_the_whole_process_stood_still_is_not_learned_from(
     assert step.longest == pytest.approx(8.0, abs=1.0)
 
 
+def test_a_part_in_which_there_was_no_look_counts_until_the_next_one_was_due(watch: Callable[..., Watched]) -> None:
+    watched = watch(hang_action="notify")
+    with watched.heartbeat.section("data"):
+        watched.now += 1000.0
+    assert watched.heartbeat.sections["data"].longest == 1.0
+
+
 def test_a_hang_that_follows_on_standing_still_is_noticed_in_time(watch: Callable[..., Watched]) -> None:
     watched = watch(hang_action="notify")
     with watched.heartbeat.section("step"):
