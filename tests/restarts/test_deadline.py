@@ -116,6 +116,8 @@ class TestTheDeadline:
         process.written(TERM)
         process.clock.over_at = left_at + 1
         assert process.waits() == [(left_at, "SIGTERM")]
+        # Which the handler takes for the end of the step, and not for one more request.
+        assert process.preemption._interrupting
 
     def test_where_it_has_no_end_the_process_is_ended(self, start: Callable[..., Process]) -> None:
         process = start()
