@@ -40,16 +40,23 @@ _EXIT_CODES = {"stopped": 1, "left": 1, "died": 1, "running": 3, "unknown": 4}
 def demo(
     healing: Annotated[
         bool,
-        typer.Option("--healing/--no-healing", help="Heal the faults, or show what they do to the plain trainer."),
+        typer.Option("--healing/--no-healing", help="Heal the faults beside it, or show the plain trainer alone."),
+    ] = True,
+    chaos: Annotated[
+        bool,
+        typer.Option(
+            "--chaos/--no-chaos", help="Then have a job run out of memory, hang and be killed (half a minute)."
+        ),
     ] = True,
     output_dir: Annotated[
         Path | None,
-        typer.Option(help="Where the journal goes. Left out, a fresh directory below outputs/.", show_default=False),
+        typer.Option(help="Where all of it goes. Left out, a fresh directory below outputs/.", show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.", min=0)] = 0,
 ) -> None:
-    """Train a small language model while three faults strike: about a minute on two cores, offline."""
-    missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
+    """See a small language model meet faults, with the plain trainer and healed: under two minutes, offline."""
+    distributions = {"trl": "trl", "datasets": "datasets", "PIL": "pillow"}
+    missing = [name for module, name in distributions.items() if importlib.util.find_spec(module) is None]
     if missing:
         typer.echo(
             f"The demo trains with TRL, and {' and '.join(missing)} cannot be imported here. "
@@ -58,17 +65,22 @@ def demo(
         )
         raise typer.Exit(1)
 
-    import torch
+    from .demo import fresh_run_dir, run_demo, run_rehearsal
 
-    from .demo import fresh_run_dir, run_demo
-
-    # Matrices this small only get slower when they are spread over many cores.
-    torch.set_num_threads(min(torch.get_num_threads(), 4))
     directory = fresh_run_dir() if output_dir is None else output_dir
-    result = run_demo(directory, healing=healing, seed=seed)
+    if directory.is_dir() and any(directory.iterdir()):
+        typer.echo(
+            f"There is something in {directory} already, and the demo begins in a directory of its own. "
+            "Please name another one with --output-dir, or leave it out.",
+            err=True,
+        )
+        raise typer.Exit(2)
+    problems = run_demo(directory, healing=healing, seed=seed).problems
+    if healing and chaos:
+        problems = problems + run_rehearsal(directory / "chaos", seed=seed).problems
     if healing:
         typer.echo(f"Again: self-healing report {directory}")
-    if result.problems:
+    if problems:
         raise typer.Exit(1)
 
 

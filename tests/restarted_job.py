@@ -35,7 +35,8 @@ from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.chaos import Chaos
-from self_healing.demo import stdlib_docstrings, train_tokenizer
+from self_healing.demo import stdlib_docstrings
+from self_healing.demo.model import train_tokenizer
 
 
 def digest(model: Any) -> str:

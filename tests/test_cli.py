@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from self_healing import FailureType, HealingConfig, demo
+from self_healing.chaos import Survival
 from self_healing.cli import app
-from self_healing.demo import DemoResult
+from self_healing.demo import DemoResult, RehearsalResult
 from self_healing.journal.journal import Journal
 
 
@@ -129,18 +129,24 @@ def test_chaos_names_no_ledger_where_nothing_has_struck(tmp_path: Path, monkeypa
 # ---- demo ----
 
 
+A_SURVIVAL = Survival("oom@20", 20, True, "f1-001", "resolved", True)
+
+
 @pytest.fixture
 def demo_result(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the demo returns, and what it was called with."""
-    seen: dict[str, Any] = {"result": DemoResult()}
-    # The command lowers the number of threads on machines with many cores.
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    seen: dict[str, Any] = {"result": DemoResult(), "rehearsal": RehearsalResult(0, [A_SURVIVAL])}
 
     def run_demo(output_dir: Path, **kwargs: Any) -> DemoResult:
         seen.update(kwargs, output_dir=output_dir)
         return seen["result"]
 
+    def run_rehearsal(output_dir: Path, **kwargs: Any) -> RehearsalResult:
+        seen["rehearsed_in"] = output_dir
+        return seen["rehearsal"]
+
     monkeypatch.setattr(demo, "run_demo", run_demo)
+    monkeypatch.setattr(demo, "run_rehearsal", run_rehearsal)
     return seen
 
 
@@ -159,6 +165,25 @@ def test_demo_goes_to_a_fresh_directory(demo_result: dict[str, Any]) -> None:
 def test_demo_fails_when_something_was_not_healed(tmp_path: Path, demo_result: dict[str, Any]) -> None:
     demo_result["result"] = DemoResult(problems=["the transient NaN never struck"])
     assert run("demo", "--output-dir", str(tmp_path)).exit_code == 1
+
+
+def test_demo_fails_when_chaos_was_not_survived(tmp_path: Path, demo_result: dict[str, Any]) -> None:
+    demo_result["rehearsal"] = RehearsalResult(1, [A_SURVIVAL])
+    assert run("demo", "--output-dir", str(tmp_path)).exit_code == 1
+    assert demo_result["rehearsed_in"] == tmp_path / "chaos"
+
+
+def test_demo_without_chaos(tmp_path: Path, demo_result: dict[str, Any]) -> None:
+    assert run("demo", "--no-chaos", "--output-dir", str(tmp_path)).exit_code == 0
+    assert "rehearsed_in" not in demo_result
+
+
+def test_demo_refuses_a_directory_that_is_in_use(tmp_path: Path, demo_result: dict[str, Any]) -> None:
+    (tmp_path / "file").touch()
+    result = run("demo", "--output-dir", str(tmp_path))
+    assert result.exit_code == 2
+    assert f"There is something in {tmp_path} already" in result.stderr
+    assert "output_dir" not in demo_result
 
 
 def test_demo_without_healing_is_no_failure(tmp_path: Path, demo_result: dict[str, Any]) -> None:

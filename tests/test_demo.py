@@ -14,18 +14,34 @@ from typing import Any
 
 import pytest
 from conftest import journal, quarantined
+from PIL import Image
 from rich.console import Console
+from rich.text import Text
 
-from self_healing import HealingConfig, demo
+from self_healing import HealingConfig
+from self_healing.chaos import Survival
 from self_healing.demo import (
     BROKEN_CHARACTER,
     DemoFault,
     DemoResult,
     DemoSize,
+    RehearsalResult,
     demo_faults,
+    faults,
+    launch,
     run_demo,
+    run_rehearsal,
     stdlib_docstrings,
+    text,
 )
+from self_healing.demo.events import Ended, Event, Loaded, Ready, Ruined, Stepped, Stopped, Struck
+from self_healing.demo.launch import in_turn
+from self_healing.demo.picture import draw_curves
+from self_healing.demo.plot import braille_curve
+from self_healing.demo.record import RunRecord, first_difference
+from self_healing.demo.runs import HEALED, PLAIN, TWIN
+from self_healing.demo.screen import Lines, SideBySide, screen_for
+from self_healing.demo.tiny import unigram_loss
 
 
 SMALL = DemoSize(steps=12, rows=2, tokens=32, vocabulary=400, width=32, layers=1, held_out=16)
@@ -41,11 +57,11 @@ def docstrings() -> list[str]:
 @pytest.fixture
 def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, docstrings: list[str]) -> Show:
     """Runs a small demo and returns its result and what it printed."""
-    monkeypatch.setattr(demo, "stdlib_docstrings", lambda: docstrings)
+    monkeypatch.setattr(text, "stdlib_docstrings", lambda: docstrings)
 
     def show(**kwargs: Any) -> tuple[DemoResult, str]:
         terminal = io.StringIO()
-        result = run_demo(tmp_path, size=SMALL, console=Console(file=terminal, width=100), **kwargs)
+        result = run_demo(tmp_path, size=SMALL, console=Console(file=terminal, width=100), launch=in_turn, **kwargs)
         return result, terminal.getvalue()
 
     return show
@@ -72,6 +88,9 @@ def test_three_faults_are_healed_and_shown(show: Show, tmp_path: Path, capfd: py
         "poison rows: row 25",
         "network: ConnectionError",
         f"Held-out loss: {result.held_out_loss:.4f} healed, {result.twin_loss:.4f} fault-free twin",
+        "dead at step 9 of 12",
+        "Bitwise equal to the fault-free twin up to the poison row: all weights, compared after each of the",
+        f"Picture: {tmp_path / 'curves.png'}",
         f"Journal: {tmp_path / 'healing_events.jsonl'}",
         "Every fault was found and healed, and no step was lost.",
     ):
@@ -80,18 +99,23 @@ def test_three_faults_are_healed_and_shown(show: Show, tmp_path: Path, capfd: py
     assert capfd.readouterr() == ("", "")
 
 
+def losses_of(name: str, text: str) -> list[str]:
+    return [line.split()[-1] for line in text.splitlines() if line.split()[:1] == [name] and "  loss " in line]
+
+
 def test_up_to_the_dropped_row_the_losses_are_those_of_the_twin(show: Show) -> None:
     _, text = show(seed=3)
-    healed, twin = text.split("The fault-free twin: the same seed")
-    losses = [[line.split()[-1] for line in part.splitlines() if "  loss " in line] for part in (healed, twin)]
+    losses = [losses_of("healed", text), losses_of("twin", text)]
     assert len(losses[0]) == len(losses[1]) == SMALL.steps
     assert losses[0][:6] == losses[1][:6]
+    assert losses[0] != losses[1]
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
         ({"on_nonfinite": "skip"}, "the transient NaN is the cause of 0 incidents, not of one"),
+        ({"on_nonfinite": "skip"}, "the weights differ from the fault-free twin's from step 4 on, and should be"),
         ({"on_nonfinite": "warn"}, "the held-out loss, nan, is more than 2 % off the twin's"),
         ({"drop_poison_rows": False}, "the poison sample at step 6 was not healed without loss"),
         ({"max_recovery_attempts": 0}, "the run ended with UnrecoverableTrainingError"),
@@ -106,11 +130,11 @@ def test_what_was_not_healed_is_not_shown_as_healed(show: Show, settings: dict[s
 
 
 def test_a_fault_that_never_struck_is_not_shown_as_healed(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(steps: int, broken_token: int) -> tuple[DemoFault, ...]:
-        first, *others = demo_faults(steps, broken_token)
-        return replace(first, injected=replace(first.injected, at=steps)), *others
+    def late(steps: int) -> tuple[DemoFault, ...]:
+        first, *others = demo_faults(steps)
+        return replace(first, step=steps), *others
 
-    monkeypatch.setattr(demo, "demo_faults", late)
+    monkeypatch.setattr(faults, "demo_faults", late)
     result, text = show()
     assert result.problems == ["the transient NaN never struck"]
     assert "never struck" in text
@@ -135,9 +159,9 @@ def test_the_text_is_the_same_every_time_and_clean(docstrings: list[str]) -> Non
 
 
 def test_too_few_docstrings_are_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "stdlib_docstrings", lambda: ["Only this one."])
+    monkeypatch.setattr(text, "stdlib_docstrings", lambda: ["Only this one."])
     with pytest.raises(RuntimeError, match="needs 64 docstrings and found 1 in"):
-        run_demo(tmp_path, size=SMALL)
+        run_demo(tmp_path, size=SMALL, launch=in_turn, console=Console(file=io.StringIO()))
 
 
 def test_too_few_steps_are_a_clear_error() -> None:
@@ -145,12 +169,154 @@ def test_too_few_steps_are_a_clear_error() -> None:
         DemoSize(steps=7)
 
 
+def test_so_many_docstrings_are_read_as_are_asked_for(docstrings: list[str]) -> None:
+    assert stdlib_docstrings(most=30) == docstrings[:30]
+
+
+# ---- what the terminal shows, of events made up ----
+
+
+FAULTS = demo_faults(SMALL.steps)
+
+
+def told_by(name: str) -> list[Event]:
+    """What a run of three steps may tell."""
+    told: list[Event] = [Loaded(), Ready(1000), Stepped(1, 5.0, 1.0, "a")]
+    if name == PLAIN:
+        told += [Struck(1, "one forward answers NaN"), Stepped(2, 0.0, math.nan, "n"), Ruined(2, "3 of 3 tensors")]
+        return [*told, Stopped(2, "ConnectionError", "[Errno 104]"), Ended(2, math.nan, frozenset(), [])]
+    return [*told, Stepped(2, 4.0, 1.0, "b"), Stepped(3, 3.0, 1.0, name), Ended(3, 3.0, frozenset(), [])]
+
+
+def records() -> dict[str, RunRecord]:
+    runs = {name: RunRecord(3) for name in (PLAIN, HEALED, TWIN)}
+    for name, run in runs.items():
+        for event in told_by(name):
+            run.take_in(event)
+    return runs
+
+
+def terminal(width: int) -> Console:
+    return Console(file=io.StringIO(), width=width, height=40, force_terminal=True, legacy_windows=False)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_two_panels_stand_side_by_side(width: int) -> None:
+    console, runs = terminal(width), {name: RunRecord(3) for name in (PLAIN, HEALED, TWIN)}
+    with screen_for(console, runs) as screen:
+        assert isinstance(screen, SideBySide)
+        for name in runs:
+            for event in told_by(name):
+                runs[name].take_in(event)
+                screen.show(name, event)
+    with console.capture() as captured:
+        console.print(screen._picture())
+    lines = [Text.from_ansi(line).plain for line in captured.get().splitlines()]
+    assert {len(line) for line in lines} == {width}
+    shown = "\n".join(lines)
+    # Nothing is cut off, at 80 columns either.
+    for words in ("1 fault one forward answers NaN", "2 ruined 3 of 3 tensors hold NaN", "loss 0.0000   dead"):
+        assert words in shown
+    assert len(lines) < 24, "a terminal of 24 lines cannot draw over more"
+
+
+@pytest.mark.parametrize("console", [terminal(60), Console(file=io.StringIO(), width=120)], ids=["narrow", "piped"])
+def test_where_nothing_can_be_drawn_there_are_lines(console: Console) -> None:
+    assert isinstance(screen_for(console, records()), Lines)
+
+
+def test_a_curve_goes_from_the_upper_left_to_the_lower_right() -> None:
+    lines = braille_curve({step: 5.0 - step for step in range(1, 5)}, 4, width=2, height=2, low=1.0, high=4.0)
+    assert lines == ["⠹⡄", " ⢳"]
+
+
+def test_a_curve_without_values_is_blank() -> None:
+    assert braille_curve({}, 4, width=3, height=2, low=0.0, high=1.0) == ["   ", "   "]
+
+
+def test_the_first_step_with_other_weights_is_found() -> None:
+    runs = records()
+    assert first_difference(runs[HEALED], runs[TWIN]) == 3
+    assert first_difference(runs[TWIN], runs[TWIN]) is None
+
+
+def test_zeros_that_stand_for_nan_are_no_losses() -> None:
+    assert records()[PLAIN].true_losses == {1: 5.0}
+
+
+def test_the_picture_is_a_png_of_three_curves(tmp_path: Path) -> None:
+    runs = records()
+    draw_curves(tmp_path / "new" / "curves.png", runs, FAULTS)
+    with Image.open(tmp_path / "new" / "curves.png") as picture:
+        assert picture.format == "PNG"
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24) or ()}
+    # Red, green and blue are there, and not only shades of grey.
+    assert {max(range(3), key=colour.__getitem__) for colour in colours if max(colour) - min(colour) > 90} == {0, 1, 2}
+
+
+def test_a_process_that_dies_says_what_it_has_written(tmp_path: Path) -> None:
+    log = tmp_path / "plain.log"
+    log.write_text("\n".join(f"line {number}" for number in range(40)))
+    told = launch._told_by("plain", log)
+    assert told.startswith("The plain run ended without a result.")
+    assert "line 39" in told
+    assert "line 3\n" not in told
+
+
+# ---- chaos ----
+
+
+SURVIVED = Survival("oom@20", 20, True, "f1-001", "resolved", True)
+
+
+@pytest.mark.parametrize(
+    ("result", "problems"),
+    [
+        (RehearsalResult(0, [SURVIVED], 4.0, 5.2), []),
+        (RehearsalResult(75, [SURVIVED]), ["the job came out with exit code 75"]),
+        (RehearsalResult(0, []), ["no fault struck"]),
+        (
+            RehearsalResult(0, [replace(SURVIVED, survived=False, outcome="no incident")]),
+            ["oom@20 was not survived: no incident"],
+        ),
+        (RehearsalResult(0, [replace(SURVIVED, effect=False)]), ["oom@20 never took place"]),
+        (
+            RehearsalResult(0, [SURVIVED], 5.3, 5.2),
+            ["the held-out loss, 5.300, is not below the 5.200 of token frequencies alone"],
+        ),
+    ],
+)
+def test_what_was_not_survived_is_said(result: RehearsalResult, problems: list[str]) -> None:
+    assert result.problems == problems
+
+
+def test_token_frequencies_alone_give_their_entropy() -> None:
+    assert unigram_loss([0] * 9999 + [1] * 9999, [0, 1], vocabulary=2) == pytest.approx(math.log(2))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [[], ["--seed", "1"]], ids=["seed 0", "seed 1"])
+def test_a_job_that_learns_survives_chaos(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    result = run_rehearsal(tmp_path / "chaos", console=Console(file=terminal, width=100))
+    assert result.problems == []
+    assert [row.fault.partition("@")[0] for row in result.rows] == ["oom", "hang", "sigkill"]
+    assert result.held_out_loss is not None
+    assert result.unigram_loss is not None
+    assert result.held_out_loss < result.unigram_loss - 0.5
+    assert "goes on from the checkpoint of step 60" in terminal.getvalue()
+    assert f"Ledger: {tmp_path / 'chaos.jsonl'}" in terminal.getvalue()
+
+
+# ---- all of it ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--no-chaos"], ["--seed", "1"]], ids=["seed 0", "seed 1, with chaos"])
 def test_the_demo_as_a_user_runs_it(tmp_path: Path, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "self_healing.cli", "demo", "--output-dir", str(tmp_path), *arguments]
+    command = [sys.executable, "-m", "self_healing.cli", "demo", "--output-dir", str(tmp_path / "new"), *arguments]
     # Without the variables that keep the Hub client offline: the demo has to see to that itself.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Every fault was found and healed, and no step was lost." in done.stdout
+    assert ("All of it was survived." in done.stdout) == ("--no-chaos" not in arguments)

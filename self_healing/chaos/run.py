@@ -15,10 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
-
-from .callback import Chaos
-
 
 VARIABLE = "SELF_HEALING_CHAOS"
 
@@ -36,6 +32,10 @@ def attach_to_every_trainer(settings: dict[str, Any]) -> None:
     The one place where a class of others is changed: the script is the user's and is run as it is, so there is no
     instance to be had before it makes one. The process does nothing else and ends with the rehearsal.
     """
+    from transformers import Trainer
+
+    from .callback import Chaos
+
     cls: Any = Trainer
     original = cls.__init__
 
