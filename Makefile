@@ -14,7 +14,7 @@ OLDEST_TESTS := tests/numerics/test_nonfinite.py tests/test_healthy.py tests/ins
 GPU_PYTHON ?= python3
 GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollback/test_rollback.py
 
-.PHONY: demo test test-slow test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
+.PHONY: demo dist smoke test test-slow test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
@@ -53,6 +53,15 @@ gpu-needs:
 # Where there is a network: what such a machine lacks, for Python 3.12 on x86-64, into .whl.
 gpu-wheels:
 	$(GPU_PYTHON) benchmarks/gpu.py wheels
+
+# The wheel and the source distribution.
+dist: .venv/.installed
+	rm -rf dist
+	.venv/bin/python -m build --no-isolation
+
+# Builds them, and runs what a user would in an environment that has nothing else.
+smoke: .venv/.installed
+	.venv/bin/python -m pytest -m slow tests/test_distribution.py
 
 lint: .venv/.installed
 	.venv/bin/ruff check .

@@ -20,7 +20,7 @@ from .signals import StepSignals
 from .trainer import SelfHealingTrainer
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FAILURE_RECIPES",

@@ -14,14 +14,30 @@ from typing import Annotated
 
 import typer
 
+from . import __version__
+
 
 app = typer.Typer(
     name="self-healing",
-    help="Keeps Hugging Face Trainer and TRL runs alive and correct.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"self-healing-trl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+) -> None:
+    """Keeps Hugging Face Trainer and TRL runs alive and correct."""
 
 
 class Preset(StrEnum):

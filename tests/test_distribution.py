@@ -10,6 +10,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hatchling.builders.plugin.interface import BuilderInterface
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+from typer.testing import CliRunner
+
+import self_healing
+from self_healing.cli import app
 
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +58,76 @@ def test_the_distribution_has_a_name_of_its_own() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == "self-healing-trl"
     assert project["scripts"] == {"self-healing": "self_healing_trl:main"}
+
+
+# ---- what is built ----
+
+
+def test_the_command_says_which_version_it_is() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0
+    assert done.stdout == f"self-healing-trl {self_healing.__version__}\n"
+
+
+def test_the_newest_version_of_the_changelog_is_that_of_the_package() -> None:
+    versions = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert versions[0] == self_healing.__version__
+
+
+def included(builder: BuilderInterface) -> set[str]:
+    """Paths within what would be built; nothing is written."""
+    return {Path(file.distribution_path).as_posix() for file in builder.recurse_included_files()}
+
+
+def test_the_wheel_holds_the_package_and_nothing_else() -> None:
+    tracked = {path.relative_to(ROOT).as_posix() for path in tracked_files()}
+    expected = {name for name in tracked if name.startswith("self_healing/") or name == "self_healing_trl.py"}
+    assert "self_healing/py.typed" in expected
+    assert included(WheelBuilder(str(ROOT))) == expected
+
+
+def test_the_source_distribution_holds_what_its_tests_need() -> None:
+    tracked = {path.relative_to(ROOT).as_posix() for path in tracked_files()}
+    always = {".gitignore", "LICENSE", "README.md", "pyproject.toml"}
+    # `.ci` is for the place where this is developed.
+    assert included(SdistBuilder(str(ROOT))) == {name for name in tracked - always if not name.startswith(".ci/")}
+
+
+@pytest.mark.slow
+def test_what_is_built_works_in_a_fresh_environment(tmp_path: Path) -> None:
+    """Needs an index of packages. torch comes first and alone, as in the Makefile."""
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT], check=True)
+    wheel, sdist = next(tmp_path.glob("*.whl")), next(tmp_path.glob("*.tar.gz"))
+    assert wheel.name == f"self_healing_trl-{self_healing.__version__}-py3-none-any.whl"
+    assert sdist.name == f"self_healing_trl-{self_healing.__version__}.tar.gz"
+
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "fresh"], check=True)
+    commands = tmp_path / "fresh" / "bin"
+    install = [commands / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
+    torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    subprocess.run([*install, torch], check=True)
+    subprocess.run([*install, f"{wheel}[trl]"], check=True)
+
+    # Away from the clone, whose package would be imported in place of what was installed.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def self_healing_does(*arguments: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [commands / "self-healing", *arguments],
+            cwd=tmp_path,
+            env={**environment, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    assert self_healing_does("--version") == f"self-healing-trl {self_healing.__version__}\n"
+    assert "There is no" in self_healing_does("report", "elsewhere", code=2)
+    self_healing_does("rules")
+    self_healing_does("demo", "--output-dir", "demo")
+    assert "transient" in self_healing_does("report", "demo")
 
 
 # ---- beside its namesake ----
