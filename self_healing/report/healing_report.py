@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.table import Table
 
-from .files import parse_lines
-from .journal.incident import Incident
-from .journal.journal import EVENTS_FILE
-from .journal.postmortem import POSTMORTEM_FILE
-from .restarts.status import RunState, RunStatus, read_status
+from ..files import parse_lines
+from ..journal.incident import Incident
+from ..journal.journal import EVENTS_FILE
+from ..journal.postmortem import POSTMORTEM_FILE
+from ..restarts.status import RunState, RunStatus, read_status
 
 
 logger = logging.getLogger("self_healing")
