@@ -14,6 +14,9 @@ from .checkpoint_files import BESIDE_DIR, EMERGENCY_DIR, GENERATED_FILE, MARKER_
 
 logger = logging.getLogger("self_healing")
 
+EVENTS_FILE = "healing_events.jsonl"
+POSTMORTEM_FILE = "postmortem.json"
+
 # In `output_dir`, or in `healing_dir`, as patterns of `fnmatch`.
 RUN_FILES = (
     "healing_*",

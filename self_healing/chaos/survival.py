@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from ..failures import FailureType
-from ..journal.journal import EVENTS_FILE
+from ..own_files import EVENTS_FILE
 from .ledger import Ledger, Strike
 
 

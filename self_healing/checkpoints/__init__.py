@@ -3,8 +3,3 @@ Marks checkpoints on disk, judges them, chooses one to resume from, keeps the go
 
 Nothing here knows why a run is left or resumed: that is for `restarts/` and `rollback/`.
 """
-
-from .choice import CheckpointError, find_trusted_checkpoint
-
-
-__all__ = ["CheckpointError", "find_trusted_checkpoint"]

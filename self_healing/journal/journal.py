@@ -20,6 +20,7 @@ from ..detectors import Symptom
 from ..detectors.symptom import Severity
 from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..files import append_line, jsonable, replace_file
+from ..own_files import EVENTS_FILE
 from .incident import Incident, describe, figures
 from .postmortem import (
     Directions,
@@ -34,7 +35,6 @@ from .postmortem import (
 logger = logging.getLogger("self_healing")
 
 SCHEMA_VERSION = 1
-EVENTS_FILE = "healing_events.jsonl"
 
 
 class Journal:

@@ -22,12 +22,12 @@ from .. import consensus
 from ..classify import text_of
 from ..failures import FAILURE_RECIPES, FailureType
 from ..known_errors import KnownError, match_known_error
+from ..own_files import POSTMORTEM_FILE
 from .incident import Incident
 
 
 logger = logging.getLogger("self_healing")
 
-POSTMORTEM_FILE = "postmortem.json"
 SCHEMA_VERSION = 1
 _OF_RANK = re.compile(r"postmortem\.rank(\d+)\.json")
 # Of what the trainer logged: the end.

@@ -25,9 +25,9 @@ class State:
 
     Args:
         name (`str`):
-            `"running"`, `"ended"` (it reached its last step), `"stopped"` (an exception, or the end of the script, came
-            before), `"left"` (asked to leave, or to be started again), `"died"` (its process is gone without a word) or
-            `"unknown"` (it was on another machine, or nothing tells).
+            `"running"`; `"ended"` (it reached its last step); `"stopped"` (an exception, or the end of the script,
+            came before); `"left"` (asked to leave, or to be started again); `"died"` (its process is gone without a
+            word); or `"unknown"` (it was on another machine, or nothing tells).
         step (`int`):
             Optimizer steps finished.
         max_steps (`int`, *optional*):
@@ -302,8 +302,8 @@ class AttemptRow:
         resumed_from (`str`, *optional*):
             The checkpoint it went on from.
         ending (`str`):
-            `"running"`, `"finished"`, `"preempted"`, `"interrupted"`, `"restart"`, `"failed"`, `"gave_up"`, `"died"` or
-            `"unknown"`.
+            `"running"`, `"finished"`, `"preempted"`, `"interrupted"`, `"restart"`, `"failed"`, `"gave_up"`, `"died"`
+            or `"unknown"`.
         why (`str`):
             In words.
     """
@@ -358,8 +358,8 @@ class CheckpointRow:
         step (`int`):
             Optimizer steps finished.
         standing (`str`):
-            `"verified"`, `"unverified"`, `"suspect"`, or `"unmarked"` (no marker: not complete, or not written with this
-            library).
+            `"verified"`, `"unverified"`, `"suspect"`, or `"unmarked"` (no marker: not complete, or not written with
+            this library).
         complete (`bool`):
             Whether every file its marker names is there with its size.
         emergency (`bool`), pinned (`bool`):

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from ..files import parse_lines
 from ..journal.incident import Incident
-from ..journal.journal import EVENTS_FILE
-from ..journal.postmortem import POSTMORTEM_FILE
+from ..own_files import EVENTS_FILE, POSTMORTEM_FILE
 from ..restarts.status import RunState, RunStatus, read_status
 
 

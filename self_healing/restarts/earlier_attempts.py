@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from ..checkpoint_files import STATE_FILE
 from ..exceptions import UnrecoverableTrainingError
 from ..failures import FAILURE_RECIPES, Action, FailureType
-from ..journal.postmortem import POSTMORTEM_FILE
+from ..own_files import POSTMORTEM_FILE
 from ..run.context import RunContext
 from ..run.outcomes import may_be_repeated
 from .attempts import Attempts

@@ -19,10 +19,8 @@ from self_healing.data.quarantine import QUARANTINE_FILE
 from self_healing.hangs.exits import HANGS_FILE
 from self_healing.instrument import leave_out_of_uploads
 from self_healing.instrument.generated import GENERATED_FILE
-from self_healing.journal.journal import EVENTS_FILE
-from self_healing.journal.postmortem import POSTMORTEM_FILE
 from self_healing.memory.sizes_file import SIZES_FILE
-from self_healing.own_files import GITIGNORE, hide_from_uploads, own_patterns
+from self_healing.own_files import EVENTS_FILE, GITIGNORE, POSTMORTEM_FILE, hide_from_uploads, own_patterns
 from self_healing.restarts.progress_mark import PROGRESS_FILE
 from self_healing.restarts.record import RECORD_FILE
 
