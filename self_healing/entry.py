@@ -27,6 +27,7 @@ from .run.healer import Healers
 from .run_events import RunEvents
 from .services.calls import ServiceCalls
 from .services.reporting import Reporting
+from .step_recorder import StepRecorder
 
 
 logger = logging.getLogger("self_healing")
@@ -197,5 +198,7 @@ def _healers_of(run: Run) -> Healers:
             ServiceCalls(context),
             SampleHealer(context, run.quarantine, ServiceCalls(context)),
             run.saves,
+            # Last: it writes down what the others have made of a step.
+            StepRecorder(run),
         )
     )

@@ -42,7 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rollback",),
     FAMILIES,
     ("assembly",),
-    ("run_events", "entry_checks", "end_of_run"),
+    ("run_events", "step_recorder", "entry_checks", "end_of_run"),
     ("entry",),
     ("actions",),
     ("callback",),

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from .symptom import Symptom
-from .trend import Reading
+from .trend import LogTrend, Reading
 from .usual import UsualSpikes
 
 
@@ -120,13 +120,24 @@ class GradientSpikeDetector:
         if not math.isfinite(reading.value):
             return None
         level = reading.level if usual is None else usual
-        if 0 < self.explosion < reading.value and level is not None and 10 * level <= self.explosion:
+        if self.explosion < reading.value and self._may_explode(level):
             return Symptom(
                 "gradient_explosion", reading.step, reading.evidence() | {"threshold": self.explosion}, "error"
             )
         if reading.z is not None and reading.z > self.threshold:
             return Symptom("gradient_spike", reading.step, reading.evidence() | {"threshold": self.threshold})
         return None
+
+    def bound(self, trend: LogTrend) -> float | None:
+        """Gives the norm above which a spike or an explosion is reported; `None` while there is none."""
+        spike = trend.value_at(self.threshold) if math.isfinite(self.threshold) else None
+        bounds = [] if spike is None else [spike]
+        if self._may_explode(trend.level):
+            bounds.append(self.explosion)
+        return min(bounds, default=None)
+
+    def _may_explode(self, level: float | None) -> bool:
+        return self.explosion > 0 and level is not None and 10 * level <= self.explosion
 
     def state_dict(self) -> dict[str, Any]:
         return {}

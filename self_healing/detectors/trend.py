@@ -171,6 +171,10 @@ class LogTrend:
         z = (self._logarithm(value) - self._level) / self.scale if _has_logarithm(value) else None
         return Reading(step, value, z, self.level, self.scale, len(self._recent), self._stretch, self._least_rise)
 
+    def value_at(self, z: float) -> float | None:
+        """Gives the value that lies so many scales from the baseline; `None` before there is one."""
+        return math.exp(self._level + z * self.scale) - (self._added or 0.0) if self.ready else None
+
     def accept(self, reading: Reading, hold: bool = False) -> bool:
         """
         Takes a value into the baseline, unless it is a spike or has no logarithm.

@@ -27,6 +27,11 @@ class ScheduleWatch:
         self.raised_at: int | None = None
         self._last = self._highest = 0.0
 
+    @property
+    def rate(self) -> float:
+        """The rate the schedule asked for at the step that was taken in last."""
+        return self._last
+
     def observe(self, step: int, rate: float) -> None:
         """Takes in the rate the schedule asks for at a step."""
         if rate >= _RESTART * self._last and 0 < self._last < self._highest:

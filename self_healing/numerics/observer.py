@@ -85,6 +85,7 @@ class StepObserver(NumericsHealer):
     def observe(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Shows the detectors a step that will be applied, and clips its gradient."""
         run, panel = self.run, self.panel
+        self.numerics.applied = signals
         self.clip(window, signals, clipped_to)
         if signals.step <= self.numerics.observed_step:
             # An exception came between this and the update: it is the same step again.

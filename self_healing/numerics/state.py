@@ -79,6 +79,8 @@ class NumericsState:
         self.roll_back_for: Incident | None = None
         # The last step that was reported as not finite, and the last one that the detectors were shown.
         self.reported_step, self.observed_step = -2, -1
+        # The last step that is applied, as it is applied.
+        self.applied: StepSignals | None = None
 
     def begin_watching(self, instrument: Instrument, rules: Sequence[MetricRule]) -> None:
         """

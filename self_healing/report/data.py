@@ -7,8 +7,7 @@ of a run is step 0. Times are in seconds since the epoch, sizes in bytes. What i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..files import jsonable
@@ -430,6 +429,8 @@ class StepColumns:
             When the last of them was over.
         seconds (`list[float]`):
             Mean wall time of a step, from the end of the one before, evaluation and checkpoints included.
+        busy (`list[float]`):
+            How much of it was forward, backward and update.
         loss (`list[float]`), loss_max (`list[float]`):
             Mean and maximum of the true loss, as it was applied: of each step, not the average that the trainer logs.
             `None` where none was finite.
@@ -439,8 +440,9 @@ class StepColumns:
             What is usual by then, and above what a step is looked into.
         learning_rate (`list[float]`), learning_rate_scale (`list[float]`):
             The rate in force, and how much of the schedule's that is (1 unless it was reduced).
-        memory (`list[float]`), host_memory (`list[float]`):
-            Bytes that tensors take on the accelerator, the peak so far, and resident memory of the process.
+        memory (`list[float]`), memory_peak (`list[float]`), host_memory (`list[float]`):
+            Bytes that tensors take on the accelerator between backward and update, the most they have taken so far,
+            and resident memory of the process.
         attempt (`list[int]`):
             In which entry into `train()`.
     """
@@ -450,6 +452,7 @@ class StepColumns:
     skipped: list[int] = field(default_factory=list)
     time: list[float] = field(default_factory=list)
     seconds: list[Number] = field(default_factory=list)
+    busy: list[Number] = field(default_factory=list)
     loss: list[Number] = field(default_factory=list)
     loss_max: list[Number] = field(default_factory=list)
     grad_norm: list[Number] = field(default_factory=list)
@@ -459,6 +462,7 @@ class StepColumns:
     learning_rate: list[Number] = field(default_factory=list)
     learning_rate_scale: list[Number] = field(default_factory=list)
     memory: list[Number] = field(default_factory=list)
+    memory_peak: list[Number] = field(default_factory=list)
     host_memory: list[Number] = field(default_factory=list)
     attempt: list[int] = field(default_factory=list)
 
@@ -613,13 +617,12 @@ class RunReport:
             series (`bool`, *optional*, defaults to `True`):
                 Whether what can be drawn is part of it: most of the size.
         """
-        content: Mapping[str, Any] = asdict(self)
-        return jsonable(
-            {
-                "schema": SCHEMA,
-                **{name: value for name, value in content.items() if series or name != "series"},
-                "steps_lost": self.steps_lost,
-                "steps_repeated": self.steps_repeated,
-                "seconds_lost": round(self.seconds_lost, 3),
-            }
-        )
+        content: dict[str, Any] = jsonable(asdict(self if series else replace(self, series=Series())))
+        if not series:
+            del content["series"]
+        totals = {
+            "steps_lost": self.steps_lost,
+            "steps_repeated": self.steps_repeated,
+            "seconds_lost": round(self.seconds_lost, 3),
+        }
+        return {"schema": SCHEMA, **content, **totals}

@@ -1,0 +1,276 @@
+"""
+`StepLog`: every optimizer step of a run in one small file, for charts; written and read without torch.
+
+The file begins with a line of JSON that names the run, and goes on with rows of a fixed size. It is not synced, a step
+waits for no disk, and a process that is killed takes about the last second with it. However long the run is, the file
+stays below 1.4 MB: when it is full, neighbouring rows are merged, with the mean and the maximum of what they held.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+SCHEMA_VERSION = 1
+# Rows of a file before they are merged: enough for every pixel of a wide screen, several times over.
+ROWS = 1 << 14
+# Seconds between two writes, and of the training time the share that they may take, however slow the disk is.
+_EVERY, _SHARE = 1.0, 0.01
+
+_ROW = struct.Struct("<qIIId13f")
+_NAN = math.nan
+
+
+class StepRow(NamedTuple):
+    """
+    One optimizer step, or several next to each other. What is not known is NaN.
+
+    Args:
+        step (`int`):
+            Optimizer steps finished before the first of them.
+        steps (`int`), skipped (`int`):
+            How many they are, and how many of them are not in the weights.
+        attempt (`int`):
+            In which entry into `train()`.
+        time (`float`):
+            When the last of them was judged, in seconds since the epoch.
+        seconds (`float`), busy (`float`):
+            Mean wall time of a step, from the end of the one before, and how much of it was forward, backward and
+            update; the latter is not known of a step in which something was healed.
+        loss (`float`), loss_max (`float`), grad_norm (`float`), grad_norm_max (`float`):
+            Mean and maximum of loss and gradient norm as they were applied.
+        grad_norm_usual (`float`), grad_norm_bound (`float`):
+            The baseline of the gradient norm, and where a spike begins.
+        learning_rate (`float`), learning_rate_scale (`float`):
+            The rate in force, and the factor on that of the schedule.
+        memory (`float`), memory_peak (`float`), host_memory (`float`):
+            Bytes that tensors take on the accelerator between backward and update, the most they have taken so far,
+            and resident memory of the process.
+    """
+
+    step: int
+    steps: int = 1
+    skipped: int = 0
+    attempt: int = 0
+    time: float = 0.0
+    seconds: float = _NAN
+    busy: float = _NAN
+    loss: float = _NAN
+    loss_max: float = _NAN
+    grad_norm: float = _NAN
+    grad_norm_max: float = _NAN
+    grad_norm_usual: float = _NAN
+    grad_norm_bound: float = _NAN
+    learning_rate: float = _NAN
+    learning_rate_scale: float = _NAN
+    memory: float = _NAN
+    memory_peak: float = _NAN
+    host_memory: float = _NAN
+
+
+class StepLog:
+    """
+    Appends steps to the file of a run; one that is there is continued.
+
+    Args:
+        path (`Path`):
+            The file ([`step_log_of`]).
+        about (`dict`):
+            What its first line says: `run`, and whatever else a reader should know.
+        rows (`int`, *optional*, defaults to 16384):
+            How many rows it holds at most.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`):
+            Seconds.
+
+    Raises:
+        OSError: If it cannot be written. [`add`], [`flush`] and [`close`] raise the same.
+    """
+
+    def __init__(
+        self, path: Path, about: dict[str, Any], rows: int = ROWS, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._path = path
+        self._most = rows
+        self._clock = clock
+        self._about = about
+        self._stride = 1
+        self._merging: list[StepRow] = []
+        self._waiting: list[StepRow] = []
+        self._rows = 0
+        self._due = -math.inf
+        self._file = self._open()
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step is written at once, and what changes slowly should be looked at."""
+        return self._clock() >= self._due
+
+    def add(self, row: StepRow) -> None:
+        """Takes in one step. Mostly it is only kept; about once a second all that is kept is written."""
+        if self._stride == 1:
+            self._waiting.append(row)
+        else:
+            self._merging.append(row)
+            if len(self._merging) >= self._stride:
+                self._merge()
+        if self._clock() >= self._due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is kept; of a long run, but for the last steps that do not fill a row yet."""
+        if not self._waiting:
+            return
+        now = self._clock()
+        rows, self._waiting = self._waiting, []
+        os.write(self._file, b"".join(_ROW.pack(*row) for row in rows))
+        self._rows += len(rows)
+        if self._rows > self._most:
+            self._thin()
+        self._due = now + max(_EVERY, (self._clock() - now) / _SHARE)
+
+    def close(self) -> None:
+        """Writes all that is kept, and lets go of the file."""
+        if self._file < 0:
+            return
+        try:
+            self._merge()
+            self.flush()
+        finally:
+            os.close(self._file)
+            self._file = -1
+
+    def _merge(self) -> None:
+        self._waiting.extend(merged(self._merging, self._stride))
+        self._merging = []
+
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Not O_CREAT: the file is there with its first line, or not at all.
+        with suppress(FileNotFoundError, ValueError):
+            about, rows, torn = _read(self._path.read_bytes())
+            if about.get("run") == self._about.get("run"):
+                self._rows, self._stride = len(rows), int(about.get("stride", 1))
+                if torn:
+                    os.truncate(self._path, self._path.stat().st_size - torn)
+                return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._replace(())
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+    def _thin(self) -> None:
+        """Makes room: each row has twice as many steps from here on, those that are written already as well."""
+        rows = _read(self._path.read_bytes())[1]
+        while len(rows) > self._most // 2 and self._stride < 1 << 30:
+            self._stride *= 2
+            rows = list(merged(rows, self._stride))
+        self._replace(rows)
+        os.close(self._file)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._rows = len(rows)
+
+    def _replace(self, rows: Iterable[StepRow]) -> None:
+        about = {"schema": SCHEMA_VERSION, **self._about, "stride": self._stride, "row_bytes": _ROW.size}
+        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(json.dumps(about).encode() + b"\n")
+                file.write(b"".join(_ROW.pack(*row) for row in rows))
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def merged(rows: Iterable[StepRow], stride: int) -> Iterator[StepRow]:
+    """
+    Merges rows that follow each other, up to so many steps in one; in one entry into `train()`, and without a gap.
+
+    Args:
+        rows (`Iterable[StepRow]`):
+            In the order in which they were written.
+        stride (`int`):
+            The most steps of one row.
+    """
+    group: list[StepRow] = []
+    steps = 0
+    for row in rows:
+        follows = group and row.step == group[-1].step + group[-1].steps and row.attempt == group[-1].attempt
+        if group and not (follows and steps + row.steps <= stride):
+            yield _merge(group)
+            group, steps = [], 0
+        group.append(row)
+        steps += row.steps
+    if group:
+        yield _merge(group)
+
+
+def _merge(rows: list[StepRow]) -> StepRow:
+    if len(rows) == 1:
+        return rows[0]
+    last = rows[-1]
+    return last._replace(
+        step=rows[0].step,
+        steps=sum(row.steps for row in rows),
+        skipped=sum(row.skipped for row in rows),
+        seconds=_mean((row.seconds, row.steps) for row in rows),
+        busy=_mean((row.busy, row.steps) for row in rows),
+        # What was left out has no loss.
+        loss=_mean((row.loss, row.steps) for row in rows),
+        loss_max=_largest(row.loss_max for row in rows),
+        grad_norm=_mean((row.grad_norm, row.steps) for row in rows),
+        grad_norm_max=_largest(row.grad_norm_max for row in rows),
+        memory=_largest(row.memory for row in rows),
+        memory_peak=_largest(row.memory_peak for row in rows),
+        host_memory=_largest(row.host_memory for row in rows),
+    )
+
+
+def _mean(weighted: Iterable[tuple[float, int]]) -> float:
+    known = [(value, weight) for value, weight in weighted if math.isfinite(value)]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else _NAN
+
+
+def _largest(values: Iterable[float]) -> float:
+    return max((value for value in values if math.isfinite(value)), default=_NAN)
+
+
+def step_log_of(directory: Path, run: str) -> Path:
+    """Returns the path of the step log of a run."""
+    return directory / f"healing_steps-{run}.bin"
+
+
+def read_step_log(path: Path) -> tuple[dict[str, Any], list[StepRow]]:
+    """
+    Reads a step log as far as it is whole, also while it is written.
+
+    Args:
+        path (`Path`):
+            The file.
+
+    Returns:
+        What its first line says, and its rows in the order in which they were written.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is none, or of a version that is not known.
+    """
+    about, rows, _ = _read(path.read_bytes())
+    return about, rows
+
+
+def _read(content: bytes) -> tuple[dict[str, Any], list[StepRow], int]:
+    first, _, rest = content.partition(b"\n")
+    about = json.loads(first.decode())
+    if not isinstance(about, dict) or about.get("schema") != SCHEMA_VERSION or about.get("row_bytes") != _ROW.size:
+        raise ValueError("it is no step log of a known version")
+    torn = len(rest) % _ROW.size
+    rows = [StepRow._make(row) for row in _ROW.iter_unpack(rest[: len(rest) - torn])]
+    return about, rows, torn
