@@ -32,6 +32,16 @@ from .step_recorder import StepRecorder
 
 logger = logging.getLogger("self_healing")
 
+# Settings by which a report reckons what is left of the budgets of a run.
+_LIMITS = (
+    "max_recovery_attempts",
+    "budget_refund_steps",
+    "max_skipped_fraction",
+    "max_spike_skips",
+    "skip_window",
+    "max_lr_reductions",
+)
+
 
 class Entry:
     """
@@ -130,6 +140,7 @@ class Entry:
             output_dir=os.path.abspath(args.output_dir),
             pid=os.getpid(),
             host=socket.gethostname(),
+            limits={name: getattr(run.context.config, name) for name in _LIMITS},
             **run.numerics.rate_in_force(),
         )
         run.attempts.tell_status(Path(args.output_dir), max_steps)

@@ -357,8 +357,8 @@ class CheckpointRow:
         step (`int`):
             Optimizer steps finished.
         standing (`str`):
-            `"verified"`, `"unverified"`, `"suspect"`, or `"unmarked"` (no marker: not complete, or not written with
-            this library).
+            `"verified"`, `"unverified"`, `"suspect"`, `"damaged"` (its marker cannot be read), or `"unmarked"` (no
+            marker: not complete, or not written with this library).
         complete (`bool`):
             Whether every file its marker names is there with its size.
         emergency (`bool`), pinned (`bool`):

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
-from ..files import parse_lines
 from ..journal.incident import Incident
 from ..own_files import EVENTS_FILE, POSTMORTEM_FILE
-from ..restarts.status import RunState, RunStatus, read_status
+from ..restarts.status import RunStatus
+from .journals import find_journal, read_events, status_in
 
 
 logger = logging.getLogger("self_healing")
@@ -111,22 +111,13 @@ class HealingReport:
             ValueError: If the file is no journal. An empty one that bears a journal's name is that of a run to which
                 nothing has happened yet.
         """
-        path, status = _journal_of(Path(directory))
+        path, status = find_journal(Path(directory))
         if not path.is_file():
             raise FileNotFoundError(
                 f"There is no {EVENTS_FILE} in {directory}. Please name the output_dir (or healing_dir) of a run that "
                 "had a SelfHealingCallback."
             )
-        incidents: dict[str, dict[str, Any]] = {}
-        rate: dict[str, Any] = {}
-        text = path.read_text(encoding="utf-8", errors="replace")
-        lines, torn = parse_lines(text)
-        events = [event for event in lines if {"run", "step", "kind"} <= event.keys()]
-        if not events and (text.strip() or not path.name.startswith(Path(EVENTS_FILE).stem)):
-            raise ValueError(
-                f"{path} is no journal: not one of its lines is an event. Please name the output_dir (or healing_dir) "
-                f"of a run that had a SelfHealingCallback, or its {EVENTS_FILE}."
-            )
+        events, torn = read_events(path)
         if torn:
             logger.warning(
                 "%s: %d line(s) cannot be read, probably because a process was killed while it wrote them. The report "
@@ -134,6 +125,23 @@ class HealingReport:
                 path,
                 torn,
             )
+        return cls.of_events(events, path, status or status_in(events))
+
+    @classmethod
+    def of_events(
+        cls, events: Sequence[Mapping[str, Any]], path: Path, status: RunStatus | None = None
+    ) -> HealingReport:
+        """
+        Makes the report of events of a journal.
+
+        Args:
+            events (`Sequence[Mapping]`):
+                Of one run or several.
+            path (`Path`), status ([`RunStatus`], *optional*):
+                Where they lie, and what has become of the newest run.
+        """
+        incidents: dict[str, dict[str, Any]] = {}
+        rate: dict[str, Any] = {}
         for event in events:
             if event["kind"] in ("run_started", "run_ended"):
                 rate.update({key: event[key] for key in _OF_THE_RATE if key in event})
@@ -157,7 +165,7 @@ class HealingReport:
                 }
             )
             incident["evidence"].update(event.get("evidence") or {})
-        return cls(list(incidents.values()), str(path), **rate, status=status or _status_of(events))
+        return cls(list(incidents.values()), str(path), **rate, status=status)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -223,39 +231,3 @@ class HealingReport:
                 incident["outcome"],
             )
         return table
-
-
-def _journal_of(place: Path) -> tuple[Path, RunStatus | None]:
-    """The journal of the newest run into an `output_dir`, which may lie elsewhere, and what has become of that run."""
-    if not place.is_dir():
-        return place, None
-    status = read_status(place)
-    if status is not None and (told := place / status.journal).is_file():
-        # Not by its spelling: `..` of a directory that is a link leads elsewhere.
-        return (told.resolve() if ".." in told.parts else told), status
-    return place / EVENTS_FILE, status
-
-
-def _status_of(events: Sequence[Mapping[str, Any]]) -> RunStatus | None:
-    """Reads the status of the newest run in a journal, whose `output_dir` may lie elsewhere."""
-    started = next((event for event in reversed(events) if event["kind"] == "run_started"), None)
-    if started is None:
-        return None
-    status = read_status(Path(str(started["output_dir"]))) if "output_dir" in started else None
-    if status is not None and status.run == started["run"]:
-        return status
-    last = next(event for event in reversed(events) if event["run"] == started["run"])
-    ended = {"run_ended": RunState.ENDED, "postmortem": RunState.STOPPED}
-    newest = next((event for event in reversed(events) if event["kind"] in {*ended, "run_started"}), last)
-    return RunStatus(
-        str(started["run"]),
-        "",
-        int(started.get("max_steps", 0)),
-        int(started.get("pid", 0)),
-        str(started.get("host", "a machine that is not known")),
-        float(started.get("time", 0.0)),
-        ended.get(str(newest["kind"]), RunState.UNKNOWN),
-        int(last["step"]),
-        float(last.get("time", 0.0)),
-        str(newest.get("verdict", "")),
-    )

@@ -1,0 +1,165 @@
+"""Says what to do next about a run, most pressing first."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..failures import FAILURE_RECIPES, FailureType
+from .data import Budget, CheckpointRow, Goodput, IncidentStory, NextStep, RowNamed, State
+
+
+# Share of the steps of a run whose loss makes its weights doubtful.
+_MANY = 0.2
+# Incidents whose advice is given one by one.
+_ADVISED = 3
+
+
+def next_steps(
+    directory: Path,
+    output_dir: Path,
+    state: State,
+    incidents: Sequence[IncidentStory],
+    quarantine: Sequence[RowNamed],
+    checkpoints: Sequence[CheckpointRow],
+    budgets: Sequence[Budget],
+    goodput: Goodput | None,
+    rate: float | None,
+    postmortem: Mapping[str, Any] | None,
+) -> list[NextStep]:
+    """
+    Says what to do next.
+
+    Args:
+        directory (`Path`), output_dir (`Path`):
+            Where journal and checkpoints lie.
+        state ([`State`]), incidents (`Sequence[IncidentStory]`), quarantine (`Sequence[RowNamed]`):
+            Of the run.
+        checkpoints (`Sequence[CheckpointRow]`), budgets (`Sequence[Budget]`), goodput ([`Goodput`], *optional*):
+            Of the run.
+        rate (`float`, *optional*):
+            The learning rate that worked, if it was reduced.
+        postmortem (`Mapping[str, Any]`, *optional*):
+            What ended it.
+    """
+    found = [
+        *_about_the_state(output_dir, state, checkpoints, postmortem),
+        *_about_budgets(state, budgets),
+        *_about_incidents(directory, state, incidents),
+        *_about_lost_steps(state, goodput),
+        *_about_rows(directory, quarantine),
+        *_about_the_rate(rate),
+    ]
+    if found:
+        return found
+    if state.name == "running":
+        return [NextStep("Let it go on.", "Nothing is open, and no budget is short.")]
+    return [NextStep("Use the weights.", "The run came to its end, and nothing is open.")]
+
+
+def _about_the_state(
+    output_dir: Path, state: State, checkpoints: Sequence[CheckpointRow], postmortem: Mapping[str, Any] | None
+) -> Iterable[NextStep]:
+    if state.name in ("running", "ended"):
+        return
+    if state.name == "unknown":
+        yield NextStep(
+            f"Look whether process {state.pid} on {state.host} is still there.",
+            "Whether the run goes on can only be seen on that machine.",
+            f"ps -p {state.pid}" if state.pid else None,
+        )
+    if postmortem is not None:
+        yield NextStep(
+            str(postmortem.get("what_to_do") or "Read the postmortem."), str(postmortem.get("verdict") or state.why)
+        )
+    elif state.name == "died":
+        recipe = FAILURE_RECIPES[FailureType.PROCESS_DIED]
+        yield NextStep(recipe.advice, recipe.diagnosis)
+    elif state.name == "stopped":
+        yield NextStep("Fix what ended it, named in its last output.", state.why or "train() was left before its end.")
+    yield _resume(output_dir, state, checkpoints, postmortem)
+
+
+def _resume(
+    output_dir: Path, state: State, checkpoints: Sequence[CheckpointRow], postmortem: Mapping[str, Any] | None
+) -> NextStep:
+    told = None if postmortem is None else postmortem.get("resume_with")
+    usable = [
+        each
+        for each in checkpoints
+        if each.of_this_run and each.complete and each.standing in ("verified", "unverified")
+    ]
+    usable = [each for each in usable if each.finite is not False]
+    if told:
+        return NextStep(
+            "Resume from where the postmortem says.", "It names the checkpoint that was written.", str(told)
+        )
+    if not usable:
+        return NextStep(
+            "Start anew.",
+            "There is no complete checkpoint of this run by its marker; `self-healing check` reads them all through.",
+            f"self-healing check {shlex.quote(str(output_dir))}",
+        )
+    newest = usable[0]
+    lost = max(state.step - newest.step, 0)
+    return NextStep(
+        f"Resume: {newest.path} (step {newest.step}, {newest.standing}) is the newest that may be used.",
+        f"{lost} step(s) are done again." if lost else "No step is lost.",
+        "trainer.train(resume_from_checkpoint=True)",
+    )
+
+
+def _about_budgets(state: State, budgets: Sequence[Budget]) -> Iterable[NextStep]:
+    if state.name != "running":
+        return
+    for budget in budgets:
+        if budget.used > 0 and budget.left <= 0.25 * budget.limit:
+            yield NextStep(
+                f"Watch it: {budget.left:g} of {budget.limit:g} {budget.name} are left.",
+                f"{budget.told} Setting: {budget.setting}.",
+            )
+
+
+def _about_incidents(directory: Path, state: State, incidents: Sequence[IncidentStory]) -> Iterable[NextStep]:
+    unhealed = [each for each in incidents if each.outcome in ("unresolved", "fatal")]
+    for incident in unhealed[-_ADVISED:]:
+        batch = any(each.what == "offending batch" for each in incident.files)
+        command = f"self-healing replay {shlex.quote(str(directory))} {incident.id}" if batch else None
+        if incident.advice or command is not None:
+            yield NextStep(
+                incident.advice or "Compute its batch again, to see where the first non-finite value appears.",
+                f"Step {incident.step}, {incident.title}: {incident.outcome}.",
+                command,
+                incident.id,
+            )
+    if len(unhealed) > _ADVISED:
+        yield NextStep(
+            f"Look at the other {len(unhealed) - _ADVISED} incidents that were not resolved.",
+            f"Here are the newest {_ADVISED}.",
+        )
+
+
+def _about_lost_steps(state: State, goodput: Goodput | None) -> Iterable[NextStep]:
+    if goodput is None or state.name == "running":
+        return
+    missing = state.step - goodput.steps_useful
+    if state.step > 0 and missing > _MANY * state.step:
+        yield NextStep(
+            "Evaluate the weights before you use them.", f"{missing} of {state.step} steps are not in them."
+        )
+
+
+def _about_rows(directory: Path, quarantine: Sequence[RowNamed]) -> Iterable[NextStep]:
+    if quarantine:
+        named = ", ".join(row.name for row in quarantine[:3]) + (", ..." if len(quarantine) > 3 else "")
+        yield NextStep(
+            f"Repair or remove {len(quarantine)} row(s) of the data: {named}.",
+            f"They are left out of training; all of them are in {directory / 'quarantine.jsonl'}.",
+        )
+
+
+def _about_the_rate(rate: float | None) -> Iterable[NextStep]:
+    if rate is not None:
+        yield NextStep(f"Begin the next run with learning_rate={rate:.3g}.", "The rate of this one had to be reduced.")

@@ -1,0 +1,291 @@
+"""Tells incidents from their events: what was seen, what was tried, the cause, the remedy, what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..failures import FAILURE_RECIPES, Action, FailureType
+from ..journal.incident import Incident, describe, figures
+from .data import FileNamed, IncidentStory, RowNamed, StoryLine
+from .journals import Event, number
+
+
+# What every line of a journal has, and what is told in other words.
+_COMMON = frozenset({"schema", "time", "run", "rank", "attempt", "step", "kind", "incident"})
+# What an incident says by itself, in the keys of its events.
+_FIELDS = ("failure", "cause", "outcome", "steps_lost", "steps_repeated", "seconds_lost")
+_OUTCOMES = {
+    "open": "what comes of it is not known yet",
+    "resolved": "resolved",
+    "self_recovered": "it went by itself",
+    "unresolved": "not resolved",
+    "reported": "nothing was to be done",
+    "fatal": "it ended this process's part in the run",
+}
+# Files of an incident, by the key that names them in evidence or in an action.
+_FILES = {
+    "stacks": "stacks of all threads",
+    "path": "stacks of all threads",
+    "batch": "offending batch",
+    "offending_batch": "offending batch",
+    "memory_snapshot": "memory snapshot",
+    "checkpoint": "checkpoint",
+}
+_LISTED = 5
+
+
+class Places:
+    """
+    Finds the files that a journal names, also where the run directory was moved or copied since.
+
+    Args:
+        directory (`Path`), output_dir (`Path`):
+            Where journal and checkpoints lie now.
+        recorded (`Sequence[str]`):
+            Directories they were in when the journal was written.
+    """
+
+    def __init__(self, directory: Path, output_dir: Path, recorded: Sequence[str] = ()) -> None:
+        self.directory = directory
+        self.output_dir = output_dir
+        self._recorded = [Path(each) for each in recorded]
+
+    def named(self, what: str, path: str | Path) -> FileNamed:
+        """Names a file, relative to the journal where it lies below it."""
+        found = self.find(Path(path))
+        shown = found.relative_to(self.directory) if found.is_relative_to(self.directory) else found
+        try:
+            size = found.stat().st_size if found.is_file() else None
+        except OSError:
+            size = None
+        return FileNamed(what, str(shown), size)
+
+    def find(self, path: Path) -> Path:
+        """Where a file is now."""
+        if not path.is_absolute():
+            return self.directory / path
+        if path.exists():
+            return path
+        for recorded in self._recorded:
+            for now in (self.output_dir, self.directory):
+                if path.is_relative_to(recorded) and (moved := now / path.relative_to(recorded)).exists():
+                    return moved
+        return path
+
+
+def tell_incidents(events: Iterable[Event], places: Places, rows: Sequence[RowNamed] = ()) -> list[IncidentStory]:
+    """
+    Tells the incidents of one run, in the order in which they were seen.
+
+    Args:
+        events (`Iterable[dict]`):
+            Of all its ranks, by time.
+        places ([`Places`]):
+            Where the files are.
+        rows (`Sequence[RowNamed]`, *optional*):
+            The quarantine of the run.
+    """
+    told: dict[tuple[str, int], list[Event]] = {}
+    for event in events:
+        if event.get("incident") is not None:
+            told.setdefault((str(event["incident"]), int(event.get("rank", 0))), []).append(event)
+    stories = []
+    for (name, rank), lines in told.items():
+        first = told.get((name, 0))
+        if rank > 0 and first is not None and _seen(first) == _seen(lines):
+            # All ranks have seen it; the first one tells.
+            continue
+        shown = name if rank == 0 else f"{name}.rank{rank}"
+        stories.append(_tell(shown, name, lines, places, rows))
+    return sorted(stories, key=lambda story: (story.time or 0.0, story.id))
+
+
+def _seen(lines: Sequence[Event]) -> tuple[Any, ...]:
+    return lines[0]["step"], lines[0].get("symptom")
+
+
+def _tell(shown: str, name: str, lines: Sequence[Event], places: Places, rows: Sequence[RowNamed]) -> IncidentStory:
+    first = lines[0]
+    incident = Incident(shown, int(first["step"]), str(first.get("symptom", "?")))
+    for event in lines:
+        if event["kind"] == "action" and event.get("happened", True):
+            incident.actions.append(str(event.get("action")))
+        for key in _FIELDS:
+            if key in event:
+                setattr(incident, key, event[key])
+        incident.evidence.update(_mapping(event.get("evidence")))
+    incident.failure = _failure(incident.failure)
+    recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
+    healed = Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions
+    severity = "warning" if recipe is None or healed else recipe.severity
+    of_it = [row for row in rows if _is_of(row, name, incident)]
+    symptom = incident.symptom.replace("_", " ")
+    plain = incident.cause in ("unknown", symptom)
+    unhealed = incident.outcome in ("unresolved", "fatal", "reported", "open")
+    return IncidentStory(
+        id=shown,
+        step=incident.step,
+        symptom=incident.symptom,
+        failure=None if incident.failure is None else incident.failure.value,
+        cause=incident.cause,
+        severity="error" if incident.outcome == "fatal" else severity,
+        outcome=incident.outcome,
+        actions=incident.actions,
+        steps_lost=incident.steps_lost,
+        steps_repeated=incident.steps_repeated,
+        seconds_lost=float(incident.seconds_lost),
+        title=symptom if plain else f"{symptom}: {incident.cause}",
+        text=describe(incident),
+        advice=str(incident.evidence.get("remedy") or (recipe.advice if recipe is not None and unhealed else "")),
+        time=number(first.get("time")),
+        closed=next((number(e.get("time")) for e in reversed(lines) if e["kind"] == "outcome"), None),
+        rank=int(first.get("rank", 0)),
+        attempt=int(first.get("attempt", 0)),
+        evidence=incident.evidence,
+        story=[line for event in lines for line in _lines_of(event)],
+        rows=of_it,
+        files=_files_of(name, lines, places),
+    )
+
+
+def _failure(value: Any) -> FailureType | None:
+    try:
+        return None if value is None else FailureType(value)
+    except ValueError:
+        # Of a later version.
+        return None
+
+
+def _is_of(row: RowNamed, name: str, incident: Incident) -> bool:
+    if row.incident is not None:
+        return row.incident == name
+    samples = incident.evidence.get("samples")
+    if row.kind != "sample" or not isinstance(samples, list):
+        return False
+    place = ("dataset_index", "shard", "stream_ordinal")
+    wanted = [row.details.get(key) for key in place]
+    return any(isinstance(each, Mapping) and [each.get(key) for key in place] == wanted for each in samples)
+
+
+# ---- the story ----
+
+
+def _lines_of(event: Event) -> Iterable[StoryLine]:
+    time, kind = number(event.get("time")), event["kind"]
+    details = {key: value for key, value in event.items() if key not in _COMMON}
+    evidence = _mapping(event.get("evidence"))
+    if kind == "detected":
+        seen = str(event.get("symptom", "?")).replace("_", " ")
+        shown = figures(evidence) or _scalars(evidence)
+        yield StoryLine(
+            "evidence", f"Step {event['step']}: {seen}{f' ({shown})' if shown else ''}.", time, True, details
+        )
+    elif kind == "diagnosed":
+        for text in _experiments(evidence):
+            yield StoryLine("experiment", text, time)
+        failure = _failure(event.get("failure"))
+        meaning = "" if failure is None else f": {FAILURE_RECIPES[failure].diagnosis}"
+        yield StoryLine("cause", f"{_capital(str(event.get('cause', 'unknown')))}{meaning}", time, True, details)
+    elif kind == "action":
+        yield _remedy(event, time, details)
+    elif kind == "repeats":
+        yield StoryLine(
+            "experiment", f"A step that is computed again repeats: {event.get('repeats')}.", time, True, details
+        )
+    elif kind == "taken_up":
+        where = event.get("checkpoint") or "the beginning"
+        yield StoryLine(
+            "remedy", f"The next process goes on from {where} (step {event['step']}).", time, True, details
+        )
+    elif kind == "outcome":
+        yield StoryLine("outcome", _outcome(event), time, True, details)
+
+
+def _experiments(evidence: Mapping[str, Any]) -> Iterable[str]:
+    if "reexecutions" in evidence:
+        times = evidence["reexecutions"]
+        yield f"Computed again from the same random state, {times} time{'' if times == 1 else 's'}."
+    if isinstance(evidence.get("again"), Mapping):
+        yield f"Computed again: {_scalars(evidence['again'])}."
+    if "poison_rows" in evidence:
+        yield (
+            f"Bisected to the rows: {evidence['poison_rows']} of {evidence.get('rows_in_step', '?')} are not finite "
+            "by themselves."
+        )
+    tensors = evidence.get("tensors")
+    if isinstance(tensors, list) and tensors:
+        total = evidence.get("tensors_total", len(tensors))
+        shown = ", ".join(map(str, tensors[:_LISTED]))
+        yield f"Searched for NaN and Inf: {total} tensor(s) hold some ({shown}{', ...' if total > _LISTED else ''})."
+    if "same_batch" in evidence:
+        same = evidence["same_batch"]
+        yield f"The same batch with trusted weights: {_scalars(same) if isinstance(same, Mapping) else _shown(same)}."
+    if evidence.get("diagnosis"):
+        yield f"{_capital(str(evidence['diagnosis']).removesuffix('.'))}."
+
+
+def _remedy(event: Event, time: float | None, details: dict[str, Any]) -> StoryLine:
+    happened = bool(event.get("happened", True))
+    name = str(event.get("action", "?")).replace("_", " ")
+    known = {key: value for key, value in details.items() if key not in ("action", "happened", "why", "rows", "by")}
+    shown = _scalars(known)
+    text = f"{_capital(name)}{f' ({shown})' if shown else ''}."
+    if not happened:
+        why = event.get("why")
+        text = f"{_capital(name)}: tried in vain{f' ({why})' if why else ''}."
+    return StoryLine("remedy", text, time, happened, details)
+
+
+def _outcome(event: Event) -> str:
+    parts = []
+    if (after := number(event.get("loss_after"))) is not None and math.isfinite(after):
+        trend = number(_mapping(event.get("trend")).get("median"))
+        usual = "" if trend is None else f", {trend:.4g} was usual before"
+        parts.append(f"loss {after:.4g} in the steps that followed{usual}")
+    for key, what in (("steps_lost", "step(s) lost"), ("steps_repeated", "step(s) done again")):
+        if event.get(key):
+            parts.append(f"{event[key]} {what}")
+    parts.append(f"{number(event.get('seconds_lost')) or 0.0:.1f} s")
+    outcome = str(event.get("outcome"))
+    return f"{_capital(_OUTCOMES.get(outcome, outcome))} ({'; '.join(parts)})."
+
+
+def _files_of(name: str, lines: Sequence[Event], places: Places) -> list[FileNamed]:
+    found: dict[str, FileNamed] = {}
+    for event in lines:
+        for key, value in (*event.items(), *_mapping(event.get("evidence")).items()):
+            if key in _FILES and isinstance(value, str):
+                named = places.named(_FILES[key], value)
+                found.setdefault(named.path, named)
+    batch = places.directory / "incidents" / f"{name}.pt"
+    if batch.is_file():
+        found.setdefault(str(batch), places.named("offending batch", batch))
+    return list(found.values())
+
+
+# ---- words ----
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _scalars(values: Mapping[str, Any]) -> str:
+    """The numbers and short texts among some values, in a line."""
+    shown = [
+        f"{key.replace('_', ' ')} {_shown(value)}"
+        for key, value in values.items()
+        if value is not None and not isinstance(value, Mapping | list) and len(str(value)) <= 120
+    ]
+    return ", ".join(shown)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
