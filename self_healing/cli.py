@@ -100,52 +100,46 @@ def demo(
         raise typer.Exit(1)
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON (docs/report.md).")] = False,
+    briefing: Annotated[
+        bool, typer.Option("--agent", help="Print at most 60 lines of Markdown for whoever decides what to do next.")
+    ] = False,
+    run: Annotated[
+        str | None, typer.Option(help="One of several runs into the directory.", show_default="the newest")
+    ] = None,
 ) -> None:
     """
-    Show what has become of a run, and its incidents, read from its journal.
+    Show what has become of a run, its incidents and what to do next, read from its files.
 
     Exit code 0: it ended; 1: it stopped, left or died before its end; 3: it goes on; 4: not known; 2: no journal.
     """
-    from rich.console import Console
-
-    from .report import HealingReport
-    from .restarts.status import RunState
+    from .report.healing_report import HealingReport
+    from .report.reading import read_run
 
     try:
-        picture = HealingReport.from_run_dir(run_dir)
-    except (FileNotFoundError, ValueError) as error:
+        found = read_run(run_dir, run, charts=as_json or briefing)
+        summary = HealingReport.from_run_dir(run_dir) if run is None else HealingReport.of_run(run_dir, run)
+    except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    console = Console(highlight=False)
-    state = None if picture.status is None else picture.status.state
-    if not picture.healthy:
-        console.print(picture.table())
-        console.print(
-            f"{_counted(len(picture.incidents), 'incident')}, {_counted(picture.steps_lost, 'step')} and "
-            f"{picture.seconds_lost:.1f} s lost"
-            + (f", {_counted(picture.steps_repeated, 'step')} done again." if picture.steps_repeated else ".")
-        )
-        if earlier := picture.of_earlier_runs:
-            console.print(f"Of these, {_counted(earlier, 'incident')} of earlier runs into this directory.")
-    elif state in (None, RunState.ENDED):
-        console.print("Nothing had to be healed.")
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found.to_dict()))
+    elif briefing:
+        from .report.briefing import briefing_of
+
+        typer.echo(briefing_of(found), nl=False)
     else:
-        console.print("Nothing had to be healed as far as is written down.")
-    if picture.rate:
-        console.print(picture.rate)
-    if picture.status is not None:
-        console.print(str(picture.status), markup=False, soft_wrap=True)
-    if picture.ending:
-        console.print(picture.ending, markup=False)
-    console.print(f"Journal: {picture.journal}", soft_wrap=True)
-    raise typer.Exit(_EXIT_CODES.get(state or "", 0))
+        from rich.console import Console
+
+        from .report.text import show
+
+        show(found, summary, Console(highlight=False))
+    raise typer.Exit(_EXIT_CODES.get(summary.status.state if summary.status is not None else "", 0))
 
 
 @app.command()

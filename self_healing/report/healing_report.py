@@ -167,6 +167,27 @@ class HealingReport:
             incident["evidence"].update(event.get("evidence") or {})
         return cls(list(incidents.values()), str(path), **rate, status=status)
 
+    @classmethod
+    def of_run(cls, directory: str | Path, run: str) -> HealingReport:
+        """
+        Reads one of several runs that wrote to the same directory.
+
+        Args:
+            directory (`str` or `Path`):
+                As for [`from_run_dir`].
+            run (`str`):
+                Its name.
+
+        Raises:
+            FileNotFoundError: If there is no journal.
+            ValueError: If the file is no journal.
+        """
+        whole = cls.from_run_dir(directory)
+        assert whole.journal is not None
+        events = [event for event in read_events(Path(whole.journal))[0] if event["run"] == run]
+        status = whole.status if whole.status is not None and whole.status.run == run else status_in(events, run)
+        return cls.of_events(events, Path(whole.journal), status)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "incidents": self.incidents,

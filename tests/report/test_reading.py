@@ -1,0 +1,374 @@
+"""The report of a run, read from directories that were written by hand: running, dead, torn, of several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from self_healing.checkpoints.marker import write_marker
+from self_healing.journal.step_log import StepLog, StepRow, step_log_of
+from self_healing.report.briefing import LINES, briefing_of
+from self_healing.report.data import SCHEMA
+from self_healing.report.reading import read_run
+from self_healing.restarts.record import Attempt, Ending, RunRecord
+from self_healing.restarts.status import STATUS_FILE, RunState, RunStatus
+
+
+BEGAN = 1_000_000.0
+LIMITS = {
+    "max_recovery_attempts": 6,
+    "budget_refund_steps": 50,
+    "max_skipped_fraction": 0.1,
+    "max_spike_skips": 3,
+    "skip_window": 100,
+    "max_lr_reductions": 4,
+}
+
+
+class MadeUpDirectory:
+    """A run directory, written line by line."""
+
+    def __init__(self, path: Path, run: str = "run") -> None:
+        self.path = path
+        self.run = run
+        self.time = BEGAN
+        path.mkdir(parents=True, exist_ok=True)
+
+    def event(self, kind: str, step: int = 0, rank: int = 0, **fields: Any) -> None:
+        self.time += 1
+        name = "healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl"
+        common = {"schema": 1, "time": self.time, "run": self.run, "rank": rank, "attempt": 1, "step": step}
+        with (self.path / name).open("a") as file:
+            file.write(json.dumps({**common, "kind": kind, **fields}) + "\n")
+
+    def started(self, step: int = 0, rank: int = 0, **fields: Any) -> None:
+        about = {"output_dir": str(self.path), "max_steps": 100, "pid": 1, "host": "h", "limits": LIMITS}
+        self.event("run_started", step, rank, **about, objective="sft", **fields)
+
+    def incident(self, number: int, step: int, actions: list[str], outcome: str | None, rank: int = 0) -> str:
+        name = f"{self.run}-{number:03d}"
+        self.event("detected", step, rank, incident=name, symptom="nonfinite_loss", evidence={"loss": "nan"})
+        evidence = {"poison_rows": 1, "rows_in_step": 8}
+        found = {"failure": "nonfinite_poison_rows", "cause": "poison rows", "evidence": evidence}
+        self.event("diagnosed", step, rank, incident=name, **found)
+        for action in actions:
+            self.event("action", step, rank, incident=name, action=action, happened=True)
+        lost = sum(action == "skip_step" for action in actions)
+        if outcome is not None:
+            cost = {"steps_lost": lost, "steps_repeated": 0, "seconds_lost": 1.5}
+            self.event("outcome", step, rank, incident=name, outcome=outcome, **cost)
+        return name
+
+    def status(self, state: RunState, step: int, **fields: Any) -> None:
+        status = RunStatus(self.run, "healing_events.jsonl", 100, 1, "h", BEGAN, state, step, BEGAN + 500, **fields)
+        (self.path / STATUS_FILE).write_text(json.dumps(asdict(status)))
+
+    def steps(self, *rows: StepRow) -> None:
+        log = StepLog(step_log_of(self.path, self.run), {"run": self.run})
+        for row in rows:
+            log.add(row)
+        log.close()
+
+    def checkpoint(self, step: int, standing: Any = "verified", run: str | None = None) -> Path:
+        path = self.path / f"checkpoint-{step}"
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"0" * 100)
+        write_marker(path, run or self.run, step, {}, False, standing, True)
+        return path
+
+
+def row(step: int, seconds: float = 2.0, **fields: Any) -> StepRow:
+    return StepRow(step, time=BEGAN + step, seconds=seconds, busy=seconds, loss=3.0, loss_max=3.0)._replace(**fields)
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> MadeUpDirectory:
+    return MadeUpDirectory(tmp_path / "run")
+
+
+# ---- what has become of it ----
+
+
+def test_a_run_that_ended_says_so_and_asks_for_nothing(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.event("run_ended", 100, incidents=0)
+    made_up.status(RunState.ENDED, 100)
+    report = read_run(made_up.path)
+    assert (report.state.name, report.state.step, report.state.max_steps) == ("ended", 100, 100)
+    assert [step.text for step in report.next_steps] == ["Use the weights."]
+
+
+def test_a_run_that_goes_on_is_running(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    status = RunStatus("run", "healing_events.jsonl", 100, os.getpid(), os.uname().nodename, time.time())
+    (made_up.path / STATUS_FILE).write_text(json.dumps(asdict(status)))
+    made_up.steps(row(0), row(1))
+    report = read_run(made_up.path)
+    assert (report.state.name, report.state.step) == ("running", 2)
+    assert [step.text for step in report.next_steps] == ["Let it go on."]
+
+
+def test_a_run_that_died_names_the_checkpoint_to_go_on_from(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    # A process with this number that began later.
+    status = RunStatus("run", "healing_events.jsonl", 100, os.getpid(), os.uname().nodename, BEGAN, step=37)
+    (made_up.path / STATUS_FILE).write_text(json.dumps(asdict(status)))
+    made_up.checkpoint(10)
+    made_up.checkpoint(20)
+    made_up.checkpoint(30, standing="suspect")
+    report = read_run(made_up.path)
+    assert report.state.name == "died"
+    assert [each.step for each in report.checkpoints] == [30, 20, 10]
+    resume = report.next_steps[-1]
+    assert "checkpoint-20 (step 20, verified)" in resume.text
+    assert resume.why == "17 step(s) are done again."
+    assert resume.command == "trainer.train(resume_from_checkpoint=True)"
+
+
+def test_a_postmortem_says_what_to_do(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.status(RunState.STOPPED, 40, why="ValueError: a mistake")
+    content = {
+        "run": "run",
+        "verdict": "it failed",
+        "what_to_do": "Mend it.",
+        "resume_with": "train(1)",
+        "error": None,
+    }
+    (made_up.path / "postmortem.json").write_text(json.dumps(content))
+    first, second = read_run(made_up.path).next_steps
+    assert (first.text, first.why, second.command) == ("Mend it.", "it failed", "train(1)")
+
+
+def test_the_postmortem_of_another_run_says_nothing(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.status(RunState.STOPPED, 40)
+    (made_up.path / "postmortem.json").write_text(json.dumps({"run": "another", "what_to_do": "Mend it."}))
+    assert "Mend it." not in [step.text for step in read_run(made_up.path).next_steps]
+
+
+def test_a_journal_with_nothing_in_it_is_read(made_up: MadeUpDirectory) -> None:
+    (made_up.path / "healing_events.jsonl").touch()
+    report = read_run(made_up.path)
+    assert (report.state.name, report.incidents, report.goodput) == ("unknown", [], None)
+
+
+# ---- incidents ----
+
+
+def test_an_incident_is_told_from_evidence_to_outcome(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    name = made_up.incident(1, 7, ["quarantine_rows", "drop_rows"], "resolved")
+    quarantined = {"incident": name, "step": 7, "epoch": 0.5, "dataset_index": 17, "segment": None, "run": "run"}
+    (made_up.path / "quarantine.jsonl").write_text(json.dumps(quarantined) + "\n{torn")
+    (made_up.path / "incidents").mkdir()
+    (made_up.path / "incidents" / f"{name}.pt").write_bytes(b"batch")
+    report = read_run(made_up.path)
+    (incident,) = report.incidents
+    assert [line.part for line in incident.story] == ["evidence", "experiment", "cause", "remedy", "remedy", "outcome"]
+    assert (incident.title, incident.severity, incident.seconds_lost) == (
+        "nonfinite loss: poison rows",
+        "warning",
+        1.5,
+    )
+    assert [row.name for row in incident.rows] == ["row 17 of train_dataset"] == [r.name for r in report.quarantine]
+    assert [(file.what, file.path, file.bytes) for file in incident.files] == [
+        ("offending batch", f"incidents/{name}.pt", 5)
+    ]
+    assert report.remarks == ["1 line(s) of quarantine.jsonl cannot be read."]
+    assert "row 17 of train_dataset" in report.next_steps[-1].text
+
+
+def test_an_incident_that_is_not_closed_is_open(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.incident(1, 7, [], None)
+    (incident,) = read_run(made_up.path).incidents
+    assert (incident.outcome, incident.closed) == ("open", None)
+
+
+def test_an_incident_that_all_ranks_see_is_one(made_up: MadeUpDirectory) -> None:
+    for rank in (0, 1):
+        made_up.started(rank=rank)
+        made_up.incident(1, 7, ["skip_step"], "resolved", rank)
+    # Only there.
+    made_up.incident(2, 9, ["skip_step"], "resolved", rank=1)
+    report = read_run(made_up.path)
+    assert [(each.id, each.rank) for each in report.incidents] == [("run-001", 0), ("run-002.rank1", 1)]
+    assert [(each.rank, each.incidents) for each in report.ranks] == [(0, 1), (1, 2)]
+
+
+def test_a_torn_line_is_told_and_costs_no_other(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.incident(1, 7, ["skip_step"], "resolved")
+    with (made_up.path / "healing_events.jsonl").open("a") as file:
+        file.write('{"schema": 1, "ru')
+    report = read_run(made_up.path)
+    assert len(report.incidents) == 1
+    assert "1 line(s) of the journal cannot be read" in report.remarks[0]
+
+
+def test_files_are_found_where_the_directory_was_moved_to(made_up: MadeUpDirectory, tmp_path: Path) -> None:
+    made_up.started()
+    (made_up.path / "hangs").mkdir()
+    stacks = made_up.path / "hangs" / "run-001.txt"
+    stacks.write_text("stack")
+    made_up.event("detected", 7, incident="run-001", symptom="hang", evidence={"stacks": str(stacks)})
+    made_up.path.rename(tmp_path / "moved")
+    (incident,) = read_run(tmp_path / "moved").incidents
+    assert [(file.path, file.bytes) for file in incident.files] == [("hangs/run-001.txt", 5)]
+
+
+# ---- several runs ----
+
+
+def test_of_several_runs_the_newest_is_told_unless_one_is_named(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.incident(1, 7, ["skip_step"], "resolved")
+    made_up.event("run_ended", 50, incidents=1)
+    made_up.run = "second"
+    made_up.started()
+    made_up.status(RunState.ENDED, 100)
+    report = read_run(made_up.path)
+    assert (report.run, report.incidents) == ("second", [])
+    assert [(each.run, each.state, each.incidents, each.step) for each in report.other_runs] == [
+        ("run", "ended", 1, 50)
+    ]
+    assert len(read_run(made_up.path, run="run").incidents) == 1
+    with pytest.raises(ValueError, match=r"There is no run 'third' in .*There are: run, second"):
+        read_run(made_up.path, run="third")
+
+
+# ---- what can be drawn, and where the time went ----
+
+
+def test_steps_that_were_done_again_are_told_apart(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.status(RunState.ENDED, 6)
+    first = [row(step, attempt=1) for step in range(5)]
+    made_up.steps(*first, *(row(step, attempt=2, loss=2.0) for step in range(2, 6)))
+    report = read_run(made_up.path, now=BEGAN + 500)
+    assert report.series.source == "steps"
+    assert report.series.kept.step == [0, 1, 2, 3, 4, 5]
+    assert report.series.kept.loss == [3.0, 3.0, 2.0, 2.0, 2.0, 2.0]
+    assert [each.step for each in report.series.discarded] == [[2, 3, 4]]
+    assert report.goodput is not None
+    assert (report.goodput.steps_useful, report.goodput.steps_done) == (6, 9)
+    assert (report.goodput.useful, report.goodput.lost_steps) == (12.0, 6.0)
+
+
+def test_the_parts_of_the_wall_time_add_up(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.incident(1, 3, ["skip_step"], "resolved")
+    made_up.steps(*(row(step, skipped=int(step == 3)) for step in range(50)))
+    made_up.status(RunState.ENDED, 50)
+    spent = read_run(made_up.path).goodput
+    assert spent is not None
+    assert spent.wall == pytest.approx(499.0)
+    assert (spent.useful, spent.lost_steps, spent.healing) == (98.0, 2.0, 1.5)
+    assert spent.share == pytest.approx(98 / 499)
+    assert spent.useful + spent.lost_steps + spent.healing + spent.down + spent.other == pytest.approx(spent.wall)
+
+
+def test_a_number_that_is_not_finite_is_not_drawn(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.steps(row(0, loss=float("nan"), grad_norm=float("inf")), row(1))
+    kept = read_run(made_up.path).series.kept
+    assert (kept.loss, kept.grad_norm, kept.memory) == ([None, 3.0], [None, None], [None, None])
+
+
+def test_without_a_step_log_what_the_trainer_logged_is_drawn(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    history = [{"step": 10, "loss": 2.5, "learning_rate": 0.1}, {"step": 10, "eval_loss": 2.6}]
+    path = made_up.checkpoint(10)
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": 10, "log_history": history}))
+    series = read_run(made_up.path).series
+    assert (series.source, series.kept.step, series.kept.loss) == ("logs", [9], [2.5])
+    assert (series.logged["eval_loss"].step, series.logged["eval_loss"].value) == ([10], [2.6])
+
+
+def test_a_run_of_100_000_steps_is_read_in_seconds(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.status(RunState.ENDED, 100_000)
+    made_up.steps(*(row(step) for step in range(100_000)))
+    began = time.process_time()
+    report = read_run(made_up.path)
+    text = json.dumps(report.to_dict())
+    assert time.process_time() - began < 10
+    assert sum(report.series.kept.steps) == 100_000
+    assert len(text) < 5_000_000
+
+
+# ---- processes and budgets ----
+
+
+def test_the_processes_of_a_run_are_those_of_its_record(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.time = BEGAN + 100
+    made_up.started(step=20)
+    first = Attempt(1, 11, "h", BEGAN, None, 0, 30, Ending.RESTART, "killed")
+    second = Attempt(2, 12, "h", BEGAN + 90, "checkpoint-20", 20, 20)
+    record = RunRecord(made_up.path, "run", [first, second])
+    record.recovery_state = {"budget": {"used": 2, "failed_at": 30}, "learning_rate": {"reductions": 1}}
+    record.write()
+    made_up.status(RunState.STOPPED, 44, why="no")
+    report = read_run(made_up.path)
+    assert [(each.number, each.ending, each.last_step, each.ended) for each in report.attempts] == [
+        (1, "restart", 30, BEGAN + 1),
+        (2, "stopped", 44, BEGAN + 500),
+    ]
+    assert report.goodput is not None
+    left = {each.setting: (each.used, each.limit) for each in report.budgets}
+    assert left["max_recovery_attempts"] == (2, 6)
+    assert left["max_lr_reductions"] == (1, 4)
+
+
+def test_the_budget_is_full_again_far_beyond_the_last_failure(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.incident(1, 10, ["roll_back"], "resolved")
+    made_up.status(RunState.ENDED, 59)
+    assert {each.setting: each.used for each in read_run(made_up.path).budgets}["max_recovery_attempts"] == 1
+    made_up.status(RunState.ENDED, 60)
+    assert {each.setting: each.used for each in read_run(made_up.path).budgets}["max_recovery_attempts"] == 0
+
+
+def test_steps_left_out_count_while_they_are_in_the_window(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    for number, step in enumerate((1, 50, 90), start=1):
+        made_up.incident(number, step, ["skip_step"], "resolved")
+    made_up.status(RunState.ENDED, 120)
+    assert {each.setting: each.used for each in read_run(made_up.path).budgets}["max_skipped_fraction"] == 2
+
+
+# ---- what is made of it ----
+
+
+def test_the_json_is_strict_and_names_its_schema(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.incident(1, 7, ["skip_step"], "resolved")
+    content = read_run(made_up.path).to_dict()
+    read = json.loads(json.dumps(content, allow_nan=False))
+    assert read["schema"] == SCHEMA
+    assert (read["steps_lost"], read["incidents"][0]["evidence"]["loss"]) == (1, "nan")
+    assert "series" not in read_run(made_up.path).to_dict(series=False)
+
+
+def test_a_briefing_of_many_incidents_has_60_lines_at_most(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    for number in range(1, 40):
+        made_up.incident(number, number, ["skip_step"], "unresolved" if number == 3 else "resolved")
+    made_up.status(RunState.STOPPED, 90, why="no")
+    for step in range(10, 90, 10):
+        made_up.checkpoint(step)
+    text = briefing_of(read_run(made_up.path))
+    assert len(text.splitlines()) <= LINES
+    assert all(len(line) <= 400 for line in text.splitlines())
+    # What was not healed is there, however long ago it was.
+    assert "step 3: nonfinite loss: poison rows -> unresolved" in text
+    assert "and 27 more" in text
+    assert "## Where to read on" in text
