@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..config import HealingConfig
-from ..journal.journal import EVENTS_FILE
+from ..own_files import EVENTS_FILE
 from . import faults as plan
 from . import text
 from .launch import Launch, in_processes
