@@ -6,7 +6,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -103,6 +103,32 @@ class RandomState:
             torch.get_device_module(self.device_type).set_rng_state(self.devices[0])
         elif self.devices:
             torch.get_device_module(self.device_type).set_rng_state_all(self.devices)
+
+    # ---- in a file ----
+
+    def to_plain(self) -> dict[str, Any]:
+        """Gives the states as tensors and plain values, which `torch.load` reads with `weights_only=True`."""
+        name, words, *rest = self.numpy
+        return {
+            "python": self.python,
+            "numpy": (name, words.tolist(), *rest),
+            "cpu": self.cpu,
+            "devices": self.devices,
+            "device_type": self.device_type,
+        }
+
+    @classmethod
+    def from_plain(cls, states: Mapping[str, Any]) -> RandomState:
+        """Makes the states of what [`to_plain`] gave in an earlier process, for the generators there are here."""
+        here = cls.capture()
+        name, words, *rest = states.get("numpy", here.numpy)
+        return cls(
+            states["python"],
+            (name, np.asarray(words, dtype=np.uint32), *rest),
+            states["cpu"],
+            list(states["devices"]),
+            states.get("device_type", "cpu"),
+        )
 
 
 def _python_generator() -> Any:

@@ -10,6 +10,7 @@ Read against transformers 5.4 to 5.23, TRL 1.16, accelerate 1.15.
 
 from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
 from .best_model import BestChoice, BestModel
+from .blueprint import blueprint_of, kept_weights
 from .device_memory import (
     alloc_retries,
     free_memory,
@@ -28,6 +29,8 @@ from .hooks import Hooks
 from .kept_step import Control, Recording, on_host
 from .live_state import optimizer_in_training_mode, reload_checkpoint, reset_moments
 from .models import names_in_checkpoints
+from .one_step import compute_one_step
+from .origin import Origin
 from .out_of_memory import OutOfMemory, is_out_of_memory, let_go, with_room
 from .own_checkpoints import emergency_path, write_beside, write_checkpoint
 from .preservation import preserved
@@ -55,6 +58,7 @@ __all__ = [
     "Hooks",
     "Instrument",
     "Leave",
+    "Origin",
     "OutOfMemory",
     "Pending",
     "Recording",
@@ -69,13 +73,16 @@ __all__ = [
     "TrainingFault",
     "Window",
     "alloc_retries",
+    "blueprint_of",
     "change_batch",
+    "compute_one_step",
     "emergency_path",
     "find_resume_path",
     "find_trainer",
     "free_memory",
     "is_out_of_memory",
     "is_training",
+    "kept_weights",
     "leave_out_of_uploads",
     "let_go",
     "load_generated",

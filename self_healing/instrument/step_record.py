@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -184,14 +185,30 @@ class StepRecord:
         return self._position.sampled(self.size)
 
     def export(self) -> dict[str, Any]:
-        """Gives what is needed to compute the step elsewhere, on the CPU: prepared batches and random states."""
+        """
+        Gives what is needed to compute the step elsewhere, on the CPU, for `torch.load` with `weights_only=True`:
+        micro-batches, what their losses are divided by, where their rows came from, and random states. Empty if no
+        micro-batch can be had without generating it again.
+        """
         assert self.start is not None
-        rng = self.start.rng
+        # Where nothing was computed again. The Trainer's own preparation only moves a micro-batch to the device.
+        batches = self.prepared or ({} if self.objective.online else dict(enumerate(self.all_inputs())))
+        if not batches:
+            return {}
         return {
             "step": self.step,
-            "micro_batches": {index: _to_cpu(batch) for index, batch in self.prepared.items()},
-            "rng": {"cpu": rng.cpu, "devices": rng.devices, "python": rng.python},
+            "objective": self.objective.name,
+            "micro_batches": {index: _to_cpu(batch) for index, batch in batches.items()},
+            "items": {index: _to_cpu(self._items(index)) for index in batches},
+            "rows": {index: [asdict(source) for source in self.sources(index)] for index in batches},
+            # What was generated is in the micro-batches, and drew numbers before their first forward.
+            "rng": (self.start if self._generated is None else self._generated[1]).rng.to_plain(),
         }
+
+    def _items(self, index: int) -> Any:
+        """What the loss of a micro-batch is divided by, as the Trainer has counted it."""
+        _, _, args, kwargs = self._calls[index]
+        return args[0] if args else kwargs.get("num_items_in_batch")
 
 
 def as_tensor(norm: Any, device: torch.device) -> torch.Tensor:

@@ -69,8 +69,7 @@ class NonfiniteHealer(NumericsHealer):
         if diagnosis.everywhere and not self.instrument.optimizer_step.weights_moved:
             self._stop_at_the_start(opened, context)
         decision = self.numerics.policy.decide(diagnosis, acts=self.acts)
-        if diagnosis.failure is not FailureType.NONFINITE_TRANSIENT:
-            self.keep_batch(window, incident)
+        self.keep_batch(window, incident)
         context.verdict = decision.verdict
         self.actions.apply(decision.actions, context, self.args)
         if not window.skipped and decision.actions:
@@ -107,6 +106,7 @@ class NonfiniteHealer(NumericsHealer):
         if window is None:
             raise ValueError("ending a run at its start needs `context.window`")
         self._damaged.suspect(context)
+        self.keep_batch(window, incident)
         found = diagnose_start(window, str(incident.evidence.get("why", "")))
         opened.diagnosed(found.failure, found.cause, found.evidence)
         incident.evidence.pop("why", None)

@@ -1,15 +1,18 @@
-"""The batch of a sick step, kept on disk so that the step can be computed again later."""
+"""The batch of a sick step, kept on disk so that the step can be computed again later (`self-healing replay`)."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..classify import classify_exception
 from ..failures import FailureType
-from ..instrument import Window
+from ..instrument import Window, blueprint_of, kept_weights
 from ..journal.incident import Incident
 
 
@@ -17,19 +20,56 @@ logger = logging.getLogger("self_healing")
 
 # Batches kept for replay in one run directory: enough to see a pattern, too few to fill a disk.
 KEPT_BATCHES = 20
+# Of faults that passed: they leave room for those that did not.
+KEPT_OF_TRANSIENT = 5
+# Weights that are kept with each of them, in bytes: an adapter, or a small model. Others are in checkpoints.
+KEPT_WEIGHTS = 1 << 26
 
 
-def save_offending_batch(window: Window, directory: Path, incident: Incident) -> str | None:
-    """Keeps the micro-batches and random states of a step, so that it can be replayed; `None` if that failed."""
-    path = directory / "incidents" / f"{incident.id}.pt"
-    if not window.prepared or len(list(path.parent.glob("*.pt"))) >= KEPT_BATCHES:
+def save_offending_batch(window: Window, directory: Path, incident: Incident, rank: int = 0) -> str | None:
+    """
+    Keeps the micro-batches and random states of a step, so that it can be replayed, with what its trainer computes it
+    with; weights only if they are small.
+
+    Args:
+        window ([`Window`]):
+            The step.
+        directory (`Path`):
+            Of the run.
+        incident ([`Incident`]):
+            Its incident, diagnosed.
+        rank (`int`, *optional*, defaults to 0):
+            This process: each has rows of its own.
+
+    Returns:
+        The path; `None` if nothing was kept.
+    """
+    path = directory / "incidents" / (f"{incident.id}.pt" if rank == 0 else f"{incident.id}.rank{rank}.pt")
+    passed = incident.failure is FailureType.NONFINITE_TRANSIENT
+    if len(list(path.parent.glob("*.pt"))) >= (KEPT_OF_TRANSIENT if passed else KEPT_BATCHES):
         return None
-    try:
+    content = _contained(window.export, f"The batch of incident {incident.id} could not be kept.")
+    if not content:
+        return None
+    trainer = window.engine.trainer
+    content["time"] = time.time()
+    content["blueprint"] = _contained(lambda: blueprint_of(trainer), "How its trainer computes is not kept with it.")
+    content |= _contained(lambda: kept_weights(trainer, KEPT_WEIGHTS), "The weights are not kept with it.")
+
+    def write() -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(window.export(), path)
+        torch.save(content, path)
+        return {"path": str(path)}
+
+    return _contained(write, f"The batch of incident {incident.id} could not be written.").get("path")
+
+
+def _contained(what: Callable[[], dict[str, Any]], failed: str) -> dict[str, Any]:
+    """The batch is a help for later: that it cannot be had harms nothing, unless the device is lost."""
+    try:
+        return what()
     except Exception as error:
         if classify_exception(error) is FailureType.DEVICE:
             raise
-        logger.warning("The batch of incident %s could not be kept.", incident.id, exc_info=True)
-        return None
-    return str(path)
+        logger.warning("%s", failed, exc_info=True)
+        return {}

@@ -362,5 +362,12 @@ def test_the_offending_batch_is_kept_for_replay(tmp_path: Path, tokenizer: Any) 
     trainer.train()
     saved = sorted((tmp_path / "incidents").glob("*.pt"))
     assert saved
-    record = torch.load(saved[0], weights_only=False)
+    record = torch.load(saved[0], weights_only=True)
     assert any(bool((batch["input_ids"] == token).any()) for batch in record["micro_batches"].values())
+    assert record["all_weights"]
+    assert record["weights"].keys() == {name for name, _ in trainer.model.named_parameters()}
+    assert record["blueprint"]["classes"][0] == ["trl.trainer.sft_trainer", "SFTTrainer"]
+    assert record["blueprint"]["arguments"]["learning_rate"] == trainer.args.learning_rate
+    rows = [row["dataset_index"] for rows in record["rows"].values() for row in rows]
+    assert len(rows) == 8
+    assert set(POISONED) & set(rows)
