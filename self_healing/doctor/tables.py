@@ -1,0 +1,75 @@
+"""A checkup as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from .checkup import Checkup, size_in_words
+from .coverage import Setting
+
+
+_STYLES = {"no": "red", "watched": "yellow", "noticed": "yellow", "postmortem": "yellow", "refused": "yellow"}
+_UNKNOWN = "not known"
+
+
+def print_checkup(checkup: Checkup, console: Console) -> None:
+    """
+    Prints what there is, what is healed here, and what will not work.
+
+    Args:
+        checkup ([`Checkup`]), console (`Console`):
+            What was found, and where to.
+    """
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    for name, value in _facts(checkup):
+        facts.add_row(name, Text(value))
+    healed = Table(title="What is healed here", title_justify="left", header_style="bold")
+    for column in ("fault", "callback", "wrapper", _launcher(checkup.setting)):
+        healed.add_column(column, overflow="fold")
+    for row in checkup.coverage:
+        cells = (row.callback, row.wrapper, row.launcher)
+        healed.add_row(row.fault, *(Text(cell, _STYLES.get(cell.partition(" ")[0], "green")) for cell in cells))
+    console.print(Group(facts, Text(), healed))
+    for problem in checkup.problems:
+        style = "bold red" if problem.severity == "problem" else "yellow"
+        console.print(Text.assemble((f"{problem.severity}: ", style), f"{problem.what} ", (problem.to_do, "italic")))
+    if checkup.works:
+        console.print("Nothing was found that will not work." if checkup.problems else "All is well.")
+
+
+def _launcher(setting: Setting) -> str:
+    return "with a launcher" if setting.launch.launcher == "none" else f"under {setting.launch.launcher}"
+
+
+def _facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
+    machine, place, setting = checkup.machine, checkup.place, checkup.setting
+    device, launch = machine.device, setting.launch
+    yield "python", f"{machine.python} on {machine.system}"
+    yield "libraries", ", ".join(f"{name} {version}" for name, version in machine.libraries.items() if version)
+    missing = [name for name, version in machine.libraries.items() if version is None]
+    if missing:
+        yield "not installed", ", ".join(missing)
+    yield "device", ", ".join(device.names) if device.names else f"{device.kind}, {machine.cores or '?'} cores"
+    yield "precision", ", ".join(["fp32", *(["bf16"] if device.bf16 else []), *(["fp16"] if device.names else [])])
+    if device.cuda or device.driver:
+        yield "CUDA", f"{device.cuda or 'none'} in torch, driver {device.driver or _UNKNOWN}"
+    if device.total is not None:
+        yield "device memory", f"{size_in_words(device.free)} free of {size_in_words(device.total)}"
+    yield "host memory", f"{size_in_words(machine.memory_free)} free of {size_in_words(machine.memory_total)}"
+    there = "" if place.exists else " (not made yet)"
+    writable = "" if place.why_not_writable is None else ", cannot be written"
+    yield "directory", f"{place.path}{there}: {size_in_words(place.free)} free{writable}"
+    again = {None: "restarts not known", 0: "no restarts left"}.get(launch.restarts_left)
+    again = again or f"{launch.restarts_left} restarts left"
+    none = "none (plain python)" + (" in a pod" if launch.in_a_pod else "")
+    yield "launcher", none if launch.launcher == "none" else f"{launch.launcher}, {again}"
+    engine = setting.engine or ("FSDP" if setting.sharded else "DDP" if setting.ranks > 1 else "")
+    yield "processes", f"{setting.ranks}{f', {engine}' if engine else ''}"
+    ignored = machine.ignored_signals
+    yield "signals", f"{', '.join(ignored)} ignored" if ignored else "SIGTERM and SIGUSR1 arrive"
