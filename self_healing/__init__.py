@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from .inspection import check_data_quality as check_data_quality
     from .inspection import check_model_init as check_model_init
     from .journal.incident import Incident as Incident
+    from .replaying.incidents import ReplayError as ReplayError
+    from .replaying.replay import ReplayReport as ReplayReport
+    from .replaying.replay import replay as replay
     from .report import HealingReport as HealingReport
     from .rollback.ring import SnapshotRing as SnapshotRing
     from .rollback.snapshots import Snapshot as Snapshot
@@ -58,6 +61,8 @@ _MODULE_OF = {
     "Incident": "journal.incident",
     "Inspection": "inspection",
     "Recipe": "failures",
+    "ReplayError": "replaying.incidents",
+    "ReplayReport": "replaying.replay",
     "SelfHealingCallback": "callback",
     "SelfHealingTrainer": "trainer",
     "Snapshot": "rollback.snapshots",
@@ -70,6 +75,7 @@ _MODULE_OF = {
     "check_model_init": "inspection",
     "classify_exception": "classify",
     "find_trusted_checkpoint": "checkpoints.choice",
+    "replay": "replaying.replay",
 }
 
 __all__ = sorted(_MODULE_OF)

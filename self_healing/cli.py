@@ -1,5 +1,5 @@
 """
-The command line: `self-healing demo`, `report`, `check`, `chaos`, `config` and `rules`.
+The command line: `self-healing demo`, `report`, `check`, `replay`, `doctor`, `chaos`, `config` and `rules`.
 
 What a command needs is imported when it runs, so that one that needs little does not wait for TRL and the model code.
 """
@@ -188,6 +188,93 @@ def check(
         raise typer.Exit(1)
     how = repr(chosen.path) if single else "True"
     console.print(f"resume_from_checkpoint={how} takes {chosen.path} (step {chosen.step}).", soft_wrap=True)
+
+
+@app.command()
+def replay(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir (or healing_dir) of a run.", show_default=False)],
+    incident: Annotated[
+        str | None,
+        typer.Argument(help="Its id or its step. Left out, the newest whose batch was kept.", show_default=False),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Weights to use instead of those kept, or of the newest checkpoint.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the model comes from: a directory, a name on the Hub, or MODULE:FUNCTION that builds it.",
+            show_default=False,
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the incidents whose batch was kept.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """
+    Compute the step of an incident again: in which module and row the first NaN or Inf appears, or that none does.
+
+    Exit code 0: it did not come back; 1: it comes back; 2: it could not be replayed.
+    """
+    import json
+    import traceback
+    import warnings
+
+    from transformers.utils import logging as transformers_logging
+
+    from .files import jsonable
+    from .replaying.incidents import ReplayError, kept_incidents
+    from .replaying.replay import replay as replayed
+
+    warnings.simplefilter("ignore")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        if show:
+            typer.echo(
+                "\n".join(map(str, kept_incidents(run_dir))) or f"Of no incident in {run_dir} a batch was kept."
+            )
+            return
+        found = replayed(run_dir, incident, checkpoint=checkpoint, model=model)
+    except ReplayError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    except Exception as error:
+        typer.echo(f"{traceback.format_exc()}\nThe step could not be computed: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(json.dumps(jsonable(found.to_dict()), indent=2) if as_json else str(found))
+    raise typer.Exit(1 if found.came_back else 0)
+
+
+@app.command()
+def doctor(
+    directory: Annotated[
+        Path, typer.Argument(help="The output_dir of a run, or where its script lies.", show_default="here")
+    ] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """
+    Look at this machine before a run: versions, device, launcher, memory and disk, and what will be healed here.
+
+    Exit code 1 where something will not work.
+    """
+    from .doctor.checkup import check_up
+
+    found = check_up(directory)
+    if as_json:
+        import json
+
+        from .files import jsonable
+
+        typer.echo(json.dumps(jsonable(found.to_dict()), indent=2))
+    else:
+        from rich.console import Console
+
+        from .doctor.tables import print_checkup
+
+        print_checkup(found, Console(highlight=False))
+    if not found.works:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -100,7 +100,7 @@ def dry_run(trainer: Trainer, num_steps: int = 2) -> DryRunReport:
     device = trainer.accelerator.device
     on_device = torch.get_device_module(device) if device.type != "cpu" else None
     with tempfile.TemporaryDirectory() as scratch, preserved(trainer):
-        trainer.args = _quiet_arguments(trainer.args, num_steps, scratch)
+        trainer.args = quiet_arguments(trainer.args, num_steps, scratch)
         trainer.callback_handler.callbacks = [DefaultFlowCallback(), clock]
         if on_device is not None:
             on_device.reset_peak_memory_stats()
@@ -170,7 +170,8 @@ def _cut_off_at(args: Any) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
-def _quiet_arguments(args: TrainingArguments, num_steps: int, scratch: str) -> TrainingArguments:
+def quiet_arguments(args: TrainingArguments, num_steps: int, scratch: str) -> TrainingArguments:
+    """Gives the arguments for a few steps that are neither saved, evaluated, nor reported to anyone."""
     quiet = copy.copy(args)
     quiet.max_steps = num_steps
     quiet.output_dir = scratch

@@ -51,6 +51,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("dry_run",),
     ("recovery",),
     ("trainer",),
+    ("replaying", "doctor"),
     ("__init__",),
     ("chaos",),
     ("demo",),

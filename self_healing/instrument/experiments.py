@@ -86,10 +86,14 @@ class StepExperiments:
 
     # ---- where it begins ----
 
-    def origin(self) -> Origin | None:
+    def origin(self, backward: bool = False) -> Origin | None:
         """
         Finds where the step first gives a number that is not finite; `None` where that cannot be seen. Computes it
         with a look at the output of every module.
+
+        Args:
+            backward (`bool`, *optional*, defaults to `False`):
+                Whether a gradient that is not finite is followed to the module whose backward it begins in.
 
         Raises:
             TrainingFault: An exception of the training code.
@@ -98,18 +102,38 @@ class StepExperiments:
         for index in range(self._window.size):
             if found is None or consensus.world_size() > 1:
                 # Several processes compute equally many, because a loss may contain collectives.
-                here = self._window.until_it_fits(functools.partial(self._origin_in, index))
+                here = self._window.until_it_fits(functools.partial(self._origin_in, index, backward=backward))
                 found = found or here
         return found
 
-    def _origin_in(self, index: int) -> Origin | None:
+    def origin_in_rows(self, index: int, rows: Sequence[int]) -> Origin | None:
+        """
+        Finds where the computation of some rows of a micro-batch, alone, first gives a number that is not finite, in
+        the backward as well; `None` where it does not, or that cannot be seen.
+
+        Raises:
+            TrainingFault: An exception of the training code.
+        """
+        layout = self._window.layout(index)
+        if layout is None:
+            raise ValueError(f"the rows of micro-batch {index} cannot be told apart")
+
+        def pick(batch: Any) -> Any:
+            return select_rows(batch, layout, rows)
+
+        return self._window.until_it_fits(lambda: self._origin_in(index, pick, backward=True))
+
+    def _origin_in(
+        self, index: int, pick: Callable[[Any], Any] = lambda batch: batch, backward: bool = False
+    ) -> Origin | None:
         window = self._window
         window.rewind()
         spoiled: list[str] = []
 
         def look(batch: Any) -> Any:
-            spoiled.extend(nonfinite_in(batch))
-            return batch
+            picked = pick(batch)
+            spoiled.extend(nonfinite_in(picked))
+            return picked
 
         try:
             with self._engine.watching_outputs() as seen:
@@ -124,9 +148,24 @@ class StepExperiments:
             for name, parameter in self._trainer.model.named_parameters():
                 search.add(name, parameter.grad, inf=True)
             bad = search.nonfinite()
-            return Origin("gradient", tuple(bad)) if bad else None
+            if not bad:
+                return None
+            return Origin("gradient", tuple(bad), self._begins_in_backward(index, pick) if backward else {})
         finally:
             window.rewind()
+
+    def _begins_in_backward(self, index: int, pick: Callable[[Any], Any]) -> dict[str, Any]:
+        """Finds the module in whose backward the gradient is first not finite; empty where that cannot be seen."""
+        window = self._window
+        window.rewind()
+        try:
+            with self._engine.watching_gradients() as seen:
+                window.compute_micro_batch(index, pick, last=True, synchronise=False)
+        except TrainingFault as fault:
+            # Such hooks put views around what modules give, and code that writes over it in place does not allow them.
+            logger.info("The backward could not be looked into.", exc_info=fault.error)
+            return {}
+        return seen[0].details if seen else {}
 
     def finite_in_full_precision(self) -> bool | None:
         """

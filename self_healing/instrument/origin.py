@@ -42,7 +42,10 @@ class Origin:
         if self.place == "loss":
             return "the outputs of all modules are finite, and the loss made of them is not"
         if self.place == "gradient":
-            return f"the loss is finite, and the gradient is not ({', '.join(self.names[:5])})"
+            begins = self.details.get("backward_module")
+            where = "" if begins is None else f"; it begins {self.details['backward_place']} {begins}"
+            named = f" ({', '.join(self.names[:5])})" if self.names else ""
+            return f"the loss is finite, and the gradient is not{named}{where}"
         of = f"{self.details.get('module_class', '?')}, {self.details.get('output_dtype', '?')}"
         largest = self.details.get("largest_input")
         given = "" if largest is None else f"; its inputs are finite, up to {largest:.3g}"
@@ -61,6 +64,33 @@ def watching_outputs(models: Mapping[str, torch.nn.Module]) -> Iterator[list[Ori
             The models, by what their modules' names begin with.
     """
     found: list[Origin] = []
+    with _hooked(models, lambda name, module: module.register_forward_hook(_note(name, found), with_kwargs=True)):
+        yield found
+
+
+@contextlib.contextmanager
+def watching_gradients(models: Mapping[str, torch.nn.Module]) -> Iterator[list[Origin]]:
+    """
+    Notes the module in whose backward the gradient is first not finite, for one computation with a finite loss. Only
+    modules that have none inside are looked at: others may give what such hooks do not see into.
+
+    Args:
+        models (`Mapping[str, torch.nn.Module]`):
+            The models, by what their modules' names begin with.
+    """
+    found: list[Origin] = []
+
+    def hook(name: str, module: torch.nn.Module) -> Any:
+        innermost = next(module.children(), None) is None
+        return module.register_full_backward_hook(_note_gradient(name, found)) if innermost else None
+
+    with _hooked(models, hook):
+        yield found
+
+
+@contextlib.contextmanager
+def _hooked(models: Mapping[str, torch.nn.Module], register: Callable[[str, torch.nn.Module], Any]) -> Iterator[None]:
+    """Registers hooks on all modules of models, by their names, for one computation."""
     hooks = []
     compiled = False
     try:
@@ -71,12 +101,31 @@ def watching_outputs(models: Mapping[str, torch.nn.Module]) -> Iterator[list[Ori
                 called = ".".join(part for part in (prefix, name) if part).replace("_orig_mod.", "")
                 with contextlib.suppress(RuntimeError):
                     # A scripted module takes no such hook.
-                    hooks.append(module.register_forward_hook(_note(called, found), with_kwargs=True))
+                    hooks.append(register(called, module))
         with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
-            yield found
+            yield
     finally:
         for hook in hooks:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
+
+
+def _note_gradient(name: str, found: list[Origin]) -> Callable[..., None]:
+    def note(module: torch.nn.Module, to_inputs: Any, of_outputs: Any) -> None:
+        if found:
+            return
+        received = any(not _is_finite(each) for each in _floats(of_outputs))
+        if not received and all(_is_finite(each) for each in _floats(to_inputs)):
+            return
+        place = "between the loss and the output of" if received else "in the backward of"
+        details = {
+            "backward_module": name or type(module).__name__,
+            "backward_class": type(module).__name__,
+            "backward_place": place,
+        }
+        found.append(Origin("gradient", (), details))
+
+    return note
 
 
 def _note(name: str, found: list[Origin]) -> Callable[..., None]:
@@ -125,6 +174,11 @@ def _is_bad(value: torch.Tensor) -> bool:
     extent = extent_of(value)
     # Masks hold -inf on purpose.
     return extent is not None and (math.isnan(extent.low) or float(extent.high) == math.inf)
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    extent = extent_of(value)
+    return extent is None or (math.isfinite(extent.low) and math.isfinite(extent.high))
 
 
 def _largest(values: list[torch.Tensor]) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..repeatability import lowest_precision
-from .origin import Origin, watching_outputs
+from .origin import Origin, watching_gradients, watching_outputs
 from .preparing import preparing
 from .view import TrainerView
 
@@ -198,6 +198,13 @@ class StepEngine(ABC):
 
     def watching_outputs(self) -> contextlib.AbstractContextManager[list[Origin]]:
         """Notes the modules whose outputs are not finite, in the order in which they are computed."""
+        return watching_outputs(self._models_by_name())
+
+    def watching_gradients(self) -> contextlib.AbstractContextManager[list[Origin]]:
+        """Notes the module in whose backward the gradient is first not finite."""
+        return watching_gradients(self._models_by_name())
+
+    def _models_by_name(self) -> dict[str, torch.nn.Module]:
         models = self.view.models()
         named = {name: value for name, value in vars(self.trainer).items() if isinstance(value, torch.nn.Module)}
 
@@ -205,7 +212,7 @@ class StepEngine(ABC):
             return next((name for name, value in named.items() if value is model), type(model).__name__)
 
         trained, *others = models
-        return watching_outputs({"": trained} | {prefix(model): model for model in others})
+        return {"": trained} | {prefix(model): model for model in others}
 
     @property
     def precision(self) -> torch.dtype:

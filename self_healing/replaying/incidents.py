@@ -1,0 +1,171 @@
+"""Finds the incidents of a run whose batch was kept, and reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..report import HealingReport
+
+
+class ReplayError(ValueError):
+    """An incident that cannot be replayed; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIncident:
+    """
+    An incident whose batch was kept.
+
+    Args:
+        id (`str`), step (`int`):
+            The incident, and the optimizer steps finished before it.
+        path (`Path`):
+            The file.
+        entry (`dict`):
+            What the journal says of it; empty if it is not in there.
+    """
+
+    id: str
+    step: int
+    path: Path
+    entry: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def what(self) -> str:
+        """The symptom and its cause in a few words."""
+        told = [str(self.entry[name]).replace("_", " ") for name in ("symptom", "cause") if self.entry.get(name)]
+        return ", ".join(told) or "not in the journal"
+
+    def __str__(self) -> str:
+        return f"{self.id}  step {self.step}  {self.what}"
+
+
+def find_incident(run_dir: Path, wanted: str | int | None = None) -> KeptIncident:
+    """
+    Finds the incident that is meant.
+
+    Args:
+        run_dir (`Path`):
+            The `output_dir` or `healing_dir` of a run.
+        wanted (`str` or `int`, *optional*):
+            Its id or its step. Defaults to the newest one whose batch was kept.
+
+    Raises:
+        ReplayError: If there is none, or more than one.
+    """
+    entries = _journaled(run_dir)
+    kept = kept_incidents(run_dir, entries)
+    if wanted is None:
+        if not kept:
+            raise ReplayError(_none_kept(run_dir, entries))
+        return kept[-1]
+    name = str(wanted)
+    found = [each for each in kept if each.id == name] or [each for each in kept if str(each.step) == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ReplayError(f"{len(found)} incidents are of step {name}. Please name one by its id:{_listed(found)}")
+    for entry in entries.values():
+        if name in (entry["incident"], str(entry["step"])):
+            raise ReplayError(
+                f"Of incident {entry['incident']} (step {entry['step']}: {entry['symptom']}, {entry['cause']}) no "
+                f"batch was kept: there is nothing to replay. {_why_not_kept(entry)}{_others(kept)}"
+            )
+    raise ReplayError(
+        f"There is no incident {name!r} in {run_dir}.{_others(kept) or ' ' + _none_kept(run_dir, entries)}"
+    )
+
+
+def kept_incidents(run_dir: Path, entries: Mapping[str, dict[str, Any]] | None = None) -> list[KeptIncident]:
+    """Lists the incidents of a run whose batch was kept, in the order in which they came."""
+    entries = _journaled(run_dir) if entries is None else entries
+    files = sorted((file.stat().st_mtime, file) for folder in _folders(run_dir) for file in folder.glob("*.pt"))
+    found = {}
+    for _, file in files:
+        name = file.name.removesuffix(".pt")
+        entry = entries.get(name.partition(".rank")[0], {})
+        step = entry.get("step")
+        found[name] = KeptIncident(name, _load(file)["step"] if step is None else int(step), file, entry)
+    return list(found.values())
+
+
+def load_kept(incident: KeptIncident) -> dict[str, Any]:
+    """
+    Reads what was kept of an incident: tensors and plain values, no code.
+
+    Raises:
+        ReplayError: If the file cannot be read, or was kept by a version that did not keep enough.
+    """
+    content = _load(incident.path)
+    if not {"micro_batches", "rng", "items"} <= content.keys():
+        raise ReplayError(
+            f"{incident.path} was kept by an earlier version of self_healing, without what a replay needs. It holds "
+            "the micro-batches: torch.load(path)['micro_batches']."
+        )
+    return content
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ReplayError(
+            f"{file} cannot be read ({type(error).__name__}: {error}). Was it written to its end?"
+        ) from None
+    if not isinstance(content, dict) or "step" not in content:
+        raise ReplayError(f"{file} is not the batch of an incident.")
+    return content
+
+
+def _folders(run_dir: Path) -> list[Path]:
+    if not run_dir.is_dir():
+        raise ReplayError(f"There is no directory {run_dir}. Please name the output_dir (or healing_dir) of a run.")
+    places = [run_dir]
+    try:
+        journal = HealingReport.from_run_dir(run_dir).journal
+    except (OSError, ValueError):
+        journal = None
+    if journal is not None and Path(journal).parent.resolve() != run_dir.resolve():
+        places.append(Path(journal).parent)
+    return [folder for place in places if (folder := place / "incidents").is_dir()]
+
+
+def _journaled(run_dir: Path) -> dict[str, dict[str, Any]]:
+    try:
+        incidents = HealingReport.from_run_dir(run_dir).incidents
+    except (OSError, ValueError):
+        return {}
+    return {entry["incident"]: entry for entry in incidents}
+
+
+def _none_kept(run_dir: Path, entries: Mapping[str, dict[str, Any]]) -> str:
+    if not entries:
+        return (
+            f"There is no incident in {run_dir}: nothing to replay. Please name the output_dir of a run that had one."
+        )
+    last = list(entries.values())[-1]
+    return f"Of no incident in {run_dir} a batch was kept. {_why_not_kept(last)}"
+
+
+def _why_not_kept(entry: Mapping[str, Any]) -> str:
+    if str(entry.get("failure", "")).startswith(("nonfinite", "gradient_spike")):
+        return (
+            "Batches are kept with save_offending_batch=True and quarantine_text=True (both are the default), of 20 "
+            "incidents of a run at most, and of 5 that computing again has healed."
+        )
+    return (
+        "Batches are kept of steps whose loss or gradient is not finite, or spikes; other faults are not in a batch."
+    )
+
+
+def _others(kept: list[KeptIncident]) -> str:
+    return f" Those with a batch:{_listed(kept)}" if kept else ""
+
+
+def _listed(kept: list[KeptIncident]) -> str:
+    return "".join(f"\n  {each}" for each in kept)

@@ -1,0 +1,115 @@
+"""Looks into a step for the first number that is not finite: in which module, and for which rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..instrument import Origin, StepExperiments, TrainingFault, Window
+from ..numerics.diagnosis import find_poison_rows
+
+
+# Rows that are looked into one by one; a model that fails on all of them fails on each alike.
+_ROWS_LOOKED_INTO = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RowFound:
+    """
+    A row that is not finite by itself.
+
+    Args:
+        micro_batch (`int`), row (`int`):
+            Its place in the step.
+        source (`dict`):
+            Its place in the data: `dataset_index`, `segment`, `stream_ordinal`; what is not known is `None`.
+        origin ([`Origin`], *optional*):
+            Where its computation first gives a number that is not finite.
+    """
+
+    micro_batch: int
+    row: int
+    source: dict[str, Any]
+    origin: Origin | None
+
+    def __str__(self) -> str:
+        known = [f"{name.replace('_', ' ')} {value}" for name, value in self.source.items() if value is not None]
+        at = f"micro-batch {self.micro_batch}, row {self.row}" + (f" ({', '.join(known)})" if known else "")
+        return f"{at}: {'where it begins could not be seen' if self.origin is None else self.origin}"
+
+    def to_dict(self) -> dict[str, Any]:
+        origin = None if self.origin is None else {**self.origin.to_dict(), "told": str(self.origin)}
+        return {**asdict(self), "origin": origin}
+
+
+@dataclass(slots=True)
+class Look:
+    """
+    What was seen of a step.
+
+    Args:
+        loss (`float`), grad_norm (`float`, *optional*):
+            What came out of it.
+        rows_in_step (`int`, *optional*):
+            How many rows it has; `None` where they cannot be told apart.
+        poison (`int`):
+            How many of them are not finite by themselves.
+        rows (`list[RowFound]`):
+            The first of them.
+        origin ([`Origin`], *optional*):
+            Where the step as a whole first gives a number that is not finite.
+        full_precision (`bool`, *optional*):
+            Whether it is finite without mixed precision; `None` where there is none.
+    """
+
+    loss: float
+    grad_norm: float | None
+    finite: bool
+    rows_in_step: int | None = None
+    poison: int = 0
+    rows: list[RowFound] = field(default_factory=list)
+    origin: Origin | None = None
+    full_precision: bool | None = None
+
+
+def look_into(window: Window, sources: Mapping[int, Sequence[Mapping[str, Any]]]) -> Look:
+    """
+    Looks into a step that was computed; its gradients are gone on return.
+
+    Args:
+        window ([`Window`]):
+            The step.
+        sources (`Mapping`):
+            By micro-batch, where each row came from.
+
+    Raises:
+        TrainingFault: An exception of the training code.
+    """
+    signals = window.signals()
+    look = Look(signals.loss, signals.grad_norm, signals.finite)
+    if look.finite:
+        return look
+    # Prepared micro-batches are noted when a step is computed again.
+    window.reexecute()
+    with window.experiment():
+        experiments = StepExperiments(window)
+        look.full_precision = experiments.finite_in_full_precision()
+        look.origin = experiments.origin(backward=True)
+        layouts = [window.layout(index) for index in range(window.size)]
+        if any(layout is None for layout in layouts):
+            return look
+        sizes = [layout.rows for layout in layouts if layout is not None]
+        look.rows_in_step = sum(sizes)
+        # A batch of a shape that is never trained on may raise.
+        with contextlib.suppress(TrainingFault):
+            poison = find_poison_rows(experiments, sizes, window.engine.view.device)
+            look.poison = sum(len(rows) for rows in poison.values())
+            places = [(index, row) for index, rows in poison.items() for row in rows]
+            for index, row in places[:_ROWS_LOOKED_INTO]:
+                known = list(sources.get(index, ()))
+                source = dict(known[row]) if row < len(known) else {}
+                # Twice, as it was found: statistics over a batch need more than one row.
+                look.rows.append(RowFound(index, row, source, experiments.origin_in_rows(index, [row, row])))
+    return look
