@@ -333,3 +333,8 @@ def adopt_run(trainer: Trainer, run: Run | None) -> None:
         vars(trainer).pop(_RUN_ATTRIBUTE, None)
     else:
         setattr(trainer, _RUN_ATTRIBUTE, run)
+
+
+def is_adopted(trainer: Trainer) -> bool:
+    """Whether a wrapper has entered `train()` of the trainer, and has handed it its run."""
+    return _RUN_ATTRIBUTE in vars(trainer)

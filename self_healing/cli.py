@@ -1,5 +1,5 @@
 """
-The command line: `self-healing demo`, `report`, `check`, `replay`, `doctor`, `chaos`, `config` and `rules`.
+The command line: `self-healing run`, `demo`, `report`, `check`, `replay`, `doctor`, `chaos`, `config` and `rules`.
 
 What a command needs is imported when it runs, so that one that needs little does not wait for TRL and the model code.
 """
@@ -338,6 +338,66 @@ def chaos(
         console.print(f"Ledger: {book}", soft_wrap=True)
     if code != 0 or not all_survived:
         raise typer.Exit(1)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    command: Annotated[
+        list[str],
+        typer.Argument(help="The program and its arguments: trl sft ..., python train.py ...", show_default=False),
+    ],
+    preset: Annotated[
+        Preset | None,
+        typer.Option(help="Which settings to use.", envvar="SELF_HEALING_PRESET", show_default=False),
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option("--config", help="A TOML file of settings (self-healing config writes one).", show_default=False),
+    ] = None,
+) -> None:
+    """
+    Run a program that trains, healed: self-healing run -- trl sft --config sft.yaml
+
+    Nothing in the program changes, and its exit code is this command's. Codes 2, 126 and 127: nothing was started.
+    """
+    from .anywhere.program import ProgramError, become, find_program, python_of, refuse_what_would_not_be_healed
+    from .anywhere.settings import environment, read_settings
+    from .config import ConfigurationError, HealingConfig
+    from .detectors.rules import RuleError
+
+    source = context.get_parameter_source("preset")
+    flag = preset if source is not None and source.name == "COMMANDLINE" else None
+    if flag is not None and settings is not None:
+        typer.echo(
+            f"[self_healing] --preset {flag} and --config {settings} both give all settings. Please choose one of "
+            "them: in a file, `healing_preset` under [preset] gives those that are left out.",
+            err=True,
+        )
+        raise typer.Exit(2)
+    try:
+        chosen: HealingConfig | None = None
+        if settings is not None:
+            chosen = read_settings(settings)
+        elif flag is not None:
+            chosen = HealingConfig.from_dict({"healing_preset": flag.value})
+        program = find_program(command)
+        env = environment(chosen)
+        python = python_of(program, command[1:])
+        if python is not None:
+            refuse_what_would_not_be_healed(python, env)
+        origin = f"settings of {settings}" if settings is not None else f"preset {preset or Preset.DEFAULT}"
+        typer.echo(
+            f"[self_healing] Every Trainer of this program is healed ({origin}), and says so when it begins to train.",
+            err=True,
+        )
+        become(program, command, env)
+    except ProgramError as error:
+        typer.echo(f"[self_healing] {error}", err=True)
+        raise typer.Exit(error.code) from None
+    except (ConfigurationError, RuleError, OSError) as error:
+        typer.echo(f"[self_healing] {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()

@@ -201,8 +201,7 @@ class SelfHealingTrainer:
             entry: NextEntry | None
             try:
                 with entry_hooks_removed_on_exception(self.trainer), self._resuming(resume_from):
-                    output: TrainOutput = self.trainer.train(resume_from_checkpoint=resume_from, **kwargs)
-                return output
+                    return self._enter(resume_from_checkpoint=resume_from, **kwargs)
             except DamagedCheckpointError as error:
                 entry = recovery.leave_damaged_checkpoint(error)
                 let_go(error)
@@ -227,6 +226,10 @@ class SelfHealingTrainer:
             if recovery.run.attempts.resume_point is not None:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
+
+    def _enter(self, **kwargs: Any) -> TrainOutput:
+        output: TrainOutput = self.trainer.train(**kwargs)
+        return output
 
     @contextlib.contextmanager
     def _resuming(self, resume: Any) -> Iterator[None]:

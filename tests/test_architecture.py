@@ -52,6 +52,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("recovery",),
     ("trainer",),
     ("replaying", "doctor"),
+    ("anywhere",),
+    ("integrations",),
     ("__init__",),
     ("chaos",),
     ("demo",),

@@ -1,0 +1,96 @@
+"""Enters `train()` of a trainer that the program has made through the wrapper."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers.trainer_utils import TrainOutput
+
+from ..callback import SelfHealingCallback, is_adopted
+from ..config import ConfigurationError, HealingConfig
+from ..trainer import SelfHealingTrainer
+from .settings import given_settings, settings_of_the_process
+
+
+logger = logging.getLogger("self_healing")
+
+
+class _Within(SelfHealingTrainer):
+    """
+    The wrapper, within a call of `train()` that is under way.
+
+    It enters that of transformers again, and not the trainer's own: a subclass that does something before and after
+    `super().train()` is in the middle of it.
+    """
+
+    def __init__(
+        self, trainer: Any, plain: Callable[..., TrainOutput], config: HealingConfig | Mapping[str, Any] | None
+    ) -> None:
+        super().__init__(trainer, config)
+        self._plain = plain
+
+    def _enter(self, **kwargs: Any) -> TrainOutput:
+        return self._plain(self.trainer, **kwargs)
+
+
+def way_in(
+    trainer: Any, plain: Callable[..., TrainOutput], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[[], TrainOutput]:
+    """
+    Finds how a call of `train()` is to be made: healed, or as it is.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        plain (`Callable`):
+            `train()` of its class in transformers.
+        args (`Sequence`), kwargs (`Mapping`):
+            What the program calls it with.
+
+    Returns:
+        `Callable[[], TrainOutput]`: The call.
+
+    Raises:
+        ConfigurationError: If `SELF_HEALING_PRESET` of this process names no preset.
+    """
+    as_it_is = functools.partial(plain, trainer, *args, **kwargs)
+    if is_adopted(trainer):
+        # Entered by a wrapper that the program has made itself.
+        return as_it_is
+    try:
+        named = inspect.signature(plain).bind(trainer, *args, **kwargs).arguments
+    except TypeError:
+        # Calling it says what is wrong with it.
+        return as_it_is
+    named = dict(list(named.items())[1:])
+    if named.get("trial") is not None:
+        logger.warning(
+            "A trial of a hyperparameter search is not healed: one that goes wrong is told of to the search, which "
+            "prunes it."
+        )
+        return as_it_is
+    try:
+        return functools.partial(_Within(trainer, plain, _config_for(trainer)).train, **named)
+    except ConfigurationError:
+        raise
+    except Exception:
+        logger.exception("self_healing could not wrap the trainer; training goes on without it.")
+        return as_it_is
+
+
+def _config_for(trainer: Any) -> HealingConfig | None:
+    """The settings for a trainer; `None` for those of the callback that the program has given it."""
+    settings = settings_of_the_process()
+    theirs = next((each for each in trainer.callback_handler.callbacks if isinstance(each, SelfHealingCallback)), None)
+    if theirs is None:
+        return settings
+    if given_settings() is not None and theirs.config != settings:
+        logger.warning(
+            "The program has a SelfHealingCallback of its own, whose settings are in force; those that were given to "
+            "`self-healing run` are not."
+        )
+    return None

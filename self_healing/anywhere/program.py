@@ -1,0 +1,191 @@
+"""The program that `self-healing run` starts: found, looked at, and put in the place of this process."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+
+NOT_FOUND, NOT_EXECUTABLE, REFUSED = 127, 126, 2
+# Options of Python that are followed by a value; `-c` and `-m` end the options.
+_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
+# Asked of the Python that will run the program: whether it reads PYTHONPATH and `sitecustomize`, and has this package.
+# Its working directory does not count, which a script's `sys.path` does not begin with.
+_QUESTION = """
+import sys
+sys.path[:] = [each for each in sys.path if each]
+hooked = any(type(each).__module__ == "_self_healing_hook" for each in sys.meta_path)
+import importlib.util, os
+spec = importlib.util.find_spec("self_healing")
+ours = spec is not None and spec.origin and os.path.isdir(os.path.join(os.path.dirname(spec.origin), "anywhere"))
+print("hooked" if hooked else "deaf", "found" if ours else "missing")
+"""
+
+
+class ProgramError(Exception):
+    """
+    The program cannot be run, or would not be healed.
+
+    Args:
+        message (`str`):
+            Why, and what to do.
+        code (`int`):
+            The exit code that says so: 127, 126 or 2.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def find_program(command: Sequence[str]) -> str:
+    """
+    Finds the program of a command as a shell does.
+
+    Args:
+        command (`Sequence[str]`):
+            The program and its arguments.
+
+    Raises:
+        ProgramError: If there is none, or it cannot be executed.
+    """
+    name = command[0]
+    found = shutil.which(name)
+    if found is not None:
+        return found
+    file = Path(name)
+    python = f" Did you mean: self-healing run -- python {shlex.join(command)}" if file.suffix == ".py" else ""
+    if file.is_dir():
+        raise ProgramError(f"{name} is a directory. Please name a program.", NOT_EXECUTABLE)
+    if file.is_file():
+        how = python or f" Please make it so, chmod +x {shlex.quote(name)}, and name it with its directory."
+        raise ProgramError(f"{name} is a file that is not executable.{how}", NOT_EXECUTABLE)
+    if os.sep in name or python:
+        raise ProgramError(f"There is no file {name} (looked for from {Path.cwd()}).", NOT_FOUND)
+    advice = (
+        "Please leave out the quotes: program and arguments are a word each."
+        if " " in name
+        else "Is the environment active that it is installed in?"
+    )
+    raise ProgramError(f"There is no program {name!r} on the PATH. {advice}", NOT_FOUND)
+
+
+def python_of(program: str, arguments: Sequence[str]) -> list[str] | None:
+    """
+    Finds the Python that runs a program, with the options it is given; `None` for what is not Python.
+
+    Args:
+        program (`str`):
+            The file.
+        arguments (`Sequence[str]`):
+            Of the program, which are Python's own where it is one.
+    """
+    if _is_python(program):
+        return [program, *_options_in(arguments)]
+    try:
+        with open(program, "rb") as file:
+            begins = file.read(4096).decode("utf-8", "replace")
+    except OSError:
+        return None
+    if not begins.startswith("#!"):
+        return None
+    first, _, rest = begins[2:].partition("\n")
+    words = first.split()
+    # pip and uv, where the path is long or has spaces in it: `'''exec' "/path to/python" "$0" "$@"`.
+    through_shell = re.match(r"'''exec'\s+(.*)", rest)
+    if through_shell is not None:
+        words = [word for word in shlex.split(through_shell[1]) if word not in ("$0", "$@")]
+    elif words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if word != "-S" and "=" not in word]
+        words[:1] = [shutil.which(word) or word for word in words[:1]]
+    return [words[0], *_options_in(words[1:])] if words and _is_python(words[0]) else None
+
+
+def _is_python(program: str) -> bool:
+    return re.fullmatch(r"(python|pypy)[\d.]*(\.exe)?", Path(program).name) is not None
+
+
+def _options_in(arguments: Sequence[str]) -> list[str]:
+    """The options in front of what Python runs."""
+    options: list[str] = []
+    left = list(arguments)
+    while left and left[0].startswith("-") and left[0] != "-":
+        option = left.pop(0)
+        if option in _WITH_VALUE:
+            options += [option, *left[:1]]
+            left = left[1:]
+            continue
+        what_runs = re.match(r"-([A-Za-z]*?)[cm]", option) if not option.startswith(("--", "-X", "-W")) else None
+        if what_runs is not None:
+            return options + ([f"-{what_runs[1]}"] if what_runs[1] else [])
+        options.append(option)
+    return options
+
+
+def refuse_what_would_not_be_healed(python: Sequence[str], given: Mapping[str, str]) -> None:
+    """
+    Asks a Python whether it hears of us, before a program runs for hours that is not healed.
+
+    Args:
+        python (`Sequence[str]`):
+            The Python, with its options.
+        given (`Mapping[str, str]`):
+            The environment it will have.
+
+    Raises:
+        ProgramError: If it does not.
+    """
+    answer = subprocess.run(
+        [*python, "-c", _QUESTION], env=given, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    ).stdout.split()
+    if len(answer) < 2:
+        # `python --version`, or one that does not start: it will say so itself.
+        return
+    if "deaf" in answer:
+        raise ProgramError(
+            f"Nothing would be healed by {shlex.join(python)}: -I and -E have Python ignore PYTHONPATH, and -S what "
+            "is run when it starts. Please leave that option out, or use SelfHealingTrainer in the script.",
+            REFUSED,
+        )
+    if "missing" in answer:
+        raise ProgramError(
+            f"Nothing would be healed by {python[0]}, which runs this program and has no self-healing-trl. Please "
+            f"install it there: {python[0]} -m pip install self-healing-trl; or name the Python that has it: "
+            f"{sys.executable}",
+            REFUSED,
+        )
+
+
+def become(program: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """
+    Puts a program in the place of this process: signals, terminal and exit code are its own.
+
+    Args:
+        program (`str`):
+            The file.
+        command (`Sequence[str]`):
+            How it was called, with its arguments.
+        environment (`Mapping[str, str]`):
+            Its environment.
+
+    Raises:
+        ProgramError: If it cannot be executed.
+    """
+    # Python ignores these, and what is ignored stays so in the program that follows.
+    for name in ("SIGPIPE", "SIGXFSZ"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(program, list(command), dict(environment))
+    except OSError as error:
+        raise ProgramError(f"{program} cannot be executed: {error.strerror}.", NOT_EXECUTABLE) from error

@@ -1,0 +1,86 @@
+"""The settings of `self-healing run`, on their way to the processes of the program."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ..config import ConfigurationError, HealingConfig
+from ..detectors.rules import load_rules
+from .hook import UNTOUCHED, VARIABLE
+
+
+PRESET_VARIABLE = "SELF_HEALING_PRESET"
+SITE = Path(__file__).parent / "site"
+
+
+def read_settings(path: Path) -> HealingConfig:
+    """
+    Reads a TOML file of settings, for a program that may look for files from elsewhere.
+
+    Args:
+        path (`Path`):
+            The file.
+
+    Raises:
+        ConfigurationError: If a setting in it cannot be used, or the `rules_file` it names cannot be read.
+        RuleError: If a rule in that file cannot be used.
+        OSError: If the file itself cannot be read.
+    """
+    config = HealingConfig.from_toml(path)
+    if config.rules_file is None:
+        return config
+    rules = Path(config.rules_file).absolute()
+    try:
+        load_rules(rules)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path}: `rules_file` is {config.rules_file!r}, which cannot be read: {error.strerror} ({rules}). Please "
+            "check the path, or leave it out for the rules of the package."
+        ) from error
+    return replace(config, rules_file=str(rules))
+
+
+def environment(config: HealingConfig | None = None, given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """
+    Gives the environment in which the trainers of a program, and of the processes it starts, are healed.
+
+    Args:
+        config ([`HealingConfig`], *optional*):
+            The settings. Left out, each process takes the preset that `SELF_HEALING_PRESET` names there, which may
+            have been set by then: by the script, or under `env` in the YAML file of TRL's command line.
+        given (`Mapping[str, str]`, *optional*):
+            The environment to add to. Defaults to that of this process.
+    """
+    given = os.environ if given is None else given
+    before = [each for each in given.get("PYTHONPATH", "").split(os.pathsep) if Path(each) != SITE]
+    return {
+        **given,
+        "PYTHONPATH": os.pathsep.join([str(SITE), *(before if any(before) else ())]),
+        VARIABLE: json.dumps(None if config is None else config.to_dict()),
+        UNTOUCHED: os.path.join(tempfile.gettempdir(), f"self-healing-run.{os.getpid()}"),
+    }
+
+
+def given_settings() -> HealingConfig | None:
+    """The settings that `self-healing run` was given for this process, if it was."""
+    values = json.loads(os.environ.get(VARIABLE, "null"))
+    return None if values is None else HealingConfig.from_dict(values)
+
+
+def settings_of_the_process() -> HealingConfig:
+    """
+    The settings of this process: those that `self-healing run` was given, else the preset of `SELF_HEALING_PRESET`.
+
+    Raises:
+        ConfigurationError: If there is no such preset.
+    """
+    given = given_settings()
+    if given is not None:
+        return given
+    preset = os.environ.get(PRESET_VARIABLE)
+    return HealingConfig.from_dict({"healing_preset": preset} if preset else {})

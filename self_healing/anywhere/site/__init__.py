@@ -1,0 +1,1 @@
+"""The directory that is put on `PYTHONPATH`."""

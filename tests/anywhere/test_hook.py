@@ -1,0 +1,223 @@
+"""The hook in processes of a program: it waits for `transformers.trainer`, and leaves everything else as it was."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from self_healing import HealingConfig
+from self_healing.anywhere import hook
+from self_healing.anywhere.settings import SITE, environment, settings_of_the_process
+
+
+def python(code: str, given: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
+
+
+def module(directory: Path, name: str, code: str) -> str:
+    directory.mkdir(exist_ok=True)
+    (directory / f"{name}.py").write_text(code, encoding="utf-8")
+    return str(directory)
+
+
+# ---- what a program finds otherwise than without us ----
+
+
+def test_the_environment_differs_by_our_variables_alone() -> None:
+    given = {"PATH": "/bin", "PYTHONPATH": "/a b" + os.pathsep + "/c"}
+    ours = environment(None, given)
+    assert ours["PYTHONPATH"].split(os.pathsep) == [str(SITE), "/a b", "/c"]
+    changed = {name for name in ours if ours[name] != given.get(name)}
+    assert changed == {"PYTHONPATH", hook.VARIABLE, hook.UNTOUCHED}
+
+
+@pytest.mark.parametrize("before", [None, ""])
+def test_no_empty_entry_is_added_to_the_path(before: str | None) -> None:
+    """An empty one means the working directory."""
+    given = {} if before is None else {"PYTHONPATH": before}
+    assert environment(None, given)["PYTHONPATH"] == str(SITE)
+
+
+def test_a_run_within_a_run_is_hooked_once() -> None:
+    once = environment(None, {})
+    assert environment(None, once)["PYTHONPATH"] == once["PYTHONPATH"]
+
+
+def test_the_search_path_of_modules_is_the_programs_own() -> None:
+    show = "import sys; print(sys.path)"
+    given = {**os.environ, "PYTHONPATH": "/somewhere"}
+    assert python(show, environment(None, given)).stdout == python(show, given).stdout
+
+
+def test_a_process_that_trains_nothing_imports_nothing_of_ours() -> None:
+    show = "import sys; print([name for name in sys.modules if name.partition('.')[0] in ('self_healing', 'torch')])"
+    assert python(show, environment()).stdout == "[]\n"
+
+
+# ---- a `sitecustomize` there is already ----
+
+
+def test_a_sitecustomize_of_the_program_runs_as_well(tmp_path: Path) -> None:
+    theirs = module(tmp_path / "their site", "sitecustomize", "import sys; sys.flag = __name__")
+    given = environment(None, {**os.environ, "PYTHONPATH": theirs})
+    result = python("import sys, sitecustomize; print(sys.flag, sitecustomize.__file__)", given)
+    assert result.stdout == f"sitecustomize {theirs}/sitecustomize.py\n"
+
+
+def test_one_that_raises_is_reported_as_python_reports_it(tmp_path: Path) -> None:
+    theirs = module(tmp_path / "site", "sitecustomize", "raise RuntimeError('theirs')")
+    given = {**os.environ, "PYTHONPATH": theirs}
+    ours, plain = (python("print('went on')", each) for each in (environment(None, given), given))
+    assert (ours.stdout, ours.stderr) == (plain.stdout, plain.stderr)
+    assert "theirs" in ours.stderr
+
+
+# ---- the module that is awaited ----
+
+
+@pytest.fixture
+def awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]:
+    """A module `awaited_module`, and what the finder was told of it."""
+    seen: list[ModuleType] = []
+    monkeypatch.syspath_prepend(module(tmp_path / "modules", "awaited_module", "value = 1"))
+    monkeypatch.setattr(sys, "meta_path", [hook.Awaiting("awaited_module", seen.append), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "awaited_module", raising=False)
+    return seen
+
+
+def test_it_is_handed_over_once_it_has_been_executed(awaited: list[Any]) -> None:
+    found = importlib.import_module("awaited_module")
+    assert awaited == [found]
+    assert found.value == 1
+
+
+def test_it_is_still_awaited_after_somebody_has_only_looked_for_it(awaited: list[Any]) -> None:
+    assert importlib.util.find_spec("awaited_module") is not None
+    assert awaited == []
+    importlib.import_module("awaited_module")
+    assert len(awaited) == 1
+
+
+def test_it_is_handed_over_again_when_it_is_loaded_again(awaited: list[Any]) -> None:
+    importlib.reload(importlib.import_module("awaited_module"))
+    assert len(awaited) == 2
+
+
+def test_a_failure_of_ours_does_not_fail_the_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(module: ModuleType) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.syspath_prepend(module(tmp_path / "modules", "awaited_module", "value = 1"))
+    monkeypatch.setattr(sys, "meta_path", [hook.Awaiting("awaited_module", fail), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "awaited_module", raising=False)
+    assert importlib.import_module("awaited_module").value == 1
+    told = capsys.readouterr().err
+    assert "[self_healing] Nothing is healed in this process" in told
+    assert "RuntimeError: ours" in told
+
+
+def trainers(code: str) -> ModuleType:
+    module = ModuleType("transformers.trainer")
+    exec(code, vars(module))
+    return module
+
+
+TRAINER = """
+class Trainer:
+    def train(self, resume_from_checkpoint=None):
+        "Main training entry point."
+        return "trained"
+"""
+
+
+def test_train_of_the_class_is_entered_through_us_and_looks_as_before() -> None:
+    found = trainers(TRAINER)
+    before = found.Trainer.train
+    hook.heal_trainers_of(found)
+    assert found.Trainer.train is not before
+    assert found.Trainer.train.__wrapped__ is before
+    assert found.Trainer.train.__doc__ == before.__doc__
+
+
+def test_a_python_without_the_package_trains_plainly_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = trainers(TRAINER)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    hook.heal_trainers_of(found)
+    assert found.Trainer().train() == "trained"
+    told = capsys.readouterr().err
+    assert f"{sys.executable} -m pip install self-healing-trl" in told
+
+
+def test_a_package_that_cannot_be_imported_leaves_training_plain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = trainers(TRAINER)
+    hook.heal_trainers_of(found)
+    monkeypatch.setitem(sys.modules, "self_healing.anywhere.entering", None)
+    assert found.Trainer().train() == "trained"
+    assert "This training is not healed" in capsys.readouterr().err
+
+
+# ---- where nothing was healed ----
+
+
+def first_process(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Python as the first process of a program: it has the number that is in the name of the file."""
+    become = (
+        "import os, sys; os.environ[{!r}] += f'.{{os.getpid()}}'; os.execv(sys.executable, ['python', '-c', {!r}])"
+    )
+    given = {**environment(), hook.UNTOUCHED: str(tmp_path / "untouched")}
+    return python(become.format(hook.UNTOUCHED, code), given)
+
+
+def test_a_program_that_trains_no_trainer_is_told_so_at_its_end(tmp_path: Path) -> None:
+    result = first_process("print('done')", tmp_path)
+    assert result.stdout == "done\n"
+    assert result.stderr.startswith("[self_healing] No Trainer of this program has begun to train here")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_whose_child_trains_is_not(tmp_path: Path) -> None:
+    child = f"import os; os.remove(os.environ[{hook.UNTOUCHED!r}])"
+    result = first_process(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])", tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_one_that_dies_ends_with_its_own_traceback(tmp_path: Path) -> None:
+    result = first_process("raise ValueError('theirs')", tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "ValueError: theirs"
+
+
+def test_a_process_it_forks_says_nothing(tmp_path: Path) -> None:
+    fork = "import os, sys; pid = os.fork(); pid or sys.exit(); os.waitpid(pid, 0)"
+    assert first_process(fork, tmp_path).stderr.count("No Trainer") == 1
+
+
+# ---- the settings ----
+
+
+def test_settings_reach_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = HealingConfig.aggressive(nan_patience=4)
+    monkeypatch.setenv(hook.VARIABLE, environment(config)[hook.VARIABLE])
+    monkeypatch.setenv("SELF_HEALING_PRESET", "conservative")
+    assert settings_of_the_process() == config
+
+
+def test_without_any_the_preset_of_the_process_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was set after `self-healing run` had begun: `env` in a YAML file of TRL."""
+    monkeypatch.setenv(hook.VARIABLE, environment()[hook.VARIABLE])
+    assert settings_of_the_process() == HealingConfig()
+    monkeypatch.setenv("SELF_HEALING_PRESET", "conservative")
+    assert settings_of_the_process() == HealingConfig.conservative()

@@ -1,0 +1,237 @@
+"""`self-healing run`: what it starts, what it refuses, and what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from self_healing import HealingConfig
+from self_healing.anywhere import hook, program
+from self_healing.cli import app
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, ["run", *arguments], env={"COLUMNS": "200", **environment})
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What would have taken the place of this process, which goes on with the tests."""
+    seen: dict[str, Any] = {}
+
+    def execve(file: str, command: list[str], environment: dict[str, str]) -> None:
+        seen.update(file=file, command=command, environment=environment)
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    return seen
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+# ---- what is started ----
+
+
+def test_the_program_gets_its_arguments_as_they_are(started: dict[str, Any]) -> None:
+    result = run("--", "ls", "--config", "a b.yaml", "--preset", "of the program", "--", "x")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert started["command"] == ["ls", "--config", "a b.yaml", "--preset", "of the program", "--", "x"]
+    assert os.path.basename(started["file"]) == "ls"
+
+
+def test_the_two_dashes_may_be_left_out(started: dict[str, Any]) -> None:
+    assert run("ls", "--config", "sft.yaml").exit_code == 0
+    assert started["command"] == ["ls", "--config", "sft.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "expected", "told"),
+    [
+        ([], {}, None, "preset default"),
+        (["--preset", "aggressive"], {}, HealingConfig.aggressive(), "preset aggressive"),
+        # Left to each process, which may set another one.
+        ([], {"SELF_HEALING_PRESET": "conservative"}, None, "preset conservative"),
+        (
+            ["--preset", "aggressive"],
+            {"SELF_HEALING_PRESET": "conservative"},
+            HealingConfig.aggressive(),
+            "preset aggressive",
+        ),
+    ],
+)
+def test_the_settings_are_handed_on(
+    started: dict[str, Any],
+    arguments: list[str],
+    environment: dict[str, str],
+    expected: HealingConfig | None,
+    told: str,
+) -> None:
+    result = run(*arguments, "--", "ls", **environment)
+    assert json.loads(started["environment"][hook.VARIABLE]) == (expected and expected.to_dict())
+    assert result.stderr == (
+        f"[self_healing] Every Trainer of this program is healed ({told}), and says so when it begins to train.\n"
+    )
+
+
+def test_a_recipe_wins_over_the_preset_of_the_environment(started: dict[str, Any], tmp_path: Path) -> None:
+    recipe = tmp_path / "my recipe.toml"
+    recipe.write_text('[preset]\nhealing_preset = "aggressive"\n[nonfinite]\nnan_patience = 5\n')
+    result = run("--config", str(recipe), "--", "ls", SELF_HEALING_PRESET="conservative")
+    given = HealingConfig.from_dict(json.loads(started["environment"][hook.VARIABLE]))
+    assert given == HealingConfig.aggressive(nan_patience=5)
+    assert f"(settings of {recipe})" in result.stderr
+
+
+def test_rules_that_a_recipe_names_are_found_from_wherever_the_script_looks(
+    started: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rules.toml").touch()
+    Path("recipe.toml").write_text('rules_file = "rules.toml"\n')
+    assert run("--config", "recipe.toml", "--", "ls").exit_code == 0
+    given = json.loads(started["environment"][hook.VARIABLE])
+    assert given["rules_file"] == str(tmp_path / "rules.toml")
+
+
+# ---- what is refused before anything is started ----
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (None, "There is no file recipe.toml"),
+        ("[nonfinite]\nnan_patiance = 2\n", "Did you mean `nan_patience`"),
+        ("nan_patience = \n", "is not valid TOML"),
+        ('rules_file = "nowhere.toml"\n', "`rules_file` is 'nowhere.toml', which cannot be read"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_is_an_error(
+    started: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str | None, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if recipe is not None:
+        Path("recipe.toml").write_text(recipe)
+    result = run("--config", "recipe.toml", "--", "ls")
+    assert (result.exit_code, started) == (2, {})
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_a_preset_there_is_not_is_an_error_that_names_those_there_are(started: dict[str, Any], how: str) -> None:
+    result = run("--preset", "timid", "--", "ls") if how == "flag" else run("--", "ls", SELF_HEALING_PRESET="timid")
+    assert (result.exit_code, started) == (2, {})
+    assert "timid" in result.stderr
+    assert "conservative" in result.stderr
+
+
+def test_a_preset_beside_a_recipe_is_an_error(started: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").touch()
+    result = run("--preset", "aggressive", "--config", str(tmp_path / "recipe.toml"), "--", "ls")
+    assert (result.exit_code, started) == (2, {})
+    assert "`healing_preset` under [preset]" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        (["nowhere-to-be-found"], 127, "There is no program 'nowhere-to-be-found' on the PATH"),
+        (["trl sft --config x.yaml"], 127, "Please leave out the quotes"),
+        (["./nowhere.sh"], 127, "There is no file ./nowhere.sh"),
+        (["train.py", "--lr", "1"], 126, "Did you mean: self-healing run -- python train.py --lr 1"),
+        (["./train.sh"], 126, "chmod +x ./train.sh"),
+        (["."], 126, ". is a directory"),
+    ],
+)
+def test_a_program_there_is_not_ends_as_in_a_shell(
+    started: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "train.sh"):
+        Path(name).touch()
+    result = run("--", *command)
+    assert (result.exit_code, started) == (code, {})
+    assert message in result.stderr
+
+
+def test_a_file_the_system_cannot_execute_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def execve(*_: Any) -> None:
+        raise OSError(8, "Exec format error")
+
+    monkeypatch.setattr(os, "execve", execve)
+    result = run("--", str(executable(tmp_path / "no shebang", "x")))
+    assert result.exit_code == 126
+    assert "Exec format error" in result.stderr
+
+
+# ---- Python that would not hear of us ----
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S", "-uI", "-Im"])
+def test_a_python_that_ignores_us_is_refused(started: dict[str, Any], option: str) -> None:
+    result = run("--", sys.executable, option, "train")
+    assert (result.exit_code, started) == (2, {})
+    assert "-I and -E have Python ignore PYTHONPATH" in result.stderr
+
+
+def test_a_python_without_the_package_is_refused(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_QUESTION", "print('hooked missing')")
+    result = run("--", sys.executable, "train.py")
+    assert (result.exit_code, started) == (2, {})
+    assert f"{sys.executable} -m pip install self-healing-trl" in result.stderr
+
+
+def test_a_python_that_hears_us_is_started(started: dict[str, Any]) -> None:
+    assert run("--", sys.executable, "-u", "-X", "dev", "train.py").exit_code == 0
+    assert started["command"] == [sys.executable, "-u", "-X", "dev", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        ("#!/opt/venv/bin/python3.12\nimport trl", ["/opt/venv/bin/python3.12"]),
+        ("#!/opt/venv/bin/python -I\n", ["/opt/venv/bin/python", "-I"]),
+        ("#!/usr/bin/env -S VAR=1 no-such-dir/python3 -E\n", ["no-such-dir/python3", "-E"]),
+        ("#!/bin/sh\n'''exec' \"/a b/bin/python\" -I \"$0\" \"$@\"\n' '''\n", ["/a b/bin/python", "-I"]),
+        ("#!/bin/bash\npython train.py\n", None),
+        ("\x7fELF", None),
+        ("", None),
+    ],
+)
+def test_the_python_of_an_installed_command_is_read_from_its_first_lines(
+    tmp_path: Path, head: str, expected: list[str] | None
+) -> None:
+    command = executable(tmp_path / "with space" / "trl", head)
+    assert program.python_of(str(command), ["sft"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["train.py", "-I"], []),
+        (["-m", "trl", "-I"], []),
+        (["-u", "-X", "importtime", "-W", "error", "-m", "x"], ["-u", "-X", "importtime", "-W", "error"]),
+        (["-Em", "trl"], ["-E"]),
+        (["-Xdev", "-c", "code"], ["-Xdev"]),
+        (["-", "-I"], []),
+        ([], []),
+    ],
+)
+def test_options_of_python_end_where_the_program_begins(arguments: list[str], options: list[str]) -> None:
+    assert program.python_of("/usr/bin/python3", arguments) == ["/usr/bin/python3", *options]
