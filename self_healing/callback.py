@@ -32,6 +32,7 @@ from .instrument import (
 )
 from .journal.incident import Incident
 from .own_files import hide_from_uploads, own_patterns
+from .start_and_end import start_speaking, stop_speaking, tell_start
 
 
 logger = logging.getLogger("self_healing")
@@ -111,13 +112,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             fault = caught
         except (ConfigurationError, CheckpointError, UnrecoverableTrainingError):
             # Asked for, and not possible with this model; or there is nothing to train with.
-            if self.run is not None and self.run.instrument is not None:
-                self.run.instrument.detach()
+            self._detach()
             raise
         except Exception as error:
             logger.error("self_healing could not attach; training goes on without it.", exc_info=error)
-            if self.run is not None and self.run.instrument is not None:
-                self.run.instrument.detach()
+            self._detach()
             self._give_up_quietly()
         if fault is not None:
             raise fault.error
@@ -142,6 +141,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if self.config != run.context.config:
             # restore_callback_states_from_checkpoint=True has built this object from a checkpoint.
             self.reconfigure(run.context.config)
+        if adopted is None:
+            start_speaking(run, args.process_index)
         run.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
         self._hide_own_files(args)
         before = run.instrument
@@ -153,6 +154,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         entry.begin(self._rules, resumed_from, self._state_of(state), wrapped=adopted is not None)
         entry.attach(wrapped=adopted is not None)
         entry.go_on(resumed_from)
+        if run.attempts.in_first_entry:
+            tell_start(run, entry.instrument, wrapped=adopted is not None)
         if adopted is None and args.auto_find_batch_size:
             logger.warning(
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error that could "
@@ -175,8 +178,22 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        run, left_by = self.run, None
+        if run is None or run.instrument is None:
+            return
+        try:
+            end_run(run, run.instrument, int(state.global_step))
+        except BaseException as error:
+            left_by = error
+            raise
+        finally:
+            stop_speaking(run, left_by)
+
+    def _detach(self) -> None:
         if self.run is not None and self.run.instrument is not None:
-            end_run(self.run, self.run.instrument, int(state.global_step))
+            self.run.instrument.detach()
+        if self.run is not None:
+            stop_speaking(self.run, sys.exception())
 
     def _give_up_quietly(self) -> None:
         if self.run is not None:

@@ -149,7 +149,7 @@ class Entry:
         run.rollback.begin(instrument, not run.numerics.warm, resumed_from, self._finite)
         if not instrument.view.can_reexecute:
             logger.warning(
-                "self_healing: %s runs the backward pass itself; steps are watched, but not healed.",
+                "%s runs the backward pass itself; steps are watched, but not healed.",
                 self._trainer.accelerator.distributed_type,
             )
 

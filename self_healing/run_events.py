@@ -5,6 +5,7 @@ from __future__ import annotations
 from .assembly import Run
 from .restarts.lost_device import write_down_lost_device
 from .run.healer import Healer
+from .start_and_end import stop_speaking
 
 
 class RunEvents(Healer):
@@ -32,6 +33,10 @@ class RunEvents(Healer):
 
     def device_lost(self, error: BaseException) -> None:
         write_down_lost_device(self._run.ending, error)
+
+    def left_by(self, error: BaseException) -> None:
+        # The wrapper's outlives the call, and speaks of what becomes of the exception.
+        stop_speaking(self._run, error)
 
     def broken(self) -> None:
         self._run.context.attachment.broken = True

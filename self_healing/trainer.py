@@ -20,7 +20,9 @@ from .dry_run import DryRunReport, dry_run
 from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
 from .instrument import ReportingGuard, let_go
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
+from .instrument.progress_bars import remove_progress_bars
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader
+from .journal.terminal import Terminal
 from .random_state import RandomState
 from .recovery import NextEntry, Recovery
 from .report import HealingReport
@@ -28,6 +30,7 @@ from .restarts.earlier_attempts import take_up
 from .restarts.record import RunRecord
 from .restarts.start import Start, find_start, note_start
 from .services.reporting import Reporting
+from .start_and_end import tell_end
 
 
 logger = logging.getLogger("self_healing")
@@ -140,10 +143,15 @@ class SelfHealingTrainer:
                 f"resume_from_checkpoint is {resume_from_checkpoint!r}, but must be the path of a checkpoint, True, "
                 '"auto" or None. For the checkpoint of a step, please pass its path: "<output_dir>/checkpoint-<step>".'
             )
+        with Terminal(self.trainer.args.process_index).speaking():
+            return self._train(resume_from_checkpoint, kwargs)
+
+    def _train(self, requested: str | os.PathLike[str] | bool | None, kwargs: dict[str, Any]) -> TrainOutput:
         self._switch_off_auto_find_batch_size()
         self._put_callback_in_force()
         args = self.trainer.args
-        run, start = self._open_run(resume_from_checkpoint)
+        run, start = self._open_run(requested)
+        left_by: BaseException | None = None
         theirs = args.eval_on_start, args.ignore_data_skip
         reporting = Reporting(run.context)
         guard = ReportingGuard(self.trainer, reporting)
@@ -157,6 +165,7 @@ class SelfHealingTrainer:
             if run.departure.begun and not self._at_the_end():
                 run.departure.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
         except BaseException as error:
+            left_by = error
             run.ending.note_exception(error)
             raise
         else:
@@ -170,6 +179,7 @@ class SelfHealingTrainer:
                 run.rollback.release()
             guard.detach()
             reporting.sum_up(int(self.trainer.state.global_step))
+            tell_end(run, left_by)
         return output
 
     # ---- where the run begins ----
@@ -219,6 +229,7 @@ class SelfHealingTrainer:
                 raise recovery.cause
             # Outside the handler: the exception and with it the failed step's activations are gone.
             self._let_go(recovery.run)
+            remove_progress_bars(self.trainer)
             recovery.prepare(entry)
             resume_from = entry.resume_from
             # Samplers and their seeds are made again on entry, some from the global generators.

@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # Read by what ends a run, and by nothing that heals it.
     ("report",),
     ("assembly",),
+    ("start_and_end",),
     ("run_events", "step_recorder", "entry_checks", "end_of_run"),
     ("entry",),
     ("actions",),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import logging
 import re
 import runpy
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,17 @@ def test_every_block_is_of_a_kind_that_is_checked() -> None:
 # ---- what they show runs ----
 
 
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    logger = logging.getLogger("self_healing")
+    level, handlers = logger.level, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.usefixtures("logging_as_before")
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     """All blocks of a page in order and in one namespace, with what a reader has beforehand: model, dataset, args."""
     monkeypatch.chdir(tmp_path)

@@ -125,7 +125,8 @@ class KnownBadSamples:
         """Notes that a second attempt has succeeded."""
         raised = describe_exception(error) if self._keep_text else type(error).__name__
         self.retried.append(f"{what} ({raised})")
-        logger.warning("%s raised %s; the second attempt succeeded.", what, raised)
+        # The incident tells of it.
+        logger.info("%s raised %s; the second attempt succeeded.", what, raised)
 
     def read_new_lines(self, before: int | None = None) -> None:
         """

@@ -108,7 +108,9 @@ class Failsafe:
         try:
             return original(*args, **kwargs)
         except BaseException as error:
-            if not self.tells_of_lost_device(error):
+            lost = self.tells_of_lost_device(error)
+            self._hooks.left_by(error)
+            if not lost:
                 raise
             self.give_back()
             first = self._lost_device_error

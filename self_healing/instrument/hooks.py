@@ -102,6 +102,9 @@ class Hooks:
 
     # ---- the run cannot go on as it was ----
 
+    def left_by(self, error: BaseException) -> None:
+        """Called with an exception on its way out of `train()`; what is done about it is done outside."""
+
     def device_lost(self, error: BaseException) -> None:
         """Called with an exception that says so, before the trainer is given back; maybe more than once."""
 

@@ -21,6 +21,7 @@ from ..detectors.symptom import Severity
 from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..files import append_line, jsonable, replace_file
 from ..own_files import EVENTS_FILE
+from .headline import headline
 from .incident import Incident, describe, figures
 from .postmortem import (
     Directions,
@@ -30,6 +31,7 @@ from .postmortem import (
     read_errors_of_other_ranks,
     set_aside_postmortems,
 )
+from .terminal import HEADLINE_WIDTH
 
 
 logger = logging.getLogger("self_healing")
@@ -126,12 +128,24 @@ class Journal:
             # It did not end the run.
             severity = "warning"
         text = describe(incident)
-        # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
-        logger.log(logging.ERROR if severity == "error" else logging.WARNING, "%s", text)
+        self._log(incident, "error" if Action.STOP in incident.actions else severity)
+        # For whoever wants to read it in the log; the journal has it all.
+        logger.info("%s", text)
         self.alert(f"self_healing: {incident.cause}", text, severity, incident.step)
         if self.notify is not None:
             self._contained("on_instability", lambda: self.notify(incident) if self.notify else None)
         self._record()
+
+    def _log(self, incident: Incident, severity: str) -> None:
+        """One line, with the incident itself for handlers of the program's own."""
+        of_its_kind = (incident.failure, incident.symptom, *dict.fromkeys(incident.actions))
+        # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
+        logger.log(
+            logging.ERROR if severity == "error" else logging.WARNING,
+            "%s",
+            headline(incident, HEADLINE_WIDTH),
+            extra={"incident": incident, "severity": severity, "kind": of_its_kind},
+        )
 
     def closed(self, incident: Incident, outcome: str, **evidence: Any) -> None:
         """Records the measured outcome."""

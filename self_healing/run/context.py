@@ -14,6 +14,7 @@ from ..instrument import Instrument
 from ..instrument.sections import Heartbeat
 from ..journal.incident import Incident
 from ..journal.journal import Journal
+from ..journal.terminal import Terminal
 from .budget import RecoveryBudget
 from .dispatch import Remedies
 from .healer import Healers
@@ -37,6 +38,8 @@ class Attachment:
             Whether code of ours has failed: training goes on without it.
         device_lost (`bool`, *optional*, defaults to `False`):
             Whether what lies on the device is neither touched nor freed any more.
+        terminal ([`Terminal`], *optional*):
+            Speaks for the time of this call; `None` where one does that for several of them.
     """
 
     instrument: Instrument | None = None
@@ -44,6 +47,7 @@ class Attachment:
     trainer: Any = None
     broken: bool = False
     device_lost: bool = False
+    terminal: Terminal | None = None
 
 
 @dataclass(slots=True)

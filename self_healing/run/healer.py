@@ -178,6 +178,10 @@ class Healers(Hooks):
         for each in self._with["before_save"]:
             each.before_save(step)
 
+    def left_by(self, error: BaseException) -> None:
+        for each in self._with["left_by"]:
+            each.left_by(error)
+
     def device_lost(self, error: BaseException) -> None:
         for each in self._with["device_lost"]:
             each.device_lost(error)

@@ -209,6 +209,7 @@ class TestForward:
         assert failures_until_it_fits(memory, tmp_path / "healed") == 2
 
     def test_what_was_split_is_told(self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", "self_healing")
         healed, _ = run(sft_trainer, tmp_path, tokenizer, lambda model: TooManyRows(model, 1))
         assert values(healed, "healing/split_into")[-1] == 4
         (detected,) = journal(tmp_path, "detected")

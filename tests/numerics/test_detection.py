@@ -612,6 +612,7 @@ def test_a_policy_that_collapses_is_reported(tmp_path: Path, tokenizer: Any) -> 
 
 
 def test_a_constant_reward_is_reported(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+    caplog.set_level("INFO", "self_healing")
     trainer = grpo_trainer(
         tmp_path,
         tokenizer,
@@ -655,6 +656,7 @@ def test_on_red_flag_warn_lets_the_run_go_on(tmp_path: Path, tokenizer: Any) -> 
 
 
 def test_a_stop_that_is_seen_in_the_last_log_is_told(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+    caplog.set_level("INFO", "self_healing")
     trainer = dpo_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], dropout=0.0, max_steps=20)
     detach_policy(trainer)
     trainer.train()

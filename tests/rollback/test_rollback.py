@@ -594,6 +594,8 @@ class TestDeadWeights:
     def test_without_a_gradient_are_rolled_back_if_trusted_ones_have_one(
         self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
+        caplog.set_level("INFO", "self_healing")
+
         def out_of_reach(model: Any) -> None:
             # The final norm's output no longer depends on anything: the loss is that of chance, and stays there.
             model.model.norm.weight.zero_()
@@ -633,6 +635,8 @@ class TestEverythingLearned:
     def test_has_no_gradient_either_and_is_not_undone(
         self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
+        caplog.set_level("INFO", "self_healing")
+
         def hinged(directory: Path, callbacks: Any = None) -> Any:
             arguments = {"max_steps": 25, "learning_rate": 1e-2, "gradient_accumulation_steps": 1}
             trainer = sft_trainer(tmp_path / directory, tokenizer, callbacks=callbacks, **arguments)

@@ -1,0 +1,207 @@
+"""`Terminal`: what this library logs, written past progress bars, each message behind its name."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from .headline import headline
+from .incident import Incident
+
+
+NAME = "[self_healing]"
+# The most characters of an incident's line, with the name in front.
+WIDTH = 100
+HEADLINE_WIDTH = WIDTH - len(NAME) - 1
+# Of one kind: the first ones, then the tenth, the hundredth, ...
+_IN_FULL = 3
+# As TRANSFORMERS_VERBOSITY, for programs whose code is not changed.
+VERBOSITY = "SELF_HEALING_VERBOSITY"
+_LEVELS = {name: getattr(logging, name.upper()) for name in ("info", "warning", "error", "critical")}
+_CLEAR_LINE = "\r\x1b[K"
+_GREEN, _YELLOW, _RED = "\x1b[32m", "\x1b[33m", "\x1b[31m"
+_COLOURS = {"info": _GREEN, "warning": _YELLOW, "error": _RED}
+
+_logger = logging.getLogger("self_healing")
+
+
+class Terminal(logging.Handler):
+    """
+    Writes what this library logs to stderr, past the progress bars of `tqdm`.
+
+    Where the program has `logging` write to the terminal itself, messages are left to that, in its own format; only
+    the bars are taken out of their way.
+
+    Args:
+        rank (`int`, *optional*, defaults to 0):
+            This process; ranks other than 0 speak of errors only.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self._rank = rank
+        self._name = NAME if rank == 0 else f"{NAME[:-1]} rank {rank}]"
+        self._process = os.getpid()
+        self._times: collections.Counter[Any] = collections.Counter()
+
+    @contextlib.contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Speaks for the time of a block."""
+        self.start()
+        try:
+            yield
+        finally:
+            self.stop()
+
+    def start(self) -> None:
+        """Speaks from here on, unless another one does already: two trainers share a terminal."""
+        asked = os.environ.get(VERBOSITY) or "info"
+        level = _LEVELS.get(asked.lower(), logging.NOTSET)
+        self.setLevel(max(level, logging.ERROR if self._rank else logging.NOTSET))
+        _logger.addHandler(self)
+        if asked.lower() not in _LEVELS:
+            _logger.warning(
+                "%s=%r is not known, and is ignored. Please use %s.", VERBOSITY, asked, " or ".join(_LEVELS)
+            )
+
+    def stop(self) -> None:
+        """Speaks no longer; may be called again."""
+        _logger.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record of `logging`. A terminal that cannot be written to is no matter of the training."""
+        if _speaker() is not self:
+            return
+        try:
+            if _is_on_the_terminal(record):
+                _clear_bars()
+            elif (suffix := self._repeated(record)) is not None:
+                self._write(record, suffix)
+        except Exception:
+            # `handleError` writes to stderr, which may be what has failed.
+            with contextlib.suppress(Exception):
+                self.handleError(record)
+
+    def _repeated(self, record: logging.LogRecord) -> str | None:
+        """Counts a message by its kind; gives what to add to it, `None` for one that is left out."""
+        if record.levelno >= logging.ERROR:
+            return ""
+        kind = getattr(record, "kind", None) or (record.getMessage() if record.msg == "%s" else record.msg)
+        self._times[kind] += 1
+        times = self._times[kind]
+        if times < _IN_FULL:
+            return ""
+        shown = str(times).rstrip("0") == "1"
+        if times > _IN_FULL and not shown:
+            return None
+        return f" ({times} so far; next at {10 ** len(str(times))})"
+
+    def _write(self, record: logging.LogRecord, suffix: str) -> None:
+        stream = sys.stderr
+        if stream is None:
+            return
+        name, incident = self._name, getattr(record, "incident", None)
+        text = record.getMessage()
+        if isinstance(incident, Incident):
+            text = headline(incident, WIDTH - len(name) - 1 - len(suffix))
+        text += suffix
+        if record.exc_info:
+            text += "\n" + (self.formatter or _TRACEBACK).formatException(record.exc_info)
+        colour = _colour_of(record)
+        if colour is not None and _takes_colours(stream):
+            name = f"{colour}{name}\x1b[0m"
+        if os.getpid() == self._process:
+            tqdm.write(f"{name} {text}", file=stream)
+            return
+        # A data loader worker knows nothing of the bars, and must not wait for their lock: who held it when the worker
+        # was forked is not there to give it back. The bar's line is taken, and the bar comes again on the next one.
+        stream.write(f"{_CLEAR_LINE if _is_terminal(stream) else ''}{name} {text}\n")
+        stream.flush()
+
+
+def announce(text: str, level: int = logging.INFO, severity: str | None = None) -> None:
+    """
+    Says how a run begins or ends: logged, and also shown in a terminal where nobody has chosen a level.
+
+    `logging` shows warnings by default. A run that says nothing at all leaves its user in doubt whether it is healed,
+    and whoever wants it quiet sets the level of the logger `self_healing`.
+
+    Args:
+        text (`str`):
+            A line.
+        level (`int`, *optional*, defaults to `logging.INFO`):
+            One of `logging`.
+        severity (`str`, *optional*):
+            Its colour, that of an incident: `"info"`, `"warning"` or `"error"`.
+    """
+    extra = {"severity": severity}
+    if _logger.isEnabledFor(level):
+        _logger.log(level, "%s", text, extra=extra)
+        return
+    terminal = _speaker()
+    nobody_has_chosen = _logger.level == logging.NOTSET and not _logger.disabled and _logger.manager.disable < level
+    if terminal is not None and level >= terminal.level and nobody_has_chosen:
+        record = _logger.makeRecord(_logger.name, level, __file__, 0, "%s", (text,), None, extra=extra)
+        if not _is_on_the_terminal(record):
+            terminal.handle(record)
+
+
+_TRACEBACK = logging.Formatter()
+
+
+def _speaker() -> Terminal | None:
+    """The one that speaks, where several runs are trained: else each line came as often as there are runs."""
+    return next((handler for handler in _logger.handlers if isinstance(handler, Terminal)), None)
+
+
+def _is_on_the_terminal(record: logging.LogRecord) -> bool:
+    """Whether a handler of the program's own is there to write messages of this library to a terminal."""
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None:
+        if any(_writes_to_terminal(handler) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+def _writes_to_terminal(handler: logging.Handler) -> bool:
+    if isinstance(handler, Terminal):
+        return False
+    # `RichHandler`, of rich and of what builds on it.
+    if hasattr(handler, "console"):
+        return True
+    own = sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__
+    stream = getattr(handler, "stream", None)
+    return stream is not None and any(stream is each for each in own)
+
+
+def _clear_bars() -> None:
+    """Leaves the line of each bar to what is written next; a bar draws itself anew when it moves."""
+    # Not `external_write_mode`, which draws them again at its end: before what is to be written.
+    with tqdm.get_lock():
+        for bar in list(getattr(tqdm, "_instances", ())):
+            if not bar.disable:
+                bar.clear(nolock=True)
+
+
+def _colour_of(record: logging.LogRecord) -> str | None:
+    severity = getattr(record, "severity", None)
+    if severity is None and record.levelno >= logging.WARNING:
+        severity = "error" if record.levelno >= logging.ERROR else "warning"
+    return _COLOURS.get(str(severity))
+
+
+def _takes_colours(stream: TextIO) -> bool:
+    # https://no-color.org
+    return _is_terminal(stream) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return bool(getattr(stream, "isatty", lambda: False)())

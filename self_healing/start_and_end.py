@@ -1,0 +1,168 @@
+"""Says how a run begins (what is healed, where the journal is) and what became of it, in a line each."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .assembly import Run
+from .instrument import Instrument
+from .journal.incident import Incident
+from .journal.terminal import Terminal, announce
+
+
+logger = logging.getLogger("self_healing")
+
+# What is healed, by which setting and with which of its values, and where: in steps, anywhere inside of `train()`, or
+# around it.
+_HEALED = (
+    ("NaN/Inf", "on_nonfinite", ("heal", "skip"), "steps"),
+    ("spikes", "on_spike", ("heal",), "steps"),
+    ("divergence", "on_divergence", ("heal",), "steps"),
+    ("out of memory", "on_oom", ("heal",), "inside"),
+    ("bad samples", "on_bad_sample", ("quarantine",), "inside"),
+    ("failed saves", "on_save_failure", ("continue",), "inside"),
+    ("hangs", "hang_action", ("recover",), "wrapper"),
+    ("exceptions", "max_recovery_attempts", range(1, sys.maxsize), "wrapper"),
+)
+# The outcomes of incidents, in words.
+_BECAME = {
+    "resolved": "healed",
+    "self_recovered": "healed",
+    "reported": "reported only",
+    "unresolved": "not healed",
+    "fatal": "fatal",
+    "open": "not judged yet",
+}
+# Kinds of incidents that are named at the end, the most frequent first.
+_NAMED = 3
+
+
+def _contained(tell: Callable[..., None]) -> Callable[..., None]:
+    """What cannot be said is no matter of the training, and must not take the place of the exception that ends it."""
+
+    @functools.wraps(tell)
+    def telling(*args: Any, **kwargs: Any) -> None:
+        try:
+            tell(*args, **kwargs)
+        except Exception:
+            logger.exception("A line about the run as a whole could not be written.")
+
+    return telling
+
+
+def start_speaking(run: Run, rank: int) -> None:
+    """Has a terminal speak for one `train()` call, until [`stop_speaking`]."""
+    run.context.attachment.terminal = terminal = Terminal(rank)
+    terminal.start()
+
+
+def stop_speaking(run: Run, left_by: BaseException | None) -> None:
+    """
+    Says what became of a run, and falls silent; does nothing where something else speaks, or nothing any more.
+
+    Args:
+        run ([`Run`]):
+            The run.
+        left_by (`BaseException`, *optional*):
+            What has ended its `train()`.
+    """
+    attachment = run.context.attachment
+    terminal, attachment.terminal = attachment.terminal, None
+    if terminal is not None:
+        tell_end(run, left_by)
+        terminal.stop()
+
+
+@_contained
+def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
+    """
+    Says what is healed in a run, what is not, and where its journal is.
+
+    Args:
+        run ([`Run`]):
+            The run.
+        instrument ([`Instrument`]):
+            Attached to its trainer.
+        wrapped (`bool`):
+            Whether `SelfHealingTrainer` has entered `train()`.
+    """
+    if run.journal.rank != 0:
+        return
+    config = run.context.config
+    steps_can_be_healed = instrument.view.can_reexecute
+    healed, off, needs_wrapper = list[str](), list[str](), list[str]()
+    for what, setting, heals, where in _HEALED:
+        value = getattr(config, setting)
+        if value not in heals:
+            off.append(f"{what} ({setting}={value!r})")
+        elif where == "wrapper" and not wrapped:
+            needs_wrapper.append(what)
+        elif where != "steps" or steps_can_be_healed:
+            healed.append(what)
+    text = f"on: heals {', '.join(healed) or 'nothing'}"
+    if off:
+        text += f"; not {', '.join(off)}"
+    if not steps_can_be_healed:
+        text += f"; steps are only watched ({instrument.trainer.accelerator.distributed_type})"
+    if needs_wrapper:
+        text += f"; with SelfHealingTrainer also {', '.join(needs_wrapper)}"
+    announce(f"{text}. Journal: {run.journal.path}", severity="info")
+
+
+@_contained
+def tell_end(run: Run, left_by: BaseException | None) -> None:
+    """
+    Says how a run ended, and what its incidents come to.
+
+    Args:
+        run ([`Run`]):
+            The run.
+        left_by (`BaseException`, *optional*):
+            What has ended its `train()`.
+    """
+    trainer, incidents = run.context.attachment.trainer, run.journal.incidents
+    if run.journal.rank != 0 or trainer is None:
+        return
+    step, of = int(trainer.state.global_step), int(trainer.state.max_steps)
+    where = f"at step {step} of {of}" if of > 0 else "before its first step"
+    healed = all(_BECAME[incident.outcome] == "healed" for incident in incidents)
+    level, severity = (logging.WARNING, "info" if healed else "warning") if incidents else (logging.INFO, "info")
+    how = f"ended {where}"
+    if isinstance(left_by, KeyboardInterrupt | SystemExit | GeneratorExit):
+        level, severity, how = logging.WARNING, "warning", f"left {where} ({type(left_by).__name__})"
+    elif left_by is not None:
+        level, severity, how = logging.ERROR, "error", f"stopped {where} by {type(left_by).__name__}"
+    text = f"{how}: {_summed_up(incidents)}"
+    if incidents:
+        text += f". More: self-healing report {run.journal.directory}"
+    announce(text, level, severity)
+
+
+def _summed_up(incidents: Sequence[Incident]) -> str:
+    if not incidents:
+        return "0 incidents"
+    kinds = collections.Counter(_kind_of(incident) for incident in incidents)
+    named = [f"{times} {kind}" for kind, times in kinds.most_common(_NAMED)]
+    rest = len(incidents) - sum(times for _, times in kinds.most_common(_NAMED))
+    became = collections.Counter(_BECAME[incident.outcome] for incident in incidents)
+    lost = sum(incident.steps_lost for incident in incidents)
+    repeated = sum(incident.steps_repeated for incident in incidents)
+    parts = [
+        f"{len(incidents)} incident{'' if len(incidents) == 1 else 's'} "
+        f"({', '.join([*named, *([f'{rest} more'] if rest else [])])})",
+        *(f"{times} {word}" for word, times in became.items()),
+        f"{lost} step{'' if lost == 1 else 's'} lost",
+        *([f"{repeated} repeated"] if repeated else []),
+        f"{sum(incident.seconds_lost for incident in incidents):.1f} s",
+    ]
+    return ", ".join(parts)
+
+
+def _kind_of(incident: Incident) -> str:
+    kind = incident.symptom if incident.failure is None else incident.failure.value
+    return kind.replace("nonfinite", "NaN/Inf").replace("_", " ")

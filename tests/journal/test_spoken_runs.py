@@ -1,0 +1,220 @@
+"""What real runs say in the terminal, from their first line to their last, past the Trainer's own progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import (
+    OutputFault,
+    RaisingAt,
+    RaisingForward,
+    journal,
+    lost_connection,
+    plain_trainer,
+    tiny_model,
+)
+from replayed_terminal import terminal_of
+from transformers import ProgressCallback
+
+from self_healing import (
+    HealingConfig,
+    SelfHealingCallback,
+    SelfHealingTrainer,
+    UnrecoverableTrainingError,
+)
+from self_healing.journal.terminal import Terminal
+
+
+def speakers() -> list[logging.Handler]:
+    return [each for each in logging.getLogger("self_healing").handlers if isinstance(each, Terminal)]
+
+
+@pytest.fixture(autouse=True)
+def _nobody_speaks_after_a_run() -> Any:
+    yield
+    assert speakers() == []
+
+
+def own_lines(shown: list[str]) -> list[str]:
+    return [line for line in shown if line.startswith("[self_healing")]
+
+
+def said(train: Callable[[], Any]) -> list[str]:
+    """What training says to a pipe."""
+    with contextlib.redirect_stderr(io.StringIO()) as stream:
+        train()
+    return own_lines(re.split("[\r\n]", stream.getvalue()))
+
+
+def healer_of(trainer: Any, **settings: Any) -> SelfHealingTrainer:
+    return SelfHealingTrainer(trainer, HealingConfig(retry_initial_seconds=0.01, **settings))
+
+
+INSIDE = "NaN/Inf, spikes, divergence, out of memory, bad samples, failed saves"
+ON = f"[self_healing] on: heals {INSIDE}, hangs, exceptions."
+
+
+def test_no_bar_is_torn_where_a_step_is_healed_and_train_entered_again(tmp_path: Path, tokenizer: Any) -> None:
+    with terminal_of(400) as shown:
+        trainer = plain_trainer(tmp_path / "run", tokenizer, disable_tqdm=False, max_steps=8)
+        OutputFault(trainer.model, lambda forward: forward == 5)
+        RaisingForward(trainer.model, lambda forward: forward == 15, lost_connection)
+        healer_of(trainer).train()
+    lines = [line for line in shown.lines if line]
+    begin, healed, entered_again, end = own_lines(lines)
+    assert begin == f"{ON} Journal: {tmp_path}/run/healing_events.jsonl"
+    assert healed.startswith("[self_healing] step 2: NaN/Inf in loss, transient -> computed again; 0 steps lost")
+    assert entered_again.startswith("[self_healing] step 5: ConnectionError, network -> saved, waits, then resumes;")
+    assert end.startswith("[self_healing] ended at step 8 of 8: 2 incidents (1 NaN/Inf transient, 1 network), 2 hea")
+    assert end.endswith(f" s. More: self-healing report {tmp_path}/run")
+    # What is left are the logs, each in a line of its own, and the one bar, at its end.
+    others = lines[lines.index(begin) :]
+    others = [line for line in others if line not in (begin, healed, entered_again, end)]
+    assert [line for line in others if not line.startswith("{'") and "%|" not in line] == []
+    (bar,) = [line for line in others if re.match(r" *\d+%\|", line)]
+    assert bar.startswith("100%|")
+    assert "8/8" in bar
+
+
+def test_a_healthy_run_says_what_it_heals_and_that_nothing_happened(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=2)
+    assert said(healer_of(trainer).train) == [
+        f"{ON} Journal: {tmp_path}/healing_events.jsonl",
+        "[self_healing] ended at step 2 of 2: 0 incidents",
+    ]
+
+
+def test_the_callback_says_what_needs_the_wrapper(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=2, callbacks=[SelfHealingCallback()])
+    assert said(trainer.train) == [
+        "[self_healing] on: heals NaN/Inf, spikes, divergence, out of memory, bad samples, failed saves; with "
+        f"SelfHealingTrainer also hangs, exceptions. Journal: {tmp_path}/healing_events.jsonl",
+        "[self_healing] ended at step 2 of 2: 0 incidents",
+    ]
+
+
+def test_what_is_switched_off_is_named_with_its_setting(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=1)
+    begin, _ = said(healer_of(trainer, on_oom="raise", hang_action="off").train)
+    assert "; not out of memory (on_oom='raise'), hangs (hang_action='off'). Journal" in begin
+
+
+def test_both_ways_of_healing_at_once_speak_with_one_voice(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=1, callbacks=[SelfHealingCallback()])
+    assert len(said(SelfHealingTrainer(trainer).train)) == 2
+
+
+def test_a_program_may_make_it_quiet(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=3)
+    OutputFault(trainer.model, lambda forward: forward == 3)
+    logger = logging.getLogger("self_healing")
+    logger.setLevel(logging.ERROR)
+    try:
+        assert said(healer_of(trainer).train) == []
+    finally:
+        logger.setLevel(logging.NOTSET)
+    assert len(journal(tmp_path, "detected")) == 1
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_log"])
+def test_an_exception_that_only_the_epoch_sees_ends_with_a_line(event: str, tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=4, callbacks=[SelfHealingCallback(), RaisingAt(event, 2)])
+
+    def train() -> None:
+        with pytest.raises(ConnectionError):
+            trainer.train()
+
+    assert said(train)[1:] == ["[self_healing] stopped at step 2 of 4 by ConnectionError: 0 incidents"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
+def test_a_run_that_cannot_be_healed_ends_with_a_line(wrapped: bool, tmp_path: Path, tokenizer: Any) -> None:
+    model = tiny_model(tokenizer)
+    OutputFault(model, lambda forward: True)
+    callbacks = None if wrapped else [SelfHealingCallback()]
+    trainer = plain_trainer(tmp_path, tokenizer, model=model, callbacks=callbacks)
+
+    def train() -> None:
+        with pytest.raises(UnrecoverableTrainingError):
+            (healer_of(trainer) if wrapped else trainer).train()
+
+    _, stopped, end = said(train)
+    assert stopped.startswith("[self_healing] step 0: NaN/Inf in loss, ")
+    assert " -> run stopped; " in stopped
+    assert end.startswith("[self_healing] stopped at step 0 of 6 by UnrecoverableTrainingError: 1 incident (")
+    assert ", 1 fatal, " in end
+
+
+def test_ctrl_c_is_no_error(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer)
+    RaisingForward(trainer.model, lambda forward: forward == 3, KeyboardInterrupt)
+
+    def train() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            healer_of(trainer).train()
+
+    assert said(train)[-1] == "[self_healing] left at step 1 of 6 (KeyboardInterrupt): 0 incidents"
+
+
+def test_settings_that_do_not_go_with_a_model_leave_nobody_speaking(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("self_healing.callback.Entry", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug of ours")))
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=1, callbacks=[SelfHealingCallback()])
+    lines = said(trainer.train)
+    assert lines[0] == "[self_healing] self_healing could not attach; training goes on without it."
+    assert int(trainer.state.global_step) == 1
+
+
+def test_a_trainer_within_a_run_shares_its_terminal(tmp_path: Path, tokenizer: Any) -> None:
+    class Within(ProgressCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                SelfHealingTrainer(plain_trainer(tmp_path / "inner", tokenizer, max_steps=1)).train()
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None: ...
+
+    outer = plain_trainer(tmp_path / "outer", tokenizer, max_steps=2)
+    outer.add_callback(Within())
+    lines = said(SelfHealingTrainer(outer).train)
+    assert len(lines) == 4
+    assert lines[1].endswith("inner/healing_events.jsonl")
+    assert lines[2:] == [f"[self_healing] ended at step {n} of {n}: 0 incidents" for n in (1, 2)]
+
+
+def test_a_terminal_that_cannot_be_written_to_ends_no_run(tmp_path: Path, tokenizer: Any) -> None:
+    gone = io.StringIO()
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=2)
+    gone.close()
+    with contextlib.redirect_stderr(gone):
+        healer_of(trainer).train()
+    assert int(trainer.state.global_step) == 2
+
+
+def test_the_panels_of_rich_are_left_before_train_is_entered_again(tmp_path: Path, tokenizer: Any) -> None:
+    trl = pytest.importorskip("trl")
+    with terminal_of(120) as shown:
+        callback = trl.RichProgressCallback()
+        trainer = plain_trainer(tmp_path, tokenizer, disable_tqdm=False, max_steps=4, callbacks=[callback])
+        trainer.remove_callback(ProgressCallback)
+        RaisingForward(trainer.model, lambda forward: forward == 5, lost_connection)
+        lives: list[Any] = []
+        begin = callback.on_train_begin
+
+        def on_train_begin(*args: Any, **kwargs: Any) -> None:
+            begin(*args, **kwargs)
+            lives.append(callback.rich_group)
+
+        callback.on_train_begin = on_train_begin
+        healer_of(trainer).train()
+    assert [live.is_started for live in lives] == [False, False]
+    assert len([line for line in shown.lines if line.startswith("[self_healing] step 2: ConnectionError")]) == 1
