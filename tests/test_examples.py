@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -16,13 +17,18 @@ from conftest import TEXTS, journal, tiny_model
 from self_healing import UnrecoverableTrainingError
 
 
-SFT = Path(__file__).parent.parent / "examples" / "sft.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SFT = EXAMPLES / "sft.py"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "offline.py")
 ON_ANY_MACHINE = ["--use_cpu", "--bf16", "False", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
 
 
 @pytest.fixture
 def sft(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the example in this process, which has everything imported."""
+
+    # As `python examples/sft.py` has it.
+    monkeypatch.syspath_prepend(str(EXAMPLES))
 
     def sft(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", [str(SFT), *ON_ANY_MACHINE, *arguments])
@@ -83,11 +89,122 @@ def test_sft_ends_with_a_postmortem_where_nothing_helps(tmp_path: Path, sft: Any
     assert json.loads((tmp_path / "postmortem.json").read_text())["failure"] == "learning_rate"
 
 
-def test_sft_without_model_says_what_is_missing(tmp_path: Path, sft: Any) -> None:
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "fsdp2.py"])
+def test_without_a_model_it_says_what_is_missing(script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [script, "--output_dir", str(tmp_path), "--use_cpu"])
     with pytest.raises(SystemExit, match="Please name --model_name_or_path and --dataset_name"):
-        sft("--output_dir", str(tmp_path))
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 
 def test_sft_refuses_a_wrong_setting(tmp_path: Path, sft: Any) -> None:
     with pytest.raises(ValueError, match="`nan_patience` is 0"):
         sft("--offline_tiny", "--output_dir", str(tmp_path), "--nan_patience", "0")
+
+
+def test_every_example_has_its_line() -> None:
+    listed = re.findall(r"^\| \[(.*?)\]\((.*?)\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == [(path.name, path.name) for path in sorted(EXAMPLES.glob("*.py"))]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("... so it is 1,234.", 1.0), ("1234", 1.0), ("1234, or 12", 0.0), ("I do not know", 0.0), ("-1234", 0.0)],
+)
+def test_an_answer_is_right_or_wrong(completion: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    right_number = runpy.run_path(str(EXAMPLES / "grpo.py"))["right_number"]
+    assert right_number(completions=[completion], answer=["It is 1,234 of them.\n#### 1,234"]) == [reward]
+
+
+# ---- each as a user runs it, with the tiny model ----
+
+
+def run(script: str, output_dir: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+    """Runs an example with `--offline-tiny` and returns what it has printed."""
+    done = subprocess.run(
+        [
+            *(sys.executable, *launcher, str(EXAMPLES / script), *arguments),
+            *("--offline-tiny", "--output_dir", str(output_dir), "--disable_tqdm", "True"),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=output_dir.parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def learned(text: str) -> float:
+    """How far the held-out loss is below that of token frequencies alone, in nats."""
+    found = re.search(r"Held-out loss: ([\d.]+); the frequencies of tokens alone would give ([\d.]+)", text)
+    assert found is not None, text
+    return float(found[2]) - float(found[1])
+
+
+def of_logs(name: str, text: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"'{name}': '([-\d.e]+)'", text)]
+
+
+def torchrun(processes: int) -> tuple[str, ...]:
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["sft.py", "trainer.py"])
+def test_the_tiny_model_learns(script: str, tmp_path: Path) -> None:
+    text = run(script, tmp_path / "run")
+    assert "Nothing had to be healed." in text
+    assert learned(text) > 1.0
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_lora_trains_an_adapter(tmp_path: Path) -> None:
+    text = run("sft.py", tmp_path / "run", "--use_peft", "--lora_r", "8", "--max_steps", "40")
+    losses = of_logs("loss", text)
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_dpo_learns_which_answer_is_preferred(tmp_path: Path) -> None:
+    text = run("dpo.py", tmp_path / "run")
+    assert "Nothing had to be healed." in text
+    assert of_logs("rewards/accuracies", text)[-1] > 0.8
+
+
+@pytest.mark.slow
+def test_grpo_learns_what_is_rewarded(tmp_path: Path) -> None:
+    rewards = of_logs("reward", run("grpo.py", tmp_path / "run"))
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.3
+
+
+@pytest.mark.slow
+def test_a_scrambled_layer_shows_and_is_healed(tmp_path: Path) -> None:
+    faults = ("-m", "self_healing.cli", "chaos", "--faults", "scrambled_layer@100")
+    text = run("sft.py", tmp_path / "run", launcher=(*faults, "--ledger", str(tmp_path / "chaos.jsonl"), "--"))
+    assert "All of it was survived." in text
+    # The loss is back where it was, and goes on falling.
+    assert learned(text) > 1.0
+    assert [event["failure"] for event in journal(tmp_path / "run", "outcome")] == ["divergence"]
+
+
+@pytest.mark.slow
+def test_a_killed_job_is_started_again(tmp_path: Path) -> None:
+    faults = ("-m", "self_healing.cli", "chaos", "--faults", "sigkill@30", "--restarts", "1")
+    ledger = ("--ledger", str(tmp_path / "chaos.jsonl"), "--")
+    text = run("restarts.py", tmp_path / "run", "--max_steps", "40", launcher=(*faults, *ledger))
+    assert "Started again: 1 of 1 restarts." in text
+    assert "All of it was survived." in text
+
+
+@pytest.mark.slow
+def test_fsdp2_shards_over_two_processes(tmp_path: Path) -> None:
+    text = run("fsdp2.py", tmp_path / "run", launcher=torchrun(2))
+    assert "The weights are sharded over 2 processes." in text
+    assert learned(text) > 1.0
+    assert (tmp_path / "run" / "model.safetensors").is_file()
