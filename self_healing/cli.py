@@ -217,9 +217,12 @@ def replay(
     Exit code 0: it did not come back; 1: it comes back; 2: it could not be replayed.
     """
     import json
+    import os
     import traceback
     import warnings
 
+    # Of several devices the Trainer would put a replica of the model on each, and split the batch between them.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     from transformers.utils import logging as transformers_logging
 
     from .files import jsonable

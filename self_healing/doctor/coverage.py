@@ -26,12 +26,15 @@ class Setting:
             `"DeepSpeed"`, `"Megatron-LM"` or `"XLA"`, where one of them runs the backward pass; else `None`.
         sharded (`bool`):
             Whether FSDP shards the model.
+        by_accelerate (`bool`):
+            Whether `accelerate launch` has started it: one process alone as a plain `python`, not started again.
     """
 
     launch: Launch
     ranks: int = 1
     engine: str | None = None
     sharded: bool = False
+    by_accelerate: bool = False
 
     @classmethod
     def of(cls, launch: Launch, environment: Mapping[str, str]) -> Setting:
@@ -54,7 +57,8 @@ class Setting:
             ranks = int(environment.get("WORLD_SIZE") or environment.get("SLURM_NTASKS") or 1)
         except ValueError:
             ranks = 1
-        return cls(launch, max(ranks, 1), engine, on("ACCELERATE_USE_FSDP"))
+        by_accelerate = any(name.startswith("ACCELERATE_") for name in environment)
+        return cls(launch, max(ranks, 1), engine, on("ACCELERATE_USE_FSDP"), by_accelerate)
 
     @property
     def started_again(self) -> bool:

@@ -67,7 +67,9 @@ def _facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
     yield "directory", f"{place.path}{there}: {size_in_words(place.free)} free{writable}"
     again = {None: "restarts not known", 0: "no restarts left"}.get(launch.restarts_left)
     again = again or f"{launch.restarts_left} restarts left"
-    none = "none (plain python)" + (" in a pod" if launch.in_a_pod else "")
+    none = ("accelerate, with a plain python" if setting.by_accelerate else "none (plain python)") + (
+        " in a pod" if launch.in_a_pod else ""
+    )
     yield "launcher", none if launch.launcher == "none" else f"{launch.launcher}, {again}"
     engine = setting.engine or ("FSDP" if setting.sharded else "DDP" if setting.ranks > 1 else "")
     yield "processes", f"{setting.ranks}{f', {engine}' if engine else ''}"

@@ -49,6 +49,10 @@ class Origin:
         of = f"{self.details.get('module_class', '?')}, {self.details.get('output_dtype', '?')}"
         largest = self.details.get("largest_input")
         given = "" if largest is None else f"; its inputs are finite, up to {largest:.3g}"
+        if self.details.get("inputs_finite") is False:
+            # An operation that is no module: attention scores, a residual.
+            within = name.rpartition(".")[0] or "the model"
+            given = f"; what reaches it is not finite either, and was computed in {within} itself"
         return f"the first module whose output is not finite is {name} ({of}{given})"
 
 

@@ -175,7 +175,9 @@ class StepRecord:
 
     def sources(self, index: int) -> list[RowSource]:
         """Finds the place in the data that each row (pair, segment) of a micro-batch came from."""
-        layout = self.layout(index)
+        return self._sources(self.layout(index), index)
+
+    def _sources(self, layout: Layout | None, index: int) -> list[RowSource]:
         if layout is None:
             return []
         return self._position.sources(layout, index, [self.inputs(before) for before in range(index)])
@@ -195,12 +197,13 @@ class StepRecord:
         batches = self.prepared or ({} if self.objective.online else dict(enumerate(self.all_inputs())))
         if not batches:
             return {}
+        rows = {index: self._sources(layout_of(batch, self.objective), index) for index, batch in batches.items()}
         return {
             "step": self.step,
             "objective": self.objective.name,
             "micro_batches": {index: _to_cpu(batch) for index, batch in batches.items()},
             "items": {index: _to_cpu(self._items(index)) for index in batches},
-            "rows": {index: [asdict(source) for source in self.sources(index)] for index in batches},
+            "rows": {index: [asdict(source) for source in sources] for index, sources in rows.items()},
             # What was generated is in the micro-batches, and drew numbers before their first forward.
             "rng": (self.start if self._generated is None else self._generated[1]).rng.to_plain(),
         }

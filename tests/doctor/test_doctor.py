@@ -143,6 +143,7 @@ def test_how_a_run_is_started_is_read_from_the_environment(
 ) -> None:
     found = setting(**environment)
     assert (found.engine, found.ranks, found.sharded) == (engine, ranks, sharded)
+    assert found.by_accelerate == any(name.startswith("ACCELERATE") for name in environment)
 
 
 def test_what_is_healed_depends_on_how_the_run_is_started() -> None:

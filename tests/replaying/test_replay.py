@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from conftest import (
     adapter_trainer,
     build_tokenizer,
     losses,
+    plain_trainer,
     sft_trainer,
     tiny_model,
     weights,
@@ -27,13 +29,21 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import self_healing
-from self_healing import FailureType, HealingConfig, Incident, ReplayError, SelfHealingCallback
+from self_healing import (
+    FailureType,
+    HealingConfig,
+    Incident,
+    ReplayError,
+    SelfHealingCallback,
+    UnrecoverableTrainingError,
+)
+from self_healing.checkpoints.marker import write_marker
 from self_healing.cli import app
-from self_healing.instrument.origin import watching_gradients
+from self_healing.instrument.origin import Origin, watching_gradients
 from self_healing.numerics import offending_batch
 from self_healing.numerics.offending_batch import KEPT_BATCHES, KEPT_OF_TRANSIENT, save_offending_batch
 from self_healing.random_state import RandomState
-from self_healing.replaying.incidents import find_incident, kept_incidents
+from self_healing.replaying.incidents import find_incident, kept_incidents, load_kept
 from self_healing.replaying.weights import choose_weights
 
 
@@ -122,6 +132,70 @@ def test_nothing_is_changed_in_the_run_directory_and_random_numbers_go_on_as_bef
     self_healing.replay(finished.directory)
     assert files() == before
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_gradient_that_alone_is_not_finite_is_followed_to_a_module(tmp_path: Path, tokenizer: Any) -> None:
+    model = tiny_model(tokenizer)
+    with torch.no_grad():
+        # A norm makes a finite number of it, and no finite derivative; the last of them is the first in the backward.
+        model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(POISON_WORD)] = 3e38
+    texts = [f"{text} {POISON_WORD}" if index == 5 else text for index, text in enumerate(TEXTS)]
+    trainer = sft_trainer(
+        tmp_path, tokenizer, texts=texts, model=model, max_steps=4, callbacks=[SelfHealingCallback()]
+    )
+    trainer.train()
+    found = self_healing.replay(tmp_path)
+    assert found.came_back
+    assert [row.source["dataset_index"] for row in found.look.rows] == [5]
+    origin = found.look.rows[0].origin
+    assert origin is not None
+    assert origin.place == "gradient"
+    assert origin.details["backward_module"] == "model.norm"
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "warn"])
+def test_a_step_that_was_not_looked_into_can_be_looked_into_later(
+    tmp_path: Path, tokenizer: Any, on_nonfinite: str
+) -> None:
+    texts = [f"{text} {POISON_WORD}" if index == 40 else text for index, text in enumerate(TEXTS)]
+    trainer = sft_trainer(
+        tmp_path,
+        tokenizer,
+        texts=texts,
+        model=overflowing_model(tokenizer),
+        max_steps=2,
+        callbacks=[SelfHealingCallback(HealingConfig(on_nonfinite=on_nonfinite))],
+    )
+    trainer.train()
+    found = self_healing.replay(tmp_path, 0)
+    assert [row.source["dataset_index"] for row in found.look.rows] == [40]
+
+
+def test_a_run_that_ended_at_its_first_step_can_be_replayed(tmp_path: Path, tokenizer: Any) -> None:
+    model = overflowing_model(tokenizer)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1.0
+    trainer = sft_trainer(tmp_path, tokenizer, model=model, callbacks=[SelfHealingCallback()])
+    with pytest.raises(UnrecoverableTrainingError):
+        trainer.train()
+    found = self_healing.replay(tmp_path)
+    assert found.look.poison == found.look.rows_in_step == 8
+    assert found.look.origin is not None
+    assert found.look.origin.names == ("model.layers.0.self_attn.v_proj",)
+
+
+def test_mixed_precision_is_that_of_the_run(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, bf16=True, max_steps=2, callbacks=[SelfHealingCallback()])
+    fault = OutputFault(trainer.model, lambda _: trainer.state.global_step == 1 and fault.fired == 0)
+    trainer.train()
+    found = self_healing.replay(tmp_path)
+    assert "with bf16" in found.computed
+    assert found.look.loss == losses(trainer)[1]
+
+
+def test_where_no_module_makes_it_what_contains_it_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    origin = Origin("module", ("layers.0.attn.o_proj",), {"module_class": "Linear", "inputs_finite": False})
+    assert "what reaches it is not finite either, and was computed in layers.0.attn itself" in str(origin)
 
 
 # ---- the command ----
@@ -248,6 +322,23 @@ def test_a_checkpoint_that_is_not_finite_is_passed_by(finished: FinishedRun, tmp
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     chosen = choose_weights(find_incident(directory, name), {}, [directory], None)
     assert chosen.checkpoint == str(directory / "checkpoint-1")
+
+
+def test_a_checkpoint_of_a_later_run_into_the_directory_is_passed_by(
+    finished: FinishedRun, tmp_path: Path, tokenizer: Any
+) -> None:
+    directory, name = without_weights(finished, tmp_path / "run", "transient")
+    incident = find_incident(directory, name)
+    for step, of in ((1, name.rpartition("-")[0]), (2, "another")):
+        folder = directory / f"checkpoint-{step}"
+        tiny_model(tokenizer).save_pretrained(folder)
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        write_marker(folder, of, step, {}, emergency=False)
+    kept = load_kept(incident)
+    assert choose_weights(incident, kept, [directory], None).checkpoint == str(directory / "checkpoint-1")
+    # Had it been there when the incident happened, the run would have gone on from it.
+    later = choose_weights(incident, kept | {"time": time.time()}, [directory], None)
+    assert later.checkpoint == str(directory / "checkpoint-2")
 
 
 def test_with_neither_weights_nor_model_the_error_says_what_to_name(finished: FinishedRun, tmp_path: Path) -> None:
