@@ -107,6 +107,12 @@ def report(
     briefing: Annotated[
         bool, typer.Option("--agent", help="Print at most 60 lines of Markdown for whoever decides what to do next.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write it to this file, as one page with charts that needs nothing else.", show_default=False
+        ),
+    ] = None,
     run: Annotated[
         str | None, typer.Option(help="One of several runs into the directory.", show_default="the newest")
     ] = None,
@@ -120,11 +126,20 @@ def report(
     from .report.reading import read_run
 
     try:
-        found = read_run(run_dir, run, charts=as_json or briefing)
+        found = read_run(run_dir, run, charts=as_json or briefing or html is not None)
         summary = HealingReport.from_run_dir(run_dir) if run is None else HealingReport.of_run(run_dir, run)
     except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
+    if html is not None:
+        from .report.page import write_page
+
+        try:
+            write_page(found, html)
+        except OSError as error:
+            typer.echo(f"{html} cannot be written: {error.strerror}. Please name a file that can be.", err=True)
+            raise typer.Exit(2) from None
+        typer.echo(f"Written: {html}", err=as_json or briefing)
     if as_json:
         import json
 
@@ -133,7 +148,7 @@ def report(
         from .report.briefing import briefing_of
 
         typer.echo(briefing_of(found), nl=False)
-    else:
+    elif html is None:
         from rich.console import Console
 
         from .report.text import show

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,27 @@ def test_report_of_a_healthy_run_says_so(tmp_path: Path) -> None:
     result = run("report", str(tmp_path))
     assert result.exit_code == 0
     assert "Nothing had to be healed." in result.stdout
+
+
+def test_report_writes_a_page(tmp_path: Path) -> None:
+    write_journal(tmp_path, incidents=2)
+    result = run("report", str(tmp_path), "--html", str(tmp_path / "page.html"))
+    assert (result.exit_code, result.stdout) == (0, f"Written: {tmp_path / 'page.html'}\n")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").count('class="incident ') == 2
+
+
+def test_report_writes_a_page_beside_its_json(tmp_path: Path) -> None:
+    write_journal(tmp_path, incidents=1)
+    result = run("report", str(tmp_path), "--json", "--html", str(tmp_path / "page.html"))
+    assert len(json.loads(result.stdout)["incidents"]) == 1
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_a_page_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    write_journal(tmp_path, incidents=1)
+    result = run("report", str(tmp_path), "--html", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{tmp_path} cannot be written: Is a directory. Please name a file" in result.stderr
 
 
 def test_report_without_a_journal_is_a_clear_error(tmp_path: Path) -> None:

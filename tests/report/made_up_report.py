@@ -42,6 +42,7 @@ def made_up_steps(first: int, last: int, seed: int = 0) -> StepColumns:
         columns.skipped.append(0)
         columns.time.append(BEGAN + 0.4 * step)
         columns.seconds.append(9.0 if step % 500 == 499 else 0.4 + 0.02 * chance.random())
+        columns.busy.append(0.35)
         columns.loss.append(None if step == first + 7 else loss)
         columns.loss_max.append(None if step == first + 7 else loss)
         columns.grad_norm.append(norm)
@@ -51,6 +52,7 @@ def made_up_steps(first: int, last: int, seed: int = 0) -> StepColumns:
         columns.learning_rate.append(2e-4 * (1.0 if step < (first + last) // 2 else 0.5))
         columns.learning_rate_scale.append(1.0 if step < (first + last) // 2 else 0.5)
         columns.memory.append(6.1e10 + 1e9 * chance.random())
+        columns.memory_peak.append(6.3e10)
         columns.host_memory.append(1.2e10)
         columns.attempt.append(1)
     return columns

@@ -83,9 +83,10 @@ def charts_of(report: RunReport) -> list[Chart]:
     """Makes the charts for which the run has values, in the order in which one looks at them."""
     kept, series = report.series.kept, report.series
     near = _near(report.incidents)
-    memory = "GB" if max(_there([*kept.memory, *kept.host_memory]), default=0) >= 1e9 else "MB"
+    memory = "GB" if max(_there([*kept.memory_peak, *kept.memory, *kept.host_memory]), default=0) >= 1e9 else "MB"
     bytes_in_unit = 1e9 if memory == "GB" else 1e6
     quick = max(_there(kept.seconds), default=0) < 1
+    host = "usual" if any(_there(kept.memory)) else "measured"
     total = [series.memory_total] * len(kept) if any(_there(kept.memory)) else []
     scheduled: list[float | None] = [
         rate / scale if rate is not None and scale else rate
@@ -133,8 +134,9 @@ def charts_of(report: RunReport) -> list[Chart]:
             "Memory",
             memory,
             [
-                _line("accelerator, peak", "measured", kept, kept.memory, near, 1 / bytes_in_unit),
-                _line("process, on the host", "usual", kept, kept.host_memory, near, 1 / bytes_in_unit),
+                _line("accelerator", "measured", kept, kept.memory, near, 1 / bytes_in_unit),
+                _line("its peak so far", "peak", kept, kept.memory_peak, near, 1 / bytes_in_unit),
+                _line("process, on the host", host, kept, kept.host_memory, near, 1 / bytes_in_unit),
                 _line("accelerator has", "second", kept, total, near, 1 / bytes_in_unit),
             ],
         ),
@@ -142,7 +144,10 @@ def charts_of(report: RunReport) -> list[Chart]:
             "seconds",
             "Time of a step",
             "ms" if quick else "s",
-            [_line("step time", "measured", kept, kept.seconds, near, 1000.0 if quick else 1.0)],
+            [
+                _line("step time", "measured", kept, kept.seconds, near, 1000.0 if quick else 1.0),
+                _line("forward, backward, update", "usual", kept, kept.busy, near, 1000.0 if quick else 1.0),
+            ],
             _of_times(kept),
         ),
     ]
