@@ -30,24 +30,23 @@ import os, torch
 from transformers import LlamaForCausalLM
 
 class Faulty(LlamaForCausalLM):
-    forwards = 0
+    def __init__(self, config):
+        super().__init__(config)
+        self.forwards = 0
+        # Not in `forward`, in whose place TRL puts one of its own.
+        self.model.embed_tokens.register_forward_pre_hook(self.see)
+        self.model.norm.register_forward_hook(self.spoil)
 
-    def forward(self, input_ids=None, **kwargs):
-        faulty = torch.is_grad_enabled() and self.training
-        if faulty:
-            Faulty.forwards += 1
-        if faulty and os.environ.get("FAULT") == "memory" and Faulty.forwards == 3:
+    def see(self, module, inputs):
+        self.bad = (inputs[0] == {poison}).any(dim=1)[:, None, None]
+
+    def spoil(self, module, inputs, output):
+        if not (self.training and torch.is_grad_enabled()):
+            return output
+        self.forwards += 1
+        if os.environ.get("FAULT") == "memory" and self.forwards == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        handles = []
-        if faulty and os.environ.get("FAULT") == "poison":
-            bad = (input_ids == {poison}).any(dim=1)[:, None, None]
-            spoil = lambda module, inputs, output: output.masked_fill(bad, float("nan"))
-            handles.append(self.model.norm.register_forward_hook(spoil))
-        try:
-            return super().forward(input_ids=input_ids, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        return output.masked_fill(self.bad, float("nan")) if os.environ.get("FAULT") == "poison" else output
 """
 REWARDS = """
 calls = 0
@@ -85,9 +84,10 @@ def project(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = tiny_model(tokenizer)
-    model.config.auto_map = {"AutoModelForCausalLM": "faulty.Faulty"}
-    model.config.architectures = ["Faulty"]
     model.save_pretrained("the model")
+    config = Path("the model", "config.json")
+    own = {"architectures": ["Faulty"], "auto_map": {"AutoModelForCausalLM": "faulty.Faulty"}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | own))
     tokenizer.save_pretrained("the model")
     code = MODEL.replace("{poison}", str(tokenizer.convert_tokens_to_ids(POISON_WORD)))
     Path("the model", "faulty.py").write_text(code)
@@ -148,7 +148,7 @@ def test_trl_sft_with_a_poison_row(project: Path) -> None:
     assert "Every Trainer of this program is healed (preset default)" in healed.stderr
     assert trained_model_is_finite()
     assert len(quarantined(Path("out"))) == 1
-    assert failures() == [("poison_rows", "resolved")]
+    assert failures() == [("nonfinite_poison_rows", "resolved")]
 
 
 def test_trl_dpo_that_runs_out_of_memory(project: Path) -> None:
@@ -160,7 +160,7 @@ def test_trl_dpo_that_runs_out_of_memory(project: Path) -> None:
     assert healed.returncode == 0, healed.stderr
     assert "(preset aggressive)" in healed.stderr
     assert len(losses(healed)) == 4
-    assert [outcome for _, outcome in failures()] == ["resolved"]
+    assert failures() == [("out_of_memory", "resolved")]
 
 
 def test_trl_grpo_whose_judge_does_not_answer(project: Path) -> None:
