@@ -317,7 +317,8 @@ class SelfHealingTrainer:
             ValueError: For less than one step, and for a model that is sharded (FSDP, DeepSpeed).
             Exception: What the training code raises; the state is put back first.
         """
-        return dry_run(self.trainer, num_steps)
+        with Terminal(self.trainer.args.process_index).speaking():
+            return dry_run(self.trainer, num_steps)
 
     def get_report(self) -> HealingReport:
         """Reports the last run of the trainer, whichever way its `train()` was called; else those on the disk."""

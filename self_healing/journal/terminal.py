@@ -6,6 +6,7 @@ import collections
 import contextlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -93,7 +94,8 @@ class Terminal(logging.Handler):
         """Counts a message by its kind; gives what to add to it, `None` for one that is left out."""
         if record.levelno >= logging.ERROR:
             return ""
-        kind = getattr(record, "kind", None) or (record.getMessage() if record.msg == "%s" else record.msg)
+        # The same but for its numbers: steps, seconds, sizes.
+        kind = getattr(record, "kind", None) or re.sub(r"\d+", "", record.getMessage())
         self._times[kind] += 1
         times = self._times[kind]
         if times < _IN_FULL:

@@ -218,3 +218,10 @@ def test_the_panels_of_rich_are_left_before_train_is_entered_again(tmp_path: Pat
         healer_of(trainer).train()
     assert [live.is_started for live in lives] == [False, False]
     assert len([line for line in shown.lines if line.startswith("[self_healing] step 2: ConnectionError")]) == 1
+
+
+def test_what_a_dry_run_finds_is_said_behind_the_name_as_well(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer)
+    trainer.train_dataset = trainer.train_dataset.map(lambda row: {"labels": [-100] * len(row["labels"])})
+    lines = said(lambda: SelfHealingTrainer(trainer).dry_run(1))
+    assert lines[0].startswith("[self_healing] Before the dry run, in the training data:")
