@@ -14,6 +14,7 @@ from .assembly import Run
 from .checkpoint_files import PINNED_DIR
 from .checkpoints.trainer_state import healing_state_of
 from .checkpoints.vetting import may_be_loaded, vet_weights
+from .closing_report import ClosingReport
 from .data.healer import SampleHealer
 from .detectors.rules import MetricRule
 from .end_of_run import tell_of_best_model
@@ -72,6 +73,7 @@ class Entry:
         self.instrument.optimizer_step.weights_moved |= moved
         context.attachment.instrument = self.instrument
         self._finite = True
+        self._closing = ClosingReport(run)
 
     def begin(
         self, rules: Sequence[MetricRule], resumed_from: str | None, saved: Mapping[str, Any] | None, wrapped: bool
@@ -162,6 +164,9 @@ class Entry:
                 Whether `SelfHealingTrainer` has entered `train()`: signals, trackers and the Hub are its matter then.
         """
         run, context, instrument = self._run, self._run.context, self.instrument
+        if not wrapped:
+            # Last of all: what is taken off first may still write something down.
+            instrument.on_detach.insert(0, self._closing.write)
         instrument.attach()
         context.attachment.healers.attach(first=run.attempts.in_first_entry)
         output_dir = Path(self._trainer.args.output_dir)
@@ -181,7 +186,7 @@ class Entry:
     def _guard_reporting(self) -> None:
         """Without the wrapper, which guards trackers and Hub from before `train()` to its very end."""
         instrument, reporting = self.instrument, Reporting(self._run.context)
-        guard = ReportingGuard(self._trainer, reporting)
+        guard = ReportingGuard(self._trainer, reporting, self._closing.before_closing)
         instrument.on_detach.append(lambda: reporting.sum_up(instrument.view.step))
         instrument.on_detach.append(guard.detach)
         guard.attach()

@@ -16,6 +16,8 @@ logger = logging.getLogger("self_healing")
 
 EVENTS_FILE = "healing_events.jsonl"
 POSTMORTEM_FILE = "postmortem.json"
+REPORT_FILE = "report.json"
+BRIEFING_FILE = "agent.md"
 
 # In `output_dir`, or in `healing_dir`, as patterns of `fnmatch`.
 RUN_FILES = (
@@ -30,6 +32,8 @@ RUN_FILES = (
     f"{PINNED_DIR}/*",
     f"{EMERGENCY_DIR}/*",
 )
+# The same, with what ours begin with: others may well use these names.
+REPORT_FILES = {REPORT_FILE: '{\n "schema": "self_healing.report/', BRIEFING_FILE: "<!-- self_healing: "}
 # In each checkpoint.
 CHECKPOINT_FILES = (MARKER_FILE, f"{MARKER_FILE}.tmp", GENERATED_FILE)
 # Left by a process that is killed while it writes or removes one of them; and in each checkpoint.
@@ -53,7 +57,8 @@ def own_patterns(output_dir: str | os.PathLike[str], healing_dir: str | os.PathL
         healing_dir (`str` or `PathLike`, *optional*):
             Directory of the journal, if another one.
     """
-    patterns = [prefix + name for prefix in _prefixes(output_dir, healing_dir) for name in RUN_FILES]
+    prefixes = _prefixes(output_dir, healing_dir)
+    patterns = [prefix + name for prefix in prefixes for name in (*RUN_FILES, *_own_reports(output_dir, prefix))]
     patterns += [f"{checkpoint}/{name}" for checkpoint in _CHECKPOINTS for name in CHECKPOINT_FILES]
     if _is_own_gitignore(Path(output_dir, GITIGNORE)):
         patterns.append(GITIGNORE)
@@ -123,7 +128,7 @@ def hide_from_uploads(
 def _gitignore(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike[str] | None) -> Iterator[str]:
     yield f"/{GITIGNORE}"
     for prefix in _prefixes(output_dir, healing_dir):
-        for name in RUN_FILES:
+        for name in (*RUN_FILES, *_own_reports(output_dir, prefix)):
             yield f"/{prefix}{name.removesuffix('*') if name.endswith('/*') else name}"
     for checkpoint in _CHECKPOINTS:
         for name in CHECKPOINT_FILES:
@@ -137,6 +142,22 @@ def _prefixes(output_dir: str | os.PathLike[str], healing_dir: str | os.PathLike
     if inside == os.curdir or inside.startswith(os.pardir):
         return ("",)
     return ("", f"{Path(inside).as_posix()}/")
+
+
+def _own_reports(output_dir: str | os.PathLike[str], prefix: str) -> list[str]:
+    return [name for name in REPORT_FILES if not is_foreign_report(Path(output_dir, prefix, name))]
+
+
+def is_foreign_report(path: Path) -> bool:
+    """Whether there is a file that has the name of one of our reports, and is none."""
+    begins = REPORT_FILES[path.name]
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(len(begins)) != begins
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
 
 
 def _is_own_gitignore(path: Path) -> bool:

@@ -15,6 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from . import consensus
 from .assembly import Run, assemble
 from .callback import SelfHealingCallback, adopt_run
+from .closing_report import ClosingReport
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
@@ -154,7 +155,8 @@ class SelfHealingTrainer:
         left_by: BaseException | None = None
         theirs = args.eval_on_start, args.ignore_data_skip
         reporting = Reporting(run.context)
-        guard = ReportingGuard(self.trainer, reporting)
+        closing = ClosingReport(run)
+        guard = ReportingGuard(self.trainer, reporting, closing.before_closing)
         try:
             guard.attach()
             take_up(run.context, run.attempts, start)
@@ -179,6 +181,7 @@ class SelfHealingTrainer:
                 run.rollback.release()
             guard.detach()
             reporting.sum_up(int(self.trainer.state.global_step))
+            closing.write()
             tell_end(run, left_by)
         return output
 

@@ -33,7 +33,7 @@ from transformers import (
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
 from self_healing.journal.journal import Journal
-from self_healing.own_files import CHECKPOINT_FILES, GITIGNORE, RUN_FILES
+from self_healing.own_files import CHECKPOINT_FILES, GITIGNORE, REPORT_FILES, RUN_FILES
 from self_healing.run.incidents import OpenIncident
 from self_healing.run.outcomes import Outcomes
 
@@ -558,7 +558,7 @@ def is_own(path: str | os.PathLike[str]) -> bool:
     in_checkpoint = len(relative.parts) == 2 and relative.match("checkpoint-*/*")
     if in_checkpoint and relative.name in CHECKPOINT_FILES:
         return True
-    return any(fnmatchcase(str(relative), pattern) for pattern in (*RUN_FILES, GITIGNORE))
+    return any(fnmatchcase(str(relative), pattern) for pattern in (*RUN_FILES, *REPORT_FILES, GITIGNORE))
 
 
 # ---- jobs in processes of their own ----

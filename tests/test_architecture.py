@@ -45,7 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("assembly",),
     ("start_and_end",),
-    ("run_events", "step_recorder", "entry_checks", "end_of_run"),
+    ("run_events", "step_recorder", "closing_report", "entry_checks", "end_of_run"),
     ("entry",),
     ("actions",),
     ("callback",),

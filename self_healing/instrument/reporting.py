@@ -50,11 +50,19 @@ class ReportingGuard:
             The trainer.
         containing ([`Containing`]):
             Makes the calls.
+        before_closing (`Callable`, *optional*):
+            Called with a tracker at the end of training, before it closes; it must not raise.
     """
 
-    def __init__(self, trainer: Trainer, containing: Containing) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        containing: Containing,
+        before_closing: Callable[[TrainerCallback], None] | None = None,
+    ) -> None:
         self._trainer: Any = trainer
         self._containing = containing
+        self._before_closing = before_closing
         self._replaced = Replacements()
         self._followed: list[Future[Any]] = []
 
@@ -93,6 +101,8 @@ class ReportingGuard:
 
     def _guard(self, callback: TrainerCallback, event: str, service: str) -> None:
         def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if event == "on_train_end" and self._before_closing is not None:
+                self._before_closing(callback)
             return self._call(service, original, *args, **kwargs)
 
         self._replaced.wrap(callback, event, guarded)

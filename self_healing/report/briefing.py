@@ -27,6 +27,7 @@ def briefing_of(report: RunReport) -> str:
 
 
 def _lines(report: RunReport) -> Iterable[str]:
+    yield "<!-- self_healing: what to know to decide what to do next -->"
     yield f"# Run {report.run}: {headline(report)}"
     yield ""
     yield f"{report.state.told} Read {moment(report.made)}."

@@ -12,7 +12,7 @@ from ..checkpoints.listing import checkpoints_in
 from ..checkpoints.marker import load_marker, read_marker
 from ..files import parse_lines
 from ..journal.step_log import step_log_of
-from ..own_files import EVENTS_FILE, POSTMORTEM_FILE
+from ..own_files import BRIEFING_FILE, EVENTS_FILE, POSTMORTEM_FILE, REPORT_FILE
 from .data import CheckpointRow, FileNamed, RowNamed
 from .journals import number
 from .stories import Places
@@ -23,8 +23,8 @@ _FILES = {
     EVENTS_FILE: "journal",
     _QUARANTINE_FILE: "quarantine",
     POSTMORTEM_FILE: "postmortem",
-    "report.json": "this report, for programs",
-    "agent.md": "this report, for whoever decides what to do next",
+    REPORT_FILE: "this report, for programs",
+    BRIEFING_FILE: "this report, for whoever decides what to do next",
     "incidents": "offending batches",
     "hangs": "stacks of all threads",
 }

@@ -1,0 +1,82 @@
+"""`ClosingReport`: the report of a run where `train()` is left, in files and in the trackers."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from .assembly import Run
+from .report.data import RunReport
+from .report.files import write_report_files
+from .report.reading import read_run
+from .report.trackers import log_to_tracker
+
+
+logger = logging.getLogger("self_healing")
+
+
+class ClosingReport:
+    """
+    Writes `report.json` and `agent.md` when `train()` is left, and logs the same to trackers as long as they are open:
+    most close at the end of training, before everything is known, and stay open where an exception ends it.
+
+    Args:
+        run ([`Run`]):
+            The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._told: set[int] = set()
+
+    def before_closing(self, tracker: Any) -> None:
+        """
+        Logs to a tracker that is about to close, after the last step.
+
+        Args:
+            tracker ([`~transformers.TrainerCallback`]):
+                The callback that tells it.
+        """
+        journal = self._run.journal
+        if journal.rank > 0:
+            return
+        try:
+            self._log(tracker, self._at_the_end(read_run(journal.directory, journal.run_id)))
+        except Exception:
+            self._tell_of_failure(tracker)
+
+    def write(self) -> None:
+        """Writes the files, and logs to the trackers that are open still."""
+        journal = self._run.journal
+        if journal.rank > 0:
+            return
+        report = write_report_files(journal.directory, journal.run_id)
+        if report is None or report.state.name in ("running", "ended"):
+            return
+        for callback in self._trainer.callback_handler.callbacks:
+            try:
+                self._log(callback, report)
+            except Exception:
+                self._tell_of_failure(callback)
+
+    def _tell_of_failure(self, tracker: Any) -> None:
+        # No incident: the run has lost nothing, and the report is on disk.
+        logger.warning("The report could not be logged to %s.", type(tracker).__name__, exc_info=True)
+
+    def _log(self, tracker: Any, report: RunReport) -> None:
+        if id(tracker) not in self._told and log_to_tracker(tracker, report, report.state.step):
+            self._told.add(id(tracker))
+
+    def _at_the_end(self, report: RunReport) -> RunReport:
+        """The run has taken its last step, and it is not written down yet that it has ended."""
+        state = self._trainer.state
+        step = int(state.global_step)
+        if not 0 < int(state.max_steps) <= step:
+            return report
+        told = f"The run came to its end at step {step} of {state.max_steps}."
+        return replace(report, state=replace(report.state, name="ended", step=step, why="", told=told))
+
+    @property
+    def _trainer(self) -> Any:
+        return self._run.context.attachment.trainer

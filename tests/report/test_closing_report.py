@@ -1,0 +1,156 @@
+"""Where `train()` is left, the report is written beside the journal, and the trackers that are open have it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import OutputFault, RaisingForward, sft_trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from self_healing import SelfHealingCallback, SelfHealingTrainer
+from self_healing.own_files import hide_from_uploads, is_foreign_report, own_patterns
+from self_healing.report.data import RunReport, State
+from self_healing.report.trackers import TAG, log_to_tracker
+
+
+def report_in(directory: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((directory / "report.json").read_text())
+    return content
+
+
+def test_a_run_that_ends_leaves_its_report(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    OutputFault(trainer.model, strike=lambda number: number == 5)
+    trainer.train()
+    report = report_in(tmp_path)
+    assert (report["state"]["name"], report["state"]["step"]) == ("ended", 6)
+    assert [(each["step"], each["outcome"]) for each in report["incidents"]] == [(2, "resolved")]
+    assert report["goodput"]["steps_useful"] == 6
+    assert "ended, step 6 of 6; 1 incident" in (tmp_path / "agent.md").read_text()
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
+def test_a_run_that_an_exception_ends_leaves_its_report(tmp_path: Path, tokenizer: Any, wrapped: bool) -> None:
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    RaisingForward(trainer.model, lambda number: number == 5, lambda: ValueError("a mistake"))
+    with pytest.raises(ValueError, match="a mistake"):
+        (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+    state = report_in(tmp_path)["state"]
+    assert (state["name"], state["step"]) == ("stopped", 2)
+    assert "a mistake" in state["why"]
+    assert "stopped, step 2 of 6" in (tmp_path / "agent.md").read_text()
+
+
+def test_what_comes_of_a_run_that_is_wrapped_is_written_at_its_very_end(tmp_path: Path, tokenizer: Any) -> None:
+    SelfHealingTrainer(sft_trainer(tmp_path, tokenizer)).train()
+    report = report_in(tmp_path)
+    assert report["state"]["name"] == "ended"
+    assert [each["ending"] for each in report["attempts"]] == ["finished"]
+
+
+def test_files_that_are_not_ours_stay(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "report.json").write_text('{"mine": 1}')
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=1)
+    trainer.train()
+    assert (tmp_path / "report.json").read_text() == '{"mine": 1}'
+    assert (tmp_path / "agent.md").exists()
+    # And what is the user's is uploaded.
+    assert "report.json" not in own_patterns(tmp_path)
+    assert "agent.md" in own_patterns(tmp_path)
+
+
+def test_our_files_are_known_by_what_they_begin_with(tmp_path: Path, tokenizer: Any) -> None:
+    sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=1).train()
+    assert not is_foreign_report(tmp_path / "report.json")
+    assert not is_foreign_report(tmp_path / "agent.md")
+    hide_from_uploads(tmp_path)
+    assert {"/report.json", "/agent.md"} <= set((tmp_path / ".gitignore").read_text().splitlines())
+
+
+def test_a_report_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("self_healing.report.files.read_run", refused)
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_steps=1)
+    assert trainer.train().global_step == 1
+    assert "The report of run" in caplog.text
+
+
+# ---- trackers ----
+
+
+def texts_in(directory: Path) -> list[Any]:
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
+    tag = f"{TAG}/text_summary"
+    return events.Tensors(tag) if tag in events.Tags()["tensors"] else []
+
+
+def test_tensorboard_has_the_metrics_and_the_report(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback()], report_to=["tensorboard"])
+    OutputFault(trainer.model, strike=lambda number: number == 5)
+    trainer.train()
+    events = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert next((each.step, each.value) for each in events.Scalars("train/healing/incidents")) == (3, 1.0)
+    (report,) = texts_in(tmp_path / "board")
+    text = report.tensor_proto.string_val[0].decode()
+    assert report.step == 6
+    assert "ended, step 6 of 6; 1 incident" in text
+
+
+def test_tensorboard_has_the_report_of_a_run_that_an_exception_ends(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    trainer = sft_trainer(tmp_path / "run", tokenizer, report_to=["tensorboard"])
+    RaisingForward(trainer.model, lambda number: number == 5, lambda: ValueError("a mistake"))
+    with pytest.raises(ValueError, match="a mistake"):
+        SelfHealingTrainer(trainer).train()
+    (report,) = texts_in(tmp_path / "board")
+    assert "stopped, step 2 of 6" in report.tensor_proto.string_val[0].decode()
+
+
+def test_wandb_has_the_report(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SelfHealingCallback()], report_to=["wandb"])
+    OutputFault(trainer.model, strike=lambda number: number == 5)
+    try:
+        trainer.train()
+    finally:
+        wandb.finish()
+    (page,) = tmp_path.rglob("files/media/html/self_healing/*.html")
+    assert "ended, step 6 of 6; 1 incident" in page.read_text()
+
+
+class WandbCallback:
+    """Bears the name of the one in transformers."""
+
+
+def test_wandb_is_told_through_its_public_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[dict[str, Any]] = []
+    run = SimpleNamespace(log=logged.append)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run, Html=str))  # type: ignore[arg-type]
+    report = RunReport("a<b", str(tmp_path), str(tmp_path), 0.0, State("ended"))
+    assert log_to_tracker(WandbCallback(), report, 3)
+    assert logged[0]["train/global_step"] == 3
+    assert "Run a&lt;b: ended" in logged[0][TAG]
+    run_is_over = SimpleNamespace(run=None, Html=str)
+    monkeypatch.setitem(sys.modules, "wandb", run_is_over)  # type: ignore[arg-type]
+    assert not log_to_tracker(WandbCallback(), report, 3)
+
+
+def test_a_tracker_that_is_not_known_is_told_nothing(tmp_path: Path) -> None:
+    report = RunReport("run", str(tmp_path), str(tmp_path), 0.0, State("ended"))
+    assert not log_to_tracker(SelfHealingCallback(), report, 3)
