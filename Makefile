@@ -14,7 +14,7 @@ OLDEST_TESTS := tests/numerics/test_nonfinite.py tests/test_healthy.py tests/ins
 GPU_PYTHON ?= python3
 GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollback/test_rollback.py
 
-.PHONY: demo dist smoke test test-slow test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
+.PHONY: demo dist docs matrix smoke test test-slow test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
@@ -26,6 +26,11 @@ test: lint
 
 test-slow: .venv/.installed
 	.venv/bin/python -m pytest -m "slow and not gpu"
+
+# The tests that show what heals where, and the table of it in the README; what fails is in the table as well.
+matrix: .venv/.installed
+	-.venv/bin/python -m pytest -m heals --junit-xml=outputs/matrix.xml
+	.venv/bin/python tests/matrix.py outputs/matrix.xml
 
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(OLDEST_TESTS)
@@ -63,6 +68,10 @@ dist: .venv/.installed
 smoke: .venv/.installed
 	.venv/bin/python -m pytest -m slow tests/test_distribution.py
 
+# The site, into outputs/site: a link that leads nowhere, or a page that is in no menu, is an error.
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+
 lint: .venv/.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -84,4 +93,9 @@ lint: .venv/.installed
 		> .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install torch==2.13.0 -c .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install -e '.[dev]' $(OLDEST) -c .venv-oldest/constraints.txt
+	touch $@
+
+.venv-docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install mkdocs-material -c constraints.txt
 	touch $@

@@ -26,7 +26,7 @@ TITLES = {
     "data": "Samples that cannot be loaded or put into a batch",
     "recovery": "How often a run is brought back, and exceptions that end `train()`",
     "hangs": "Nothing moves any more",
-    "restarts": "Processes that are killed, and machines that are asked for back",
+    "restarts": "Processes that are killed or preempted",
     "journal": "What is written down, and where",
 }
 

@@ -475,7 +475,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
     ),
     FailureType.PREEMPTED: Recipe(
-        diagnosis="The machine was asked for back.",
+        diagnosis="Preemption: the process was told to stop (SIGTERM or SIGUSR1).",
         ladder=(Action.SAVE_AND_LEAVE,),
         advice="Start the job again; it goes on from the checkpoint that was written.",
         severity="info",

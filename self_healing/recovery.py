@@ -81,7 +81,7 @@ class Recovery:
 
         Raises:
             UnrecoverableTrainingError: If the remedies are spent.
-            SystemExit: If the process has to end: the machine was asked for back, or the device is lost.
+            SystemExit: If the process has to end: it was preempted, or the device is lost.
         """
         if self.cause is None or self._trained_again:
             self.cause = error

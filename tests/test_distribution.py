@@ -101,15 +101,14 @@ def test_what_is_built_works_in_a_fresh_environment(tmp_path: Path) -> None:
     assert wheel.name == f"self_healing_trl-{self_healing.__version__}-py3-none-any.whl"
     assert sdist.name == f"self_healing_trl-{self_healing.__version__}.tar.gz"
 
+    # Nothing from elsewhere: pip leaves out what it sees there, and the package of the clone would be imported.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "fresh"], check=True)
     commands = tmp_path / "fresh" / "bin"
     install = [commands / "python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
     torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-    subprocess.run([*install, torch], check=True)
-    subprocess.run([*install, f"{wheel}[trl]"], check=True)
-
-    # Away from the clone, whose package would be imported in place of what was installed.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*install, torch], check=True, env=environment)
+    subprocess.run([*install, f"{wheel}[trl]"], check=True, env=environment)
 
     def self_healing_does(*arguments: str, code: int = 0) -> str:
         done = subprocess.run(

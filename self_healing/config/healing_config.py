@@ -222,7 +222,7 @@ class HealingConfig:
         hang_grace_seconds (`float`, *optional*, defaults to `30.0`):
             Time a step has to answer to an interrupt, in seconds. Above 0.
 
-        > Section `restarts`: processes that are killed, and machines that are asked for back
+        > Section `restarts`: processes that are killed or preempted
 
         resume_after_restart (`bool`, *optional*, defaults to `True`):
             Whether `train()` of a [`SelfHealingTrainer`] that a launcher has started again (torchrun, SLURM) resumes

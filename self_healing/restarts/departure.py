@@ -18,7 +18,7 @@ from .status import RunState
 
 class Departure:
     """
-    Lets a process leave when the machine is asked for back.
+    Lets a process leave when it is preempted.
 
     Args:
         run ([`RunContext`]):

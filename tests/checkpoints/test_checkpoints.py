@@ -71,6 +71,7 @@ def standings(run: Path) -> dict[str, str]:
 # ---- resume_from_checkpoint=True ----
 
 
+@pytest.mark.heals("damaged_checkpoint", "wrapper")
 @pytest.mark.parametrize(
     "name",
     [
@@ -133,6 +134,9 @@ def test_the_checksums_of_large_checkpoints_follow_while_the_run_goes_on(
 # ---- the callback alone: the Trainer takes what it is told to ----
 
 
+@pytest.mark.heals(
+    "damaged_checkpoint", "callback", partly="refused before the first step; the newest good one is named"
+)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -99,6 +99,7 @@ def guarded(rows: Any, tmp_path: Path, **options: Any) -> GuardedDataset:
 # ---- always-raising samples: the run is completed, both are named, later epochs do not touch them ----
 
 
+@pytest.mark.heals("bad_sample", "callback")
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_samples_that_always_raise_are_named_and_replaced(tmp_path: Path, tokenizer: Any, workers: int) -> None:
     rows = Rows(rows_of(tokenizer, tmp_path), BAD)

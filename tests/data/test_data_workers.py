@@ -95,6 +95,7 @@ def test_workers_tell_of_their_findings_where_the_file_cannot_be_written(tmp_pat
 # ---- workers that die ----
 
 
+@pytest.mark.heals("worker", "wrapper")
 @pytest.mark.slow
 def test_a_worker_that_is_killed_costs_no_step_and_no_bit(tmp_path: Path, tokenizer: Any) -> None:
     rows, result = rows_of(tokenizer, tmp_path), []

@@ -673,6 +673,7 @@ def test_persistent_workers_that_hang_in_an_evaluation_are_replaced(tmp_path: Pa
     assert outcomes(tmp_path / "healed") == ["resolved"]
 
 
+@pytest.mark.heals("hang", "wrapper")
 def test_a_hang_in_the_forward_costs_no_step(tmp_path: Path, tokenizer: Any) -> None:
     clean = sft_trainer(tmp_path / "clean", tokenizer)
     clean.train()
@@ -777,6 +778,7 @@ def test_a_hang_in_saving_is_not_interrupted(tmp_path: Path, tokenizer: Any) -> 
     assert (tmp_path / "run" / "checkpoint-4" / "trainer_state.json").exists()
 
 
+@pytest.mark.heals("hang", "callback", partly="reported, with the stacks of all threads")
 @pytest.mark.parametrize(
     "wrapped",
     [pytest.param(True, id="notify"), pytest.param(False, id="callback alone")],

@@ -69,6 +69,7 @@ def test_both_load_the_next_best_model(results: list[dict[str, Any]], directory:
     assert results[0]["unseen"]["weights"] == results[1]["unseen"]["weights"]
 
 
+@pytest.mark.heals("transient", "ddp")
 @pytest.mark.parametrize("struck", [0, 1])
 def test_a_nan_on_one_rank_is_undone_on_both(results: list[dict[str, Any]], struck: int) -> None:
     assert [rank[f"struck_on_{struck}"]["fired"] for rank in results] == [1 - struck, struck]
@@ -79,6 +80,7 @@ def test_a_nan_on_one_rank_is_undone_on_both(results: list[dict[str, Any]], stru
     assert outcome["failure"] == "nonfinite_transient"
 
 
+@pytest.mark.heals("poison_rows", "ddp")
 def test_poison_rows_of_one_rank_are_dropped_and_both_stay_together(results: list[dict[str, Any]]) -> None:
     assert sum(rank["poison"]["fired"] for rank in results)
     assert results[0]["poison"]["weights"] == results[1]["poison"]["weights"]
@@ -88,6 +90,7 @@ def test_poison_rows_of_one_rank_are_dropped_and_both_stay_together(results: lis
     assert all(outcome["steps_lost"] == 0 for outcome in results[0]["poison"]["outcomes"])
 
 
+@pytest.mark.heals("gradient_spike", "ddp")
 def test_a_passing_gradient_spike_on_one_rank_is_undone_on_both(results: list[dict[str, Any]]) -> None:
     assert [rank["spike_on_1"]["fired"] for rank in results] == [0, 1]
     for rank in results:
@@ -96,12 +99,14 @@ def test_a_passing_gradient_spike_on_one_rank_is_undone_on_both(results: list[di
     assert (outcome["failure"], outcome["steps_lost"]) == ("spike_transient", 0)
 
 
+@pytest.mark.heals("red_flag", "ddp", partly="reported, or stopped, or rolled back, as the rule says")
 def test_a_red_flag_that_only_one_rank_sees_ends_the_run_on_both(results: list[dict[str, Any]]) -> None:
     assert [rank["flagged_on_1"]["steps"] for rank in results] == [2, 2]
     assert "It is mine" in results[1]["flagged_on_1"]["stopped"]
     assert "seen by another rank" in results[0]["flagged_on_1"]["stopped"]
 
 
+@pytest.mark.heals("corrupted_weights", "ddp")
 def test_weights_that_turn_nan_on_one_rank_are_rolled_back_on_both(results: list[dict[str, Any]]) -> None:
     for rank in results:
         assert rank["corrupted_on_1"]["weights"] == rank["corrupted_plain"]["weights"]
@@ -111,6 +116,7 @@ def test_weights_that_turn_nan_on_one_rank_are_rolled_back_on_both(results: list
     assert (outcome["failure"], outcome["steps_lost"]) == ("corrupted_state", 0)
 
 
+@pytest.mark.heals("preemption", "ddp")
 def test_one_that_is_asked_to_leave_leaves_together_with_the_other(results: list[dict[str, Any]]) -> None:
     for rank in results:
         assert rank["preempted_1"] == {"steps": 3, "code": 143, "checkpoints": ["checkpoint-3"]}
@@ -136,6 +142,7 @@ def test_a_checkpoint_is_complete_when_the_slowest_has_written_its_part(
     assert "rng_state_1.pth" in verdict.reason
 
 
+@pytest.mark.heals("damaged_checkpoint", "ddp")
 def test_the_first_process_decides_which_checkpoint_all_resume_from(
     results: list[dict[str, Any]], directory: Path
 ) -> None:
@@ -184,6 +191,7 @@ def test_a_refusal_names_what_each_of_the_processes_ended_with(results: list[dic
     assert faulty["error"]["message"] == "only here"
 
 
+@pytest.mark.heals("exception", "ddp", partly="ends the job; the next start goes on from the newest good checkpoint")
 def test_a_run_that_finishes_after_all_leaves_no_postmortem(results: list[dict[str, Any]], directory: Path) -> None:
     assert [rank["faulty_1"]["ends"][3] for rank in results] == ["finished", "finished"]
     assert results[0]["faulty_1"]["left"] == [None, None]
@@ -197,6 +205,7 @@ def test_the_steps_that_were_done_again_are_counted_on_every_rank(results: list[
     assert [rank["faulty_1"]["outcomes"] for rank in results] == [["unresolved", "resolved"]] * 2
 
 
+@pytest.mark.heals("out_of_memory", "ddp", partly="ends the job; the next start runs fewer rows at a time")
 @pytest.mark.slow
 def test_one_that_runs_out_of_memory_makes_the_next_start_split(tmp_path: Path) -> None:
     for name in ("plain", "healed"):
@@ -232,6 +241,7 @@ def test_a_step_thrown_away_under_fsdp2_leaves_no_gradient(sharded: list[dict[st
     assert [run["left_over"] for rank in sharded for run in rank.values()] == [0] * 10
 
 
+@pytest.mark.heals("transient", "fsdp2")
 def test_a_nan_under_fsdp2_is_undone_bitwise(sharded: list[dict[str, Any]]) -> None:
     for rank in sharded:
         assert rank["transient"]["losses"] == rank["plain"]["losses"]
@@ -239,10 +249,12 @@ def test_a_nan_under_fsdp2_is_undone_bitwise(sharded: list[dict[str, Any]]) -> N
     assert sharded[0]["transient"]["outcomes"] == [["nonfinite_transient", 0]]
 
 
+@pytest.mark.heals("unexplained", "fsdp2")
 def test_a_skipped_step_under_fsdp2_spoils_no_later_one(sharded: list[dict[str, Any]]) -> None:
     assert sharded[0]["skipped"]["outcomes"] == [["nonfinite_numerical", 1]] * 2
 
 
+@pytest.mark.heals("poison_rows", "fsdp2")
 @pytest.mark.parametrize("poison", ["poison", "gradient"])
 def test_poison_rows_are_found_under_fsdp2(sharded: list[dict[str, Any]], poison: str) -> None:
     outcomes = sharded[0][poison]["outcomes"]
@@ -250,6 +262,7 @@ def test_poison_rows_are_found_under_fsdp2(sharded: list[dict[str, Any]], poison
     assert all(outcome == ["nonfinite_poison_rows", 0] for outcome in outcomes)
 
 
+@pytest.mark.heals("unexplained", "ddp")
 @pytest.mark.slow
 def test_fsdp2_heals_as_ddp_does(sharded: list[dict[str, Any]], tmp_path: Path) -> None:
     replicated = under("ddp", tmp_path)
@@ -260,6 +273,7 @@ def test_fsdp2_heals_as_ddp_does(sharded: list[dict[str, Any]], tmp_path: Path) 
             assert run["sum"] == pytest.approx(twin[name]["sum"], rel=1e-6)
 
 
+@pytest.mark.heals("corrupted_weights", "fsdp2")
 @pytest.mark.slow
 def test_corrupted_weights_under_fsdp2_are_rolled_back_bitwise(tmp_path: Path) -> None:
     sharded = under("fsdp2", tmp_path, "rollback")

@@ -133,6 +133,7 @@ def test_a_lost_connection_in_the_collator_costs_no_step(
     assert_same_run(trainer, output, *undisturbed)
 
 
+@pytest.mark.heals("connection", "wrapper")
 @pytest.mark.parametrize("again", ["in the worker", "by the wrapper"])
 def test_a_lost_connection_in_a_data_worker_costs_no_step(tmp_path: Path, tokenizer: Any, again: str) -> None:
     arguments = {**TWO_EPOCHS, "dataloader_num_workers": 2}
@@ -157,6 +158,7 @@ def test_a_lost_connection_in_a_data_worker_costs_no_step(tmp_path: Path, tokeni
     assert_same_run(trainer, output, clean, expected)
 
 
+@pytest.mark.heals("connection", "wrapper")
 @pytest.mark.parametrize("name", TRAINERS)
 def test_every_trainer_is_entered_again_without_losing_a_step(tmp_path: Path, tokenizer: Any, name: str) -> None:
     clean = TRAINERS[name](tmp_path / "clean", tokenizer, max_steps=4)
@@ -331,6 +333,9 @@ def raise_value_error() -> Exception:
     return ValueError("a bug in the user's code")
 
 
+@pytest.mark.heals(
+    "exception", "wrapper", partly="raised unchanged, with a checkpoint of the last step and the line that resumes"
+)
 @pytest.mark.parametrize("forward", [1, 6, 17])
 def test_a_users_exception_surfaces_unchanged_with_an_exact_checkpoint(
     tmp_path: Path, tokenizer: Any, forward: int

@@ -137,6 +137,7 @@ def assert_same_weights_but_for_rounding(healed: Any, plain: Any) -> None:
 
 
 class TestForward:
+    @pytest.mark.heals("out_of_memory", "callback")
     @pytest.mark.parametrize("rows", [1, 2, 3])
     def test_sft_goes_on_with_fewer_rows_at_a_time(self, tmp_path: Path, tokenizer: Any, rows: int) -> None:
         plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0, max_steps=10)
@@ -199,6 +200,7 @@ class TestForward:
         assert_same_run(healed, plain)
         assert sum(outcome["steps_lost"] for outcome in journal(tmp_path / "healed", "outcome")) == 0
 
+    @pytest.mark.heals("out_of_memory", "wrapper")
     def test_the_wrapper_does_the_same(self, tmp_path: Path, tokenizer: Any) -> None:
         plain = sft_trainer(tmp_path / "plain", tokenizer, dropout=0.0)
         plain.train()
@@ -480,6 +482,7 @@ class TestOptimizerStep:
         trainer.optimizer = HalfWay(trainer.model.parameters(), lr=1e-3, **faults)
         return trainer
 
+    @pytest.mark.heals("optimizer_memory", "callback")
     @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
     @pytest.mark.parametrize(
         ("nth", "weights_are"),
@@ -512,6 +515,7 @@ class TestOptimizerStep:
         assert_same_weights(weights(healed), weights(plain))
         assert losses(healed) == losses(plain)
 
+    @pytest.mark.heals("optimizer_memory", "callback")
     def test_later_without_a_copy_the_run_goes_back_and_says_what_it_cost(
         self, tmp_path: Path, tokenizer: Any
     ) -> None:

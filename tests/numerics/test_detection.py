@@ -282,6 +282,7 @@ def test_divergence_caused_by_a_learning_rate_that_is_too_high(tmp_path: Path, t
 # ---- gradients ----
 
 
+@pytest.mark.heals("gradient_spike", "callback")
 def test_a_passing_gradient_spike_is_undone_bitwise(tmp_path: Path, tokenizer: Any) -> None:
     """A bit flip that leaves the gradient finite: gone when the step is computed again."""
     plain = sft_trainer(tmp_path / "plain", tokenizer, **STEADY)
@@ -309,6 +310,7 @@ def test_passing_faults_never_become_usual(tmp_path: Path, tokenizer: Any) -> No
     assert_same_weights(weights(trainer), weights(plain))
 
 
+@pytest.mark.heals("gradient_spike", "callback")
 def test_a_gradient_spike_that_comes_again_is_cut_to_the_usual_size(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], max_grad_norm=1e6, **STEADY)
     GradientFault(trainer.model, lambda _: trainer.state.global_step == 40, value=1e3)
@@ -635,6 +637,7 @@ def detach_policy(trainer: Any) -> None:
         parameter.register_hook(torch.zeros_like)
 
 
+@pytest.mark.heals("red_flag", "callback", partly="reported, or stopped, or rolled back, as the rule says")
 def test_dpo_that_does_not_train_is_stopped_with_the_remedy(tmp_path: Path, tokenizer: Any) -> None:
     trainer = dpo_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()], dropout=0.0, max_steps=40)
     detach_policy(trainer)

@@ -36,6 +36,7 @@ def incidents(output_dir: Path) -> list[dict[str, Any]]:
 # ---- transient ----
 
 
+@pytest.mark.heals("transient", "callback")
 @pytest.mark.parametrize("nan_filter", [True, False], ids=["filter", "no_filter"])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_a_transient_nan_leaves_no_trace_in_weights_and_logs(
@@ -178,6 +179,7 @@ def test_a_step_that_was_healed_bitwise_is_not_judged_by_the_losses_after_it(tmp
 # ---- numerical: neither re-execution nor any row explains it ----
 
 
+@pytest.mark.heals("unexplained", "callback")
 def test_an_unexplained_nan_skips_the_step_and_leaves_weights_and_moments_untouched(
     tmp_path: Path, tokenizer: Any
 ) -> None:

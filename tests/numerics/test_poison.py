@@ -48,6 +48,7 @@ class Gradients(TrainerCallback):
         )
 
 
+@pytest.mark.heals("poison_rows", "callback")
 def test_exactly_the_poison_rows_are_named_and_the_run_goes_on(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path, tokenizer, texts=poisoned_texts(), max_steps=8, callbacks=[SelfHealingCallback()])
     fault = PoisonToken(trainer.model, tokenizer.convert_tokens_to_ids(POISON_WORD))

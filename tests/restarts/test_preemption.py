@@ -1,4 +1,4 @@
-"""A machine that is asked for back: SIGTERM and SIGUSR1."""
+"""Preemption: SIGTERM and SIGUSR1."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class SignalAt(TrainerCallback):
             time.sleep(self.seconds)
 
 
+@pytest.mark.heals("preemption", "wrapper")
 @pytest.mark.parametrize(("signum", "code"), [("sigterm", 143), pytest.param("sigusr1", 75, marks=pytest.mark.slow)])
 def test_the_step_is_finished_and_saved_and_the_restart_goes_on_bitwise(
     tmp_path: Path,
@@ -163,6 +164,7 @@ def test_a_preempted_run_leaves_with_system_exit(tmp_path: Path, tokenizer: Any)
     assert (record.ending, record.newest.last_step) == (Ending.PREEMPTED, 3)
 
 
+@pytest.mark.heals("preemption", "callback")
 def test_the_callback_alone_leaves_as_well(tmp_path: Path, tokenizer: Any) -> None:
     trainer = sft_trainer(tmp_path / "run", tokenizer, callbacks=[SignalAt(2), SelfHealingCallback()])
     with pytest.raises(SystemExit) as left:

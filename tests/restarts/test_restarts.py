@@ -76,6 +76,7 @@ def fault_at(seed: int) -> int:
     return (7, 2, 5, 10, 8)[seed]
 
 
+@pytest.mark.heals("killed", "wrapper")
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))], ids=lambda seed: f"seed {seed}"
 )
@@ -202,6 +203,7 @@ def test_where_the_only_checkpoint_is_damaged_the_run_begins_anew_and_is_the_sam
     assert len({event["run"] for event in journal(job)}) == 1
 
 
+@pytest.mark.heals("killed", "wrapper")
 def test_a_kill_before_the_first_checkpoint_begins_anew(
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -221,6 +223,7 @@ def test_a_restart_never_takes_up_the_checkpoints_of_another_run(
     assert job_result(job)["weights"] == plain["weights"]
 
 
+@pytest.mark.heals("lost_device", "wrapper")
 def test_a_broken_device_ends_the_process_for_a_restart(
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -234,6 +237,7 @@ def test_a_broken_device_ends_the_process_for_a_restart(
     assert len(list(job.glob("postmortem.before-*.json"))) == 1
 
 
+@pytest.mark.heals("native_hang", "wrapper")
 def test_a_hang_in_native_code_is_healed_by_a_restart(
     tmp_path: Path, plain: dict[str, Any], until_it_ends: Callable[..., list[int]]
 ) -> None:
@@ -290,6 +294,9 @@ def test_a_row_that_was_dropped_before_a_kill_is_dropped_in_that_step_again(
     assert len((job / "quarantine.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.heals(
+    "lost_device", "callback", partly="written down with the checkpoint to resume from; the exception goes on"
+)
 def test_a_broken_device_is_written_down_by_the_callback_alone(tmp_path: Path, start: Callable[..., int]) -> None:
     job = tmp_path / "job"
     assert start(job, fault="device", step=6, callback_alone=True) == 1

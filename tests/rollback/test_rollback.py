@@ -91,6 +91,7 @@ def fault_free(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class TestCorruptedWeights:
+    @pytest.mark.heals("corrupted_weights", "callback")
     def test_are_rolled_back_and_the_run_ends_where_it_would_have(
         self, tmp_path: Path, tokenizer: Any, fault_free: float
     ) -> None:
@@ -248,6 +249,7 @@ class TestCorruptedWeights:
 
 
 class TestScrambledLayer:
+    @pytest.mark.heals("divergence", "callback")
     @pytest.mark.parametrize(
         "strikes_at", [60, *(pytest.param(step, marks=pytest.mark.slow) for step in (61, 62, 63))]
     )
@@ -553,18 +555,24 @@ class TestLearningRateFarTooHigh:
         assert 1 <= report.lr_reductions <= HealingConfig().max_lr_reductions
         assert report.learning_rate_scale < 1
 
+    @pytest.mark.heals("learning_rate", "callback")
     def test_in_the_first_steps_the_run_goes_back_to_where_it_began(self, tmp_path: Path, tokenizer: Any) -> None:
-        wrapper = SelfHealingTrainer(
-            sft_trainer(tmp_path, tokenizer, learning_rate=3.0, max_steps=60, lr_scheduler_type="constant")
+        trainer = sft_trainer(
+            tmp_path,
+            tokenizer,
+            callbacks=[SelfHealingCallback()],
+            learning_rate=3.0,
+            max_steps=60,
+            lr_scheduler_type="constant",
         )
-        wrapper.train()
+        trainer.train()
 
         first = rollbacks(tmp_path)[0]
         assert (first["state"], first["to_step"]) == ("initial", 0)
         cut = next(event for event in journal(tmp_path, "action") if event["action"] == "reduce_learning_rate")
         assert cut["learning_rate"] < 0.1
-        assert losses(wrapper.trainer)[-1] < 4.5
-        assert wrapper.get_report().lr_reductions == cut["reductions"]
+        assert losses(trainer)[-1] < 4.5
+        assert HealingReport.from_run_dir(tmp_path).lr_reductions == cut["reductions"]
 
     def test_the_rates_that_were_tried_are_in_the_report(self, tmp_path: Path, tokenizer: Any) -> None:
         wrapper = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer, learning_rate=3.0, max_steps=20))
@@ -657,6 +665,7 @@ class TestEverythingLearned:
 
 
 class TestRedFlag:
+    @pytest.mark.heals("red_flag", "callback", partly="reported, or stopped, or rolled back, as the rule says")
     def test_whose_action_is_to_roll_back_does(self, tmp_path: Path, tokenizer: Any) -> None:
         rules = tmp_path / "rules.toml"
         rules.write_text(

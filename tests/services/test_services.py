@@ -389,6 +389,7 @@ def test_a_reward_that_fails_three_times_and_then_works_leaves_no_trace_in_the_w
     assert outcome["outcome"] == "resolved"
 
 
+@pytest.mark.heals("service", "callback")
 def test_with_the_callback_alone_a_reward_is_called_again_as_well(
     tmp_path: Path, tokenizer: Any, serve: Any, monkeypatch: Any
 ) -> None:
@@ -687,6 +688,8 @@ class Unreachable(TensorBoardCallback):
         pass
 
 
+@pytest.mark.heals("tracker", "callback")
+@pytest.mark.heals("tracker", "wrapper")
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
 def test_a_tracker_that_always_fails_changes_nothing(wrapped: bool, tmp_path: Path, tokenizer: Any) -> None:
     clean = plain_trainer(tmp_path / "clean", tokenizer)

@@ -144,6 +144,8 @@ def run(script: str, *arguments: str, prefix: tuple[str, ...] = ()) -> subproces
 # ---- the run goes on ----
 
 
+@pytest.mark.heals("disk", "callback")
+@pytest.mark.heals("disk", "wrapper")
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
 def test_two_saves_that_fail_cost_their_checkpoints_and_the_third_is_good(
     wrapped: bool, tmp_path: Path, tokenizer: Any

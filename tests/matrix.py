@@ -1,0 +1,213 @@
+"""
+What is healed where, as tests show it: `docs/matrix.json` and the table in the README.
+
+A test that proves a cell says so, `@pytest.mark.heals("out_of_memory", "ddp", partly="...")`; what became of it in the
+last run is in `docs/matrix.json`. `make matrix` runs them all and writes both files; `python tests/matrix.py` writes
+the table from what is on record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / "docs" / "matrix.json"
+BEGIN = "<!-- What follows is written by `make matrix`. -->"
+END = "<!-- Up to here. -->"
+
+FAULTS = {
+    "transient": "[NaN or Inf](docs/how-it-works.md) that is gone when the step is computed again",
+    "poison_rows": "[Rows](docs/how-it-works.md) that give NaN or Inf every time",
+    "unexplained": "NaN or Inf that nothing explains: the step is left out",
+    "corrupted_weights": "NaN or Inf in [weights or optimizer state](docs/rollback.md)",
+    "gradient_spike": "[Gradient spike](docs/detection.md)",
+    "divergence": "Loss that rises and stays up because [weights were hit](docs/rollback.md)",
+    "learning_rate": "[Learning rate](docs/rollback.md#the-learning-rate) far too high",
+    "red_flag": "[Red flags](docs/detection.md#metric-rules) in metrics of GRPO, DPO, SFT",
+    "out_of_memory": "[Out of memory](docs/memory.md) in the model",
+    "optimizer_memory": "Out of memory in `optimizer.step()`",
+    "bad_sample": "[Sample](docs/data.md) that raises while it is loaded or collated",
+    "service": "[Reward function, stream, vLLM server](docs/services.md) that fails for a while",
+    "connection": "Lost connection anywhere else in `train()`",
+    "tracker": "Tracker or Hub that fails",
+    "worker": "Data loader worker that is killed",
+    "disk": "[Checkpoint](docs/checkpoints.md#when-one-cannot-be-written) that cannot be written",
+    "damaged_checkpoint": "Damaged [checkpoint](docs/checkpoints.md) on resume",
+    "hang": "[Hang](docs/hangs.md) in Python",
+    "native_hang": "Hang in native code, under a launcher",
+    "killed": "[Killed process](docs/running.md), under a launcher",
+    "preemption": "Preemption: SIGTERM, SIGUSR1",
+    "lost_device": "Lost device (simulated), under a launcher",
+    "exception": "An exception of your own code",
+}
+COLUMNS = {
+    "callback": "callback",
+    "wrapper": "wrapper",
+    "gpu": "one GPU",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "deepspeed": "DeepSpeed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """
+    A test that shows that a fault is healed.
+
+    Args:
+        test: As pytest names it, without parameters.
+        fault: A key of `FAULTS`.
+        column: A key of `COLUMNS`.
+        partly: What is done in place of healing it; `None` if it is healed.
+    """
+
+    test: str
+    fault: str
+    column: str
+    partly: str | None
+
+
+class MatrixError(ValueError):
+    """A mark, or the record, that makes no sense."""
+
+
+def proofs(directory: Path = ROOT / "tests") -> list[Proof]:
+    """Reads all marks off the source, in a fraction of the time that collecting the tests would take."""
+    found = []
+    for path in sorted(directory.rglob("test_*.py")):
+        source = path.read_text(encoding="utf-8")
+        if "mark.heals(" in source:
+            place = path.relative_to(directory.parent).as_posix()
+            found += _marked(ast.parse(source).body, place)
+    return found
+
+
+def _marked(body: list[ast.stmt], place: str) -> Iterator[Proof]:
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _marked(node.body, f"{place}::{node.name}")
+        elif isinstance(node, ast.FunctionDef):
+            for mark in node.decorator_list:
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.heals":
+                    yield _proof(mark, f"{place}::{node.name}")
+
+
+def _proof(mark: ast.Call, test: str) -> Proof:
+    try:
+        fault, column = (ast.literal_eval(argument) for argument in mark.args)
+        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in mark.keywords}
+    except ValueError:
+        raise MatrixError(f"{test}: a fault and a column, written out: heals('killed', 'wrapper')") from None
+    if fault not in FAULTS or column not in COLUMNS or not options.keys() <= {"partly"}:
+        raise MatrixError(f"{test}: {ast.unparse(mark)} is none of {list(FAULTS)}, {list(COLUMNS)}, partly=")
+    return Proof(test, fault, column, options.get("partly"))
+
+
+# ---- what became of the tests ----
+
+
+def read_record(path: Path = RECORD) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def outcomes_in(results: Path) -> dict[str, str]:
+    """Reads what pytest has written with `--junit-xml`: of a test with parameters, the worst counts."""
+    worst: dict[str, str] = {}
+    for case in ElementTree.parse(results).iter("testcase"):
+        # "tests.memory.test_memory.TestForward": as far as it is a file, a path.
+        parts = case.attrib["classname"].split(".")
+        modules = next(n for n, part in enumerate(parts, start=1) if part.startswith("test_"))
+        test = "::".join(["/".join(parts[:modules]) + ".py", *parts[modules:], case.attrib["name"].partition("[")[0]])
+        told = {child.tag for child in case}
+        outcome = "failed" if told & {"failure", "error"} else "skipped" if "skipped" in told else "passed"
+        worst[test] = min(outcome, worst.get(test, outcome), key=("failed", "skipped", "passed").index)
+    return worst
+
+
+def recorded(results: list[Path], device: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds what became of the marked tests to a record, and drops tests that are marked no more."""
+    marked = {proof.test for proof in proofs()}
+    told = dict(record.get(device, {}).get("outcomes", {}))
+    for path in results:
+        told |= outcomes_in(path)
+    entry = {
+        "recorded": datetime.now(UTC).date().isoformat(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "trl")},
+        "outcomes": {test: told[test] for test in sorted(marked & told.keys())},
+    }
+    return {**record, device: entry}
+
+
+# ---- the table ----
+
+
+def table(marked: list[Proof], record: Mapping[str, Any]) -> str:
+    """Renders the table and the notes below it."""
+    notes: dict[str, int] = {}
+
+    def cell(fault: str, column: str) -> str:
+        # One GPU: the tests of one process, run there. What the callback heals, the wrapper's callback does.
+        columns = {"gpu": ("callback", "wrapper"), "wrapper": ("wrapper", "callback")}.get(column, (column,))
+        device = "cuda" if column == "gpu" else "cpu"
+        outcomes = record.get(device, {}).get("outcomes", {})
+        if column == "gpu" and not outcomes:
+            return "–"
+        for each in columns:
+            shown = [proof for proof in marked if (proof.fault, proof.column) == (fault, each)]
+            if shown and all(outcomes.get(proof.test) == "passed" for proof in shown):
+                partly = next((proof.partly for proof in shown if proof.partly is not None), None)
+                return "✅" if partly is None else f"◐ {notes.setdefault(partly, len(notes) + 1)}"
+        return "❌"
+
+    lines = [
+        "| what goes wrong | " + " | ".join(COLUMNS.values()) + " |",
+        "|---" + "|:---:" * len(COLUMNS) + "|",
+    ]
+    for fault, label in FAULTS.items():
+        lines.append(f"| {label} | " + " | ".join(cell(fault, column) for column in COLUMNS) + " |")
+    legend = "✅ healed; ◐ in part; ❌ no test shows that it is healed; – not run yet."
+    numbered = [f"{number}: {note}." for note, number in notes.items()]
+    return "\n".join([*lines, "", " ".join([legend, *numbered])])
+
+
+def with_table(readme: str, rendered: str) -> str:
+    """Puts the table between the two comments of the README."""
+    before, _, rest = readme.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise MatrixError(f"README.md has lost the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{rendered}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="*", type=Path, help="what pytest has written with --junit-xml")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where they ran")
+    arguments = parser.parse_args()
+    record = read_record()
+    if arguments.results:
+        record = recorded(arguments.results, arguments.device, record)
+        RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    marked = proofs()
+    readme = ROOT / "README.md"
+    readme.write_text(with_table(readme.read_text(encoding="utf-8"), table(marked, record)), encoding="utf-8")
+    outcomes = record.get("cpu", {}).get("outcomes", {})
+    missing = sorted({proof.test for proof in marked if outcomes.get(proof.test) != "passed"})
+    if missing:
+        sys.exit("These did not pass, or did not run, and prove nothing:\n" + "\n".join(missing))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The table of what heals where: up to date with the tests that say so, and honest about what became of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matrix
+import pytest
+from matrix import COLUMNS, FAULTS, MatrixError, Proof, outcomes_in, proofs, read_record, table, with_table
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_table_in_the_readme_is_up_to_date() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == with_table(readme, table(proofs(), read_record())), "make matrix, or python tests/matrix.py"
+
+
+def test_every_proof_has_passed() -> None:
+    outcomes = read_record()["cpu"]["outcomes"]
+    assert {proof.test: outcomes.get(proof.test) for proof in proofs()} == dict.fromkeys(outcomes, "passed")
+
+
+def cells(marked: list[Proof], record: dict[str, object], fault: str) -> dict[str, str]:
+    row = list(FAULTS).index(fault)
+    line = table(marked, record).splitlines()[2 + row]
+    return dict(zip(COLUMNS, (cell.strip() for cell in line.split("|")[2:-1]), strict=True))
+
+
+def record(**outcomes: str) -> dict[str, object]:
+    return {"cpu": {"outcomes": outcomes}}
+
+
+def test_a_cell_that_no_test_shows_is_not_healed() -> None:
+    assert set(cells([], record(), "killed").values()) == {"❌", "–"}
+
+
+def test_what_the_callback_heals_the_wrapper_does() -> None:
+    shown = cells([Proof("a", "transient", "callback", None)], record(a="passed"), "transient")
+    assert shown == {"callback": "✅", "wrapper": "✅", "gpu": "–", "ddp": "❌", "fsdp2": "❌", "deepspeed": "❌"}
+
+
+def test_what_the_wrapper_heals_the_callback_does_not() -> None:
+    shown = cells([Proof("a", "killed", "wrapper", None)], record(a="passed"), "killed")
+    assert (shown["callback"], shown["wrapper"]) == ("❌", "✅")
+
+
+@pytest.mark.parametrize("outcome", ["failed", "skipped"])
+def test_one_of_two_proofs_that_did_not_pass_is_enough_to_doubt(outcome: str) -> None:
+    marked = [Proof("a", "hang", "wrapper", None), Proof("b", "hang", "wrapper", None)]
+    assert cells(marked, record(a="passed", b=outcome), "hang")["wrapper"] == "❌"
+    assert cells(marked, record(a="passed"), "hang")["wrapper"] == "❌"
+
+
+def test_what_is_done_in_part_is_said_below() -> None:
+    marked = [Proof("a", "hang", "callback", "reported"), Proof("b", "red_flag", "callback", "reported")]
+    outcomes = record(a="passed", b="passed")
+    assert cells(marked, outcomes, "hang")["callback"] == "◐ 1"
+    assert cells(marked, outcomes, "red_flag")["callback"] == "◐ 1"
+    assert table(marked, outcomes).endswith(" 1: reported.")
+
+
+def test_one_gpu_is_what_the_tests_of_one_process_show_there() -> None:
+    marked = [Proof("a", "hang", "wrapper", None)]
+    on_both = {**record(a="passed"), "cuda": {"outcomes": {"a": "passed"}}}
+    assert cells(marked, record(a="passed"), "hang")["gpu"] == "–"
+    assert cells(marked, on_both, "hang")["gpu"] == "✅"
+    assert cells(marked, on_both, "killed")["gpu"] == "❌"
+
+
+def test_of_a_test_with_parameters_the_worst_outcome_counts(tmp_path: Path) -> None:
+    (tmp_path / "results.xml").write_text(
+        "<testsuites><testsuite>"
+        '<testcase classname="tests.hangs.test_watchdog" name="test_x[1]"/>'
+        '<testcase classname="tests.hangs.test_watchdog" name="test_x[2]"><failure/></testcase>'
+        '<testcase classname="tests.memory.test_memory.TestForward" name="test_y"><skipped/></testcase>'
+        '<testcase classname="tests.test_z" name="test_z"/>'
+        "</testsuite></testsuites>"
+    )
+    assert outcomes_in(tmp_path / "results.xml") == {
+        "tests/hangs/test_watchdog.py::test_x": "failed",
+        "tests/memory/test_memory.py::TestForward::test_y": "skipped",
+        "tests/test_z.py::test_z": "passed",
+    }
+
+
+@pytest.mark.parametrize("mark", ['"no such fault", "ddp"', '"killed", "abacus"', '"killed"', 'FAULT, "ddp"'])
+def test_a_mark_that_makes_no_sense_is_named(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "test_it.py").write_text(f"@pytest.mark.heals({mark})\ndef test_it(): ...\n")
+    with pytest.raises(MatrixError, match=r"test_it.py::test_it: "):
+        proofs(tmp_path)
+
+
+def test_marks_are_read_where_pytest_finds_them(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        'class TestIt:\n    @pytest.mark.slow\n    @pytest.mark.heals("hang", "ddp", partly="told")\n'
+        "    def test_it(self): ...\n"
+    )
+    test = f"{tmp_path.name}/test_it.py::TestIt::test_it"
+    assert proofs(tmp_path) == [Proof(test, "hang", "ddp", "told")]
+
+
+def test_a_readme_without_its_place_for_the_table_is_named() -> None:
+    with pytest.raises(MatrixError, match="has lost the lines"):
+        with_table(matrix.BEGIN, "")
