@@ -446,6 +446,15 @@ def test_the_module_in_whose_backward_a_gradient_begins_is_named() -> None:
     assert "it begins in the backward of 1" in str(seen[0])
 
 
+def test_a_gradient_that_reaches_the_modules_as_such_is_told_so() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with watching_gradients({"": model}) as seen:
+        outputs = model(torch.ones(2, 3))
+        (outputs - outputs.detach()).sqrt().sum().backward()
+    assert [origin.details["backward_place"] for origin in seen] == ["between the loss and the output of"]
+    assert "it begins between the loss and the output of 1" in str(seen[0])
+
+
 # ---- every objective ----
 
 
