@@ -115,6 +115,9 @@ def test_trackio_shows_the_metrics_the_alert_and_the_report(tmp_path: Path) -> N
     assert report["train/global_step"] == 6
     assert report["self_healing/report"]["_type"] == "trackio.markdown"
     assert "ended, step 6 of 6; 1 incident" in report["self_healing/report"]["_value"]
+    assert report["self_healing/page"]["_type"] == "trackio.html"
+    (page,) = (tmp_path / "trackio").rglob("*.html")
+    assert "The run came to its end at step 6 of 6." in page.read_text()
 
 
 # Something in every field, none of it the default.
