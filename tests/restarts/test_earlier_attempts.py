@@ -81,7 +81,7 @@ class TestAProcessThatWasKilled:
             "Attempt 2 of run run goes on from checkpoint-4 (step 4); the one before ended at step 6: killed, or "
             "crashed in native code." in caplog.text
         )
-        assert "no step lost, 2 step(s) done again" in caplog.text
+        assert "-> resumed; 0 steps lost, 2 repeated" in caplog.text
 
     def test_the_journal_says_what_it_has_cost(self, run: Run) -> None:
         go_on(run)
