@@ -178,6 +178,13 @@ def test_gradient_norm_is_shown_with_its_threshold_and_learning_rate_with_its_sc
     assert (in_force.values[-1], scheduled.values[-1]) == (1e-4, 2e-4)
 
 
+def test_a_threshold_is_drawn_from_where_something_is_usual() -> None:
+    steps = made_up_steps(0, 100)
+    steps.grad_norm_usual[:20], steps.grad_norm_bound[:20] = [None] * 20, [10_000.0] * 20
+    bound = charts_of(replace(made_up_report(100), series=Series("steps", steps)))[1].lines[-1]
+    assert bound.values == [None] * 20 + [4] * 80
+
+
 def test_steps_that_were_gone_back_from_twice_are_two_lines() -> None:
     undone = [made_up_steps(50, 90), made_up_steps(60, 80), made_up_steps(10, 20)]
     series = Series("steps", made_up_steps(0, 100), undone)

@@ -94,6 +94,11 @@ def charts_of(report: RunReport) -> list[Chart]:
     ]
     reduced = any(scale != 1 for scale in kept.learning_rate_scale if scale is not None)
     several = f"highest of {max(kept.steps, default=1)} steps" if max(kept.steps, default=1) > 1 else ""
+    # Before anything is usual, it is a limit so far away that the norm would be a flat line below it.
+    bound = [
+        None if usual is None else value
+        for usual, value in zip(kept.grad_norm_usual, kept.grad_norm_bound, strict=False)
+    ]
     logged_only = series.source == "logs"
     found = [
         Chart(
@@ -116,7 +121,7 @@ def charts_of(report: RunReport) -> list[Chart]:
                 *([_line(several, "peak", kept, kept.grad_norm_max, near)] if several else ()),
                 *_undone(series.discarded, "grad_norm"),
                 _line("usual", "usual", kept, kept.grad_norm_usual, near),
-                _line("looked into above", "second", kept, kept.grad_norm_bound, near),
+                _line("looked into above", "second", kept, bound, near),
             ],
         ),
         Chart("reward", "Reward", "", _logged("reward", series.logged.get("reward"), "measured")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.metadata
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ def _verdict(report: RunReport) -> dict[str, Any]:
         "told": state.told,
         "share": share,
         "progress": f"Step {wording.number(state.step)}{of}",
-        "percent": wording.share(share),
+        "percent": "" if share is None else f"{math.floor(100 * share)} %",
     }
 
 
@@ -308,6 +309,8 @@ def _goodput(goodput: Goodput | None) -> dict[str, Any] | None:
         ("between two processes", goodput.down, "busy"),
         ("start-up, evaluation, checkpoints", goodput.other, "calm"),
     ):
+        if seconds < 0.05:
+            continue
         width = round(1000 * max(seconds, 0.0) / goodput.wall, 1)
         parts.append(_Part(title, wording.duration(seconds), tone, begin, width))
         begin = round(begin + width, 1)
