@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,18 @@ def test_an_incident_on_a_chart_leads_to_its_story(tab: Tab, page: Path, chart: 
     tab.click(f"#chart-{chart} .mark-at:nth-child(3)")
     assert tab.ask("document.getElementById('incident-3').checkVisibility()")
     assert tab.ask("document.activeElement.matches('summary')")
+
+
+def test_links_work_in_a_frame_that_a_tracker_fills(tab: Tab, page: Path, tmp_path: Path) -> None:
+    around = tmp_path / "tracker.html"
+    content = html.escape(page.read_text(encoding="utf-8"))
+    around.write_text(f'<iframe width="900" height="800" srcdoc="{content}"></iframe>', encoding="utf-8")
+    tab.show(around)
+    inside = "document.querySelector('iframe').contentDocument"
+    tab.ask(f"{inside}.querySelector('.mark-at:nth-child(3)').click()")
+    tab.frames()
+    assert tab.ask(f"{inside}.getElementById('incident-3').checkVisibility()")
+    assert not tab.ask(f"{inside}.getElementById('incident-2').checkVisibility()")
 
 
 def test_the_keyboard_meets_each_incident_once_and_opens_it(tab: Tab, page: Path) -> None:

@@ -32,7 +32,7 @@ _CHAPTERS = {
 _TOLD = frozenset(
     {
         *("action", "cause", "evidence", "failure", "happened", "outcome", "symptom"),
-        *("seconds_lost", "steps_lost", "steps_repeated"),
+        *("loss_after", "seconds_lost", "steps_lost", "steps_repeated", "trend"),
     }
 )
 _MOST_FACTS = 40

@@ -212,12 +212,14 @@
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach((plot) => plot.redraw()));
   }
   document.addEventListener("click", (event) => {
-    const link = event.target.closest("a[href^='#incident-']");
-    // To anywhere else the browser goes by itself, and says so (hashchange).
-    if (link && link.hash === location.hash) {
-      event.preventDefault();
-      openStory(link.hash.slice(1));
-    }
+    const link = event.target.closest("a[href^='#']");
+    const hash = link?.getAttribute("href");
+    // The browser goes there by itself, and says so (hashchange): but not where it is already, and in a frame that a
+    // tracker fills (srcdoc) it would load the page around the frame.
+    if (!link || (hash !== location.hash && document.URL !== "about:srcdoc")) return;
+    event.preventDefault();
+    if (hash.startsWith("#incident-")) openStory(hash.slice(1));
+    else document.querySelector(hash)?.scrollIntoView();
   });
   addEventListener("hashchange", () => openStory(location.hash.slice(1)));
   for (const details of document.querySelectorAll("details.incident")) details.addEventListener("toggle", pointOut);
