@@ -175,7 +175,7 @@ def texts_in_the_code() -> str:
 
 
 def test_messages_are_quoted_as_the_code_says_them() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "messages.md").read_text(encoding="utf-8")
     code = texts_in_the_code()
     messages = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
     assert len(messages) > 10
@@ -200,7 +200,7 @@ def test_the_table_of_settings_is_up_to_date() -> None:
 def test_the_tables_of_the_detectors_are_those_that_were_measured() -> None:
     benchmark = runpy.run_path(str(ROOT / "benchmarks" / "detectors.py"), run_name="detectors_benchmark")
     result = json.loads((ROOT / "benchmarks" / "results" / "detectors.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs" / "detection.md").read_text(encoding="utf-8")
+    page = benchmark["PAGE"].read_text(encoding="utf-8")
     assert benchmark["page_with_tables"](page, result) == page, "run python benchmarks/detectors.py --docs"
 
 
@@ -229,10 +229,15 @@ def test_the_cost_of_snapshots_is_quoted_as_measured() -> None:
     assert f"{measured['snapshot_over_save']:.0%}".replace("%", " %") + " of the time of a checkpoint" in page
 
 
+def pages_on_memory() -> str:
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("memory.md", "memory-exactness.md")]
+    return " ".join(" ".join(pages).split())
+
+
 def test_the_throughput_after_healing_is_quoted_as_measured() -> None:
     results = ROOT / "benchmarks" / "results" / "memory_throughput_cpu.json"
     tasks = json.loads(results.read_text(encoding="utf-8"))["tasks"]
-    page = " ".join((ROOT / "docs" / "memory.md").read_text(encoding="utf-8").split())
+    page = pages_on_memory()
     for task in ("sft", "dpo", "grpo"):
         assert tasks[task]["in_calls"] >= 0.9
         assert tasks[task]["in_processor_time"]["ratio"] >= 0.9
@@ -242,7 +247,7 @@ def test_the_throughput_after_healing_is_quoted_as_measured() -> None:
 
 def test_the_cost_of_splitting_is_quoted_as_measured() -> None:
     measured = json.loads((ROOT / "benchmarks" / "results" / "memory_cost_cpu.json").read_text(encoding="utf-8"))
-    page = " ".join((ROOT / "docs" / "memory.md").read_text(encoding="utf-8").split())
+    page = pages_on_memory()
     two, four = measured["split"]["2"], measured["split"]["4"]
     assert f"two pieces takes {two['over_by_hand']['ratio']:.2f} times as long" in page
     assert f"one in four {four['over_by_hand']['ratio']:.2f} times" in page

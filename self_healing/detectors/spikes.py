@@ -25,7 +25,8 @@ class LossSpikeDetector:
 
     Args:
         threshold (`float`, *optional*, defaults to 8.0):
-            z above which a loss is a spike. Healthy public fine-tuning curves stay below 5.5 (`docs/detection.md`).
+            z above which a loss is a spike. Healthy public fine-tuning curves stay below 5.5
+            (`docs/detection-figures.md`).
         notice_threshold (`float`, *optional*, defaults to 6.0):
             z above which it is worth a note.
         factor (`float`, *optional*, defaults to 0.0):
