@@ -145,7 +145,7 @@ class Cost:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.on_device = None if options.device == "cpu" else torch.get_device_module(options.device)
-        self.size = DemoSize(tokens=options.tokens, width=options.width, layers=options.layers)
+        self.size = DemoSize(tokens=options.tokens, vocabulary=2048, width=options.width, layers=options.layers)
         texts = [text for text in stdlib_docstrings() if len(text) > 4 * options.tokens]
         self.tokenizer = train_tokenizer(texts, self.size.vocabulary)
         # Every row full: all steps do the same work.

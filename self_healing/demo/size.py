@@ -15,11 +15,11 @@ class DemoSize:
             Optimizer steps, at least 8; the training set is as large as they need for one epoch.
         rows (`int`, *optional*, defaults to 8):
             Rows of a micro-batch. A step has two micro-batches.
-        tokens (`int`, *optional*, defaults to 128):
+        tokens (`int`, *optional*, defaults to 96):
             Longest row, in tokens.
-        vocabulary (`int`, *optional*, defaults to 2048):
+        vocabulary (`int`, *optional*, defaults to 1024):
             Size of the tokenizer's vocabulary, at least 300.
-        width (`int`, *optional*, defaults to 160):
+        width (`int`, *optional*, defaults to 128):
             Size of the hidden states; a multiple of 8.
         layers (`int`, *optional*, defaults to 2):
             Transformer blocks.
@@ -32,9 +32,9 @@ class DemoSize:
 
     steps: int = 120
     rows: int = 8
-    tokens: int = 128
-    vocabulary: int = 2048
-    width: int = 160
+    tokens: int = 96
+    vocabulary: int = 1024
+    width: int = 128
     layers: int = 2
     held_out: int = 128
 
