@@ -91,10 +91,12 @@ def test_three_faults_are_healed_and_shown(show: Show, tmp_path: Path, capfd: py
         "dead at step 9 of 12",
         "Bitwise equal to the fault-free twin up to the poison row: all weights, compared after each of the",
         f"Picture: {tmp_path / 'curves.png'}",
+        f"Report: {tmp_path / 'report.html'}",
         f"Journal: {tmp_path / 'healing_events.jsonl'}",
         "Every fault was found and healed, and no step was lost.",
     ):
         assert shown in text
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
     assert not list(tmp_path.glob("checkpoint-*"))
     assert capfd.readouterr() == ("", "")
 
@@ -261,6 +263,12 @@ def test_a_process_that_dies_says_what_it_has_written(tmp_path: Path) -> None:
     assert told.startswith("The plain run ended without a result.")
     assert "line 39" in told
     assert "line 3\n" not in told
+
+
+def test_the_terminal_does_not_wait_for_torch() -> None:
+    code = "import sys, self_healing.demo; print(sorted({'torch', 'transformers', 'trl'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 # ---- chaos ----

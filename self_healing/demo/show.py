@@ -14,6 +14,8 @@ from rich.markup import escape
 
 from ..config import HealingConfig
 from ..own_files import EVENTS_FILE
+from ..report.page import write_page
+from ..report.reading import read_run
 from . import faults as plan
 from . import text
 from .launch import Launch, in_processes
@@ -25,7 +27,7 @@ from .size import DemoSize
 from .verdict import contrast_table, equality, incident_table, unmet
 
 
-PICTURE_FILE = "curves.png"
+PICTURE_FILE, PAGE_FILE = "curves.png", "report.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,10 @@ def run_demo(
         console.print(f"[bold red]Not as it should be:[/] {escape(problem)}.", soft_wrap=True)
     picture = Path(output_dir) / PICTURE_FILE
     draw_curves(picture, {TITLES[name]: run for name, run in runs.items()}, faults)
+    page = Path(output_dir) / PAGE_FILE
+    write_page(read_run(Path(output_dir)), page)
     console.print(f"Picture: {picture}", soft_wrap=True)
+    console.print(f"Report: {page}", soft_wrap=True)
     console.print(f"Journal: {Path(output_dir) / EVENTS_FILE}", soft_wrap=True)
     return DemoResult(problems, list(healed.ended.incidents), loss, twin_loss)
 
