@@ -41,6 +41,14 @@ class KeptIncident:
         told = [str(self.entry[name]).replace("_", " ") for name in ("symptom", "cause") if self.entry.get(name)]
         return ", ".join(told) or "not in the journal"
 
+    @property
+    def spiked_to(self) -> float | None:
+        """The gradient norm of a step that was finite and spiked; `None` for one that was not finite."""
+        again = (self.entry.get("evidence") or {}).get("again")
+        norm = again.get("grad_norm") if isinstance(again, Mapping) else None
+        # One that is not finite is written as a text.
+        return float(norm) if isinstance(norm, int | float) else None
+
     def __str__(self) -> str:
         return f"{self.id}  step {self.step}  {self.what}"
 

@@ -30,7 +30,8 @@ class ReplayReport:
         incident (`str`), step (`int`), what (`str`):
             The incident, the steps finished before it, and what the journal says it was.
         came_back (`bool`):
-            Whether loss or gradient were not finite again.
+            Whether loss or gradient were not finite again; of a spike, whether the gradient norm was at least half of
+            what it was.
         look ([`Look`]):
             What was seen: loss, gradient norm, rows and modules.
         weights (`str`), exact (`bool`):
@@ -39,6 +40,8 @@ class ReplayReport:
             The model, the trainer and the precision.
         notes (`list[str]`):
             What else is not as it was.
+        spiked_to (`float`, *optional*):
+            The gradient norm of the step, where it was finite and a spike.
     """
 
     incident: str
@@ -50,10 +53,14 @@ class ReplayReport:
     exact: bool
     computed: str
     notes: list[str] = field(default_factory=list)
+    spiked_to: float | None = None
 
     @property
     def verdict(self) -> str:
         """Whether it came back, and what follows from that, in a sentence or two."""
+        if self.look.finite and self.spiked_to is not None:
+            so = "It comes back" if self.came_back else "It did not come back"
+            return f"{so}: the step was a spike, and all of it is finite; its gradient norm was {self.spiked_to:.6g}."
         if not self.came_back:
             if self.exact and not self.notes:
                 return (
@@ -84,7 +91,7 @@ class ReplayReport:
             f"  gives:    loss {self.look.loss:.6g}{norm}",
             self.verdict,
         ]
-        if self.came_back:
+        if not self.look.finite:
             lines += [f"  {row}" for row in self.look.rows]
             if self.look.poison > len(self.look.rows):
                 lines.append(f"  and {self.look.poison - len(self.look.rows)} more rows")
@@ -108,6 +115,7 @@ class ReplayReport:
             "exact_weights": self.exact,
             "computed": self.computed,
             "notes": self.notes,
+            "spiked_to": self.spiked_to,
             "rows_in_step": self.look.rows_in_step,
             "poison_rows": self.look.poison,
             "rows": [row.to_dict() for row in self.look.rows],
@@ -215,8 +223,19 @@ def _compute(
     computed = (
         f"{type(trainer.model).__name__} in {dtype}{f' with {precision}' if cast else ''}, by {type(trainer).__name__}"
     )
+    look = looks[0]
+    spiked = found.spiked_to is not None and (look.grad_norm or 0.0) >= 0.5 * found.spiked_to
     return ReplayReport(
-        found.id, found.step, found.what, not looks[0].finite, looks[0], weights.told, weights.exact, computed, notes
+        found.id,
+        found.step,
+        found.what,
+        not look.finite or spiked,
+        look,
+        weights.told,
+        weights.exact,
+        computed,
+        notes,
+        found.spiked_to,
     )
 
 

@@ -280,6 +280,30 @@ def test_a_run_without_a_batch_says_why(tmp_path: Path) -> None:
         find_incident(tmp_path)
 
 
+def test_an_incident_is_found_from_either_directory_of_its_run(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(healing_dir=str(tmp_path / "healing"))
+    trainer = plain_trainer(tmp_path / "run", tokenizer, max_steps=2, callbacks=[SelfHealingCallback(config)])
+    fault = OutputFault(trainer.model, lambda _: fault.fired == 0)
+    trainer.train()
+    found = kept_incidents(tmp_path / "run")
+    assert len(found) == 1
+    assert found == kept_incidents(tmp_path / "healing")
+
+
+def test_a_spike_comes_back_as_a_spike(finished: FinishedRun, tmp_path: Path) -> None:
+    shutil.copytree(finished.directory, tmp_path / "run")
+    name = finished.incident("transient")
+    norm = self_healing.replay(finished.directory, name).look.grad_norm
+    assert norm is not None
+    for then, back in ((norm, True), (10 * norm, False)):
+        line = {"run": "a", "step": 3, "kind": "diagnosed", "incident": name, "cause": "the same again"}
+        with (tmp_path / "run" / "healing_events.jsonl").open("a") as journal:
+            journal.write(json.dumps(line | {"evidence": {"again": {"loss": 1.0, "grad_norm": then}}}) + "\n")
+        found = self_healing.replay(tmp_path / "run", name)
+        assert found.came_back is back
+        assert f"its gradient norm was {then:.6g}" in found.verdict
+
+
 # ---- which weights ----
 
 
