@@ -229,7 +229,12 @@ def test_where_nothing_can_be_drawn_there_are_lines(console: Console) -> None:
 
 def test_a_curve_goes_from_the_upper_left_to_the_lower_right() -> None:
     lines = braille_curve({step: 5.0 - step for step in range(1, 5)}, 4, width=2, height=2, low=1.0, high=4.0)
-    assert lines == ["⠹⡄", " ⢳"]
+    assert lines == ["⢣ ", " ⢇"]
+
+
+def test_a_curve_of_few_steps_has_no_gaps() -> None:
+    lines = braille_curve({1: 4.0, 3: 1.0}, 3, width=8, height=2, low=1.0, high=4.0)
+    assert all(any(line[column] != " " for line in lines) for column in range(8))
 
 
 def test_a_curve_without_values_is_blank() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 
 # The dots of a braille character, by column and row from the top.
@@ -31,13 +31,20 @@ def braille_curve(
     """
     across, down = 2 * width, 4 * height
     cells = [[_BLANK] * width for _ in range(height)]
-    last: int | None = None
+    last: tuple[int, int] | None = None
     for step in sorted(values):
         column = min(int((step - 1) / max(steps - 1, 1) * across), across - 1)
         share = (values[step] - low) / (high - low) if high > low else 0.5
         row = round((1 - min(max(share, 0.0), 1.0)) * (down - 1))
-        # Joined to the one before it: a curve, not a cloud.
-        for dot in range(min(row, row if last is None else last), max(row, row if last is None else last) + 1):
-            cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
-        last = row
+        for x, y in _joined(last or (column, row), (column, row)):
+            cells[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
+        last = column, row
     return ["".join(" " if cell == _BLANK else chr(cell) for cell in line) for line in cells]
+
+
+def _joined(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """The dots of a straight line between two dots, both included: a curve, not a cloud."""
+    across, down = end[0] - start[0], end[1] - start[1]
+    count = max(abs(across), abs(down), 1)
+    for part in range(count + 1):
+        yield start[0] + round(across * part / count), start[1] + round(down * part / count)

@@ -82,7 +82,7 @@ def equality(faults: Sequence[DemoFault], healed: RunRecord, twin: RunRecord) ->
         return f"Bitwise equal to the fault-free twin up to step {different - 1} only."
     return (
         f"Bitwise equal to the fault-free twin up to the poison row: all weights, compared after each of the first "
-        f"{different - 1} steps. The twin, for which that row is none, went on to learn from it."
+        f"{different - 1} steps. From there on they differ: the twin, which had no fault, also learned from that row."
     )
 
 
