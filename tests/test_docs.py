@@ -140,6 +140,20 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
+def test_pages_are_short_but_those_to_look_things_up_in() -> None:
+    """A page for a question; what is longer is in the reference part of the site."""
+    before_reference = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("  - Reference:")[0]
+    pages = re.findall(r"^      - (\S+\.md)$", before_reference, re.MULTILINE)
+    assert len(pages) > 10
+    words = {name: len((ROOT / "docs" / name).read_text(encoding="utf-8").split()) for name in pages[1:]}
+    assert {name: number for name, number in words.items() if number > 1200} == {}
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    listed = re.findall(r"^      - (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(["index.md", *(page.name for page in PAGES[1:])])
+
+
 def test_settings_that_are_named_exist() -> None:
     """Words in code that look like a setting of ours are one: a renamed setting would be left behind here."""
     parts = {name.split("_")[0] for name in HealingConfig().to_dict()}
@@ -230,7 +244,10 @@ def test_the_cost_of_snapshots_is_quoted_as_measured() -> None:
 
 
 def pages_on_memory() -> str:
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("memory.md", "memory-exactness.md")]
+    pages = [
+        (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for name in ("memory.md", "memory-exactness.md", "memory-reference.md")
+    ]
     return " ".join(" ".join(pages).split())
 
 
