@@ -505,10 +505,11 @@ def test_the_step_of_every_objective_is_computed_as_it_was(tmp_path: Path, token
 
 
 @pytest.mark.slow
-def test_an_adapter_too_large_to_be_kept_comes_from_its_checkpoint(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("at_most", "told"), [(0, "checkpoint-2"), (4096, "kept with the incident")])
+def test_an_adapter_is_kept_without_its_base_or_comes_from_a_checkpoint(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, at_most: int, told: str
 ) -> None:
-    monkeypatch.setattr(offending_batch, "KEPT_WEIGHTS", 0)
+    monkeypatch.setattr(offending_batch, "KEPT_WEIGHTS", at_most)
     tiny_model(tokenizer).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     trainer = adapter_trainer(
@@ -525,5 +526,5 @@ def test_an_adapter_too_large_to_be_kept_comes_from_its_checkpoint(
     trainer.train()
     found = self_healing.replay(tmp_path / "run")
     assert found.exact
-    assert "checkpoint-2" in found.weights
+    assert told in found.weights
     assert found.look.loss == losses(trainer)[2]
