@@ -230,7 +230,7 @@ def _about_charts(report: RunReport) -> str:
         "steps": "Every step, as it was applied.",
         "logs": "Only what the trainer logged: averages over its logging steps.",
     }.get(report.series.source, "")
-    undone = " Grey: steps that the run went back from." if report.series.discarded else ""
+    undone = " Grey: steps that the run went back from, or did again." if report.series.discarded else ""
     marks = " The numbers are incidents: follow one to its story." if report.incidents else ""
     return f"{source}{undone}{marks}".strip()
 
