@@ -196,11 +196,16 @@ def test_an_incident_that_all_ranks_see_is_one(made_up: MadeUpDirectory) -> None
     for rank in (0, 1):
         made_up.started(rank=rank)
         made_up.incident(1, 7, ["skip_step"], "resolved", rank)
-    # Only there.
+    # Only there; the first rank has counted on with another one.
     made_up.incident(2, 9, ["skip_step"], "resolved", rank=1)
+    made_up.incident(2, 20, ["skip_step"], "resolved")
     report = read_run(made_up.path)
-    assert [(each.id, each.rank) for each in report.incidents] == [("run-001", 0), ("run-002.rank1", 1)]
-    assert [(each.rank, each.incidents) for each in report.ranks] == [(0, 1), (1, 2)]
+    assert [(each.id, each.rank) for each in report.incidents] == [
+        ("run-001", 0),
+        ("run-002.rank1", 1),
+        ("run-002", 0),
+    ]
+    assert [(each.rank, each.incidents) for each in report.ranks] == [(0, 2), (1, 2)]
 
 
 def test_a_torn_line_is_told_and_costs_no_other(made_up: MadeUpDirectory) -> None:
