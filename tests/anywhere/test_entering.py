@@ -142,7 +142,7 @@ def test_a_call_that_python_refuses_is_refused_at_once(
     tmp_path: Path, tokenizer: Any, run: Any, call: Callable[[Any], Any]
 ) -> None:
     run()
-    with pytest.raises(TypeError, match="argument"):
+    with pytest.raises(TypeError, match=r"Trainer\.train\(\) .*argument"):
         call(sft_trainer(tmp_path / "run", tokenizer, max_steps=1))
     assert journal(tmp_path / "run") == []
 
@@ -189,6 +189,8 @@ def test_a_wrapper_of_the_program_is_the_one_that_heals(tmp_path: Path, tokenize
     wrapper.train()
     assert fault.fired == 1
     assert wrapper.config == AT_ONCE
+    # Entered again as without us, from its outside.
+    assert trainer.calls == ["before", "before", "after"]
     assert runs(tmp_path / "run") == 1
 
 
