@@ -419,7 +419,8 @@ def test_a_run_that_is_only_watched_reports_a_dead_model_once(tmp_path: Path, to
     trainer.train()
     assert fault.fired > 2
     assert len(journal(tmp_path, "detected")) == 1
-    assert not (tmp_path / "incidents").exists()
+    # To be replayed: nothing else says later which rows it was.
+    assert len(list((tmp_path / "incidents").iterdir())) == 1
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
