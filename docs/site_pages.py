@@ -16,7 +16,9 @@ _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 def on_files(files: Files, config: Any) -> Files:
     """Adds the README as the first page."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "index.md", content=_LINK.sub(_from_the_root, readme)))
+    files.append(
+        File.generated(config, "index.md", content=_LINK.sub(_from_the_root, readme).replace('src="docs/', 'src="'))
+    )
     return files
 
 

@@ -129,6 +129,7 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+        targets += re.findall(r'<img src="([^"]+)"', text)
         for target in targets:
             if "://" in target:
                 continue
