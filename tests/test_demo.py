@@ -185,7 +185,11 @@ def told_by(name: str) -> list[Event]:
     """What a run of three steps may tell."""
     told: list[Event] = [Loaded(), Ready(1000), Stepped(1, 5.0, 1.0, "a")]
     if name == PLAIN:
-        told += [Struck(1, "one forward answers NaN"), Stepped(2, 0.0, math.nan, "n"), Ruined(2, "3 of 3 tensors")]
+        told += [
+            Struck(1, "one forward answers NaN"),
+            Stepped(2, 0.0, math.nan, "n"),
+            Ruined(2, "20 of 20 weight tensors"),
+        ]
         return [*told, Stopped(2, "ConnectionError", "[Errno 104]"), Ended(2, math.nan, frozenset(), [])]
     return [*told, Stepped(2, 4.0, 1.0, "b"), Stepped(3, 3.0, 1.0, name), Ended(3, 3.0, frozenset(), [])]
 
@@ -204,7 +208,7 @@ def terminal(width: int) -> Console:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_two_panels_stand_side_by_side(width: int) -> None:
-    console, runs = terminal(width), {name: RunRecord(3) for name in (PLAIN, HEALED, TWIN)}
+    console, runs = terminal(width), {name: RunRecord(120) for name in (PLAIN, HEALED, TWIN)}
     with screen_for(console, runs) as screen:
         assert isinstance(screen, SideBySide)
         for name in runs:
@@ -217,8 +221,9 @@ def test_two_panels_stand_side_by_side(width: int) -> None:
     assert {len(line) for line in lines} == {width}
     shown = "\n".join(lines)
     # Nothing is cut off, at 80 columns either.
-    for words in ("1 fault one forward answers NaN", "2 ruined 3 of 3 tensors hold NaN", "loss 0.0000   dead"):
+    for words in ("1 fault one forward answers NaN", "2 ruined 20 of 20 tensors hold NaN", "loss 0.0000  dead"):
         assert words in shown
+    assert ("dead" in lines[1], "finished" in lines[1]) == (True, True), "neither is wrapped"
     assert len(lines) < 24, "a terminal of 24 lines cannot draw over more"
 
 

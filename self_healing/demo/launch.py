@@ -17,6 +17,8 @@ from .text import Corpus
 
 # Matrices this small only get slower when they are spread over many cores.
 _MOST_THREADS = 4
+# What the interpreter of a run that is over has for its own end.
+_PARTING_SECONDS = 10.0
 
 
 # Gives the events of all runs as they come, each with the name of its run.
@@ -74,6 +76,9 @@ def in_processes(episodes: Sequence[Episode], corpus: Callable[[], Corpus]) -> I
                     elif isinstance(event, Ended):
                         del open_ends[end]
                     yield name, event
+            for process in processes:
+                # One that is ended in the middle of its own end leaves semaphores behind, and Python says so.
+                process.join(_PARTING_SECONDS)
         finally:
             for process in processes:
                 process.terminate()

@@ -140,7 +140,11 @@ class SideBySide:
             text = f"{_short_cause(event.incident)}, {event.incident['steps_lost']} steps lost"
             self._notes[name].append(_line(event.step, "bold green", "healed", text))
         elif (note := _note(event)) is not None:
-            self._notes[name].append(_line(getattr(event, "step", 0), *note))
+            style, word, text = note
+            # Half of 80 columns is little.
+            self._notes[name].append(
+                _line(getattr(event, "step", 0), style, word, text.replace("weight tensors", "tensors"))
+            )
 
     def _picture(self) -> RenderableType:
         table = Table.grid(expand=True, padding=0)
@@ -162,13 +166,13 @@ class SideBySide:
         run = self._runs[name]
         if not run.losses:
             return Text(self._states[name], "dim")
-        text = Text.assemble(f"step {run.step:>3}/{run.steps}   loss {run.losses[max(run.losses)]:.4f}")
+        text = Text(f"step {run.step:>3}/{run.steps}  loss {run.losses[max(run.losses)]:.4f}", no_wrap=True)
         if run.stopped is not None:
-            text.append("   dead", "bold red")
+            text.append("  dead", "bold red")
         elif run.ruined is not None:
-            text.append("   weights NaN", "bold red")
+            text.append("  ruined", "bold red")
         elif run.ended is not None:
-            text.append("   finished", "bold green")
+            text.append("  finished", "bold green")
         return text
 
     def _curve(self, run: RunRecord, width: int, style: str) -> list[Text]:
