@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from transformers import (
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
 from self_healing.journal.journal import Journal
+from self_healing.journal.terminal import Terminal
 from self_healing.own_files import CHECKPOINT_FILES, GITIGNORE, REPORT_FILES, RUN_FILES
 from self_healing.run.incidents import OpenIncident
 from self_healing.run.outcomes import Outcomes
@@ -684,6 +686,15 @@ def _ladders_are_climbed_as_declared(monkeypatch: pytest.MonkeyPatch) -> Iterato
     yield
     departures = [off_the_ladder(failure, actions) for (_, failure), actions in taken.items()]
     assert [each for each in departures if each is not None] == []
+
+
+@pytest.fixture(autouse=True)
+def _nobody_goes_on_speaking() -> Iterator[None]:
+    """With the callback alone nothing says that an exception has ended a run before its first epoch."""
+    yield
+    speaking = logging.getLogger("self_healing")
+    for handler in [each for each in speaking.handlers if isinstance(each, Terminal)]:
+        speaking.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)

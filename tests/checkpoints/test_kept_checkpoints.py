@@ -146,6 +146,7 @@ def test_between_two_saves_there_is_room_for_as_much_as_beside_the_plain_trainer
 def test_the_log_says_why_a_save_failed_and_what_gave_way(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="self_healing")
     volume = Volume(tmp_path / "run", 2.1, monkeypatch, says_how_full=False)
     trained(volume, tokenizer, HealingConfig())
     assert "No space left on device" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,6 +72,7 @@ def no_garbage_collector() -> Iterator[None]:
 def test_where_the_host_has_no_memory_they_are_given_up(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="self_healing")
     healing = SelfHealingCallback(QUICK)
     trainer = sft_trainer(tmp_path / "healed", tokenizer, callbacks=[healing], **ARGUMENTS)
     batches = Batches(trainer.model)
