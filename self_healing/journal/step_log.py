@@ -26,6 +26,7 @@ ROWS = 1 << 14
 _EVERY, _SHARE = 1.0, 0.01
 
 _ROW = struct.Struct("<qIIId13f")
+_FLOAT32 = struct.Struct("<f")
 _NAN = math.nan
 
 
@@ -128,9 +129,11 @@ class StepLog:
         """Writes what is kept; of a long run, but for the last steps that do not fill a row yet."""
         if not self._waiting:
             return
+        if self._file < 0:
+            self._file = self._open()
         now = self._clock()
         rows, self._waiting = self._waiting, []
-        os.write(self._file, b"".join(_ROW.pack(*row) for row in rows))
+        self._append(_packed(rows))
         self._rows += len(rows)
         if self._rows > self._most:
             self._thin()
@@ -138,14 +141,28 @@ class StepLog:
 
     def close(self) -> None:
         """Writes all that is kept, and lets go of the file."""
-        if self._file < 0:
-            return
         try:
             self._merge()
             self.flush()
         finally:
-            os.close(self._file)
-            self._file = -1
+            self._let_go()
+
+    def _let_go(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def _append(self, content: bytes) -> None:
+        """Writes all of it, or else only whole rows: after a part of one, none of those that follow could be read."""
+        size, written = os.fstat(self._file).st_size, 0
+        try:
+            while written < len(content):
+                written += os.write(self._file, content[written:])
+        except OSError:
+            whole = written // _ROW.size
+            os.ftruncate(self._file, size + whole * _ROW.size)
+            self._rows += whole
+            raise
 
     def _merge(self) -> None:
         self._waiting.extend(merged(self._merging, self._stride))
@@ -171,9 +188,9 @@ class StepLog:
             self._stride *= 2
             rows = list(merged(rows, self._stride))
         self._replace(rows)
-        os.close(self._file)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         self._rows = len(rows)
+        self._let_go()
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
     def _replace(self, rows: Iterable[StepRow]) -> None:
         about = {"schema": SCHEMA_VERSION, **self._about, "stride": self._stride, "row_bytes": _ROW.size}
@@ -181,7 +198,7 @@ class StepLog:
         try:
             with temporary.open("wb") as file:
                 file.write(json.dumps(about).encode() + b"\n")
-                file.write(b"".join(_ROW.pack(*row) for row in rows))
+                file.write(_packed(rows))
             os.replace(temporary, self._path)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -240,6 +257,25 @@ def _mean(weighted: Iterable[tuple[float, int]]) -> float:
 
 def _largest(values: Iterable[float]) -> float:
     return max((value for value in values if math.isfinite(value)), default=_NAN)
+
+
+def _packed(rows: Iterable[StepRow]) -> bytes:
+    packed = []
+    for row in rows:
+        try:
+            packed.append(_ROW.pack(*row))
+        except OverflowError:
+            # The loss of a model in double precision may be past what a float32 holds.
+            packed.append(_ROW.pack(*row[:5], *map(_as_float32, row[5:])))
+    return b"".join(packed)
+
+
+def _as_float32(value: float) -> float:
+    try:
+        _FLOAT32.pack(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return value
 
 
 def step_log_of(directory: Path, run: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from pathlib import Path
@@ -109,3 +110,71 @@ def test_rows_are_merged_by_their_steps_where_they_follow_each_other() -> None:
 def test_a_step_without_a_loss_does_not_count_in_the_mean() -> None:
     (one,) = merged([row(0, 3.0), row(1, math.nan, skipped=1)], 2)
     assert (one.loss, one.loss_max, one.skipped) == (3.0, 3.0, 1)
+
+
+# ---- what goes wrong ----
+
+
+def test_a_write_in_parts_is_gone_on_with(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = StepLog(path, {"run": "made-up"})
+    write_all = os.write
+    monkeypatch.setattr(os, "write", lambda file, content: write_all(file, content[:50]))
+    for step in range(3):
+        log.add(row(step))
+    log.close()
+    assert [each.step for each in read_step_log(path)[1]] == [0, 1, 2]
+
+
+def test_a_full_disk_leaves_whole_rows_and_those_that_follow_are_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    log = StepLog(path, {"run": "made-up"}, clock=clock)
+    for step in range(4):
+        log.add(row(step))
+    write_all, room = os.write, [120]
+
+    def write_what_fits(file: int, content: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write_all(file, content[: room[0]])
+        room[0] -= written
+        return written
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write_what_fits)
+        with pytest.raises(OSError, match="No space left"):
+            log.flush()
+    assert [each.step for each in read_step_log(path)[1]] == [0, 1]
+    log.add(row(9))
+    log.close()
+    assert [each.step for each in read_step_log(path)[1]] == [0, 1, 9]
+
+
+def test_a_file_that_cannot_be_opened_again_is_opened_with_the_next_rows(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = StepLog(path, {"run": "made-up"}, rows=4)
+    for step in range(5):
+        log.add(row(step))
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(os, "open", fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            log.flush()
+    # What has this number from here on is not ours.
+    other = os.open(os.devnull, os.O_WRONLY)
+    log.add(row(5))
+    log.close()
+    os.close(other)
+    rows = read_step_log(path)[1]
+    assert (rows[0].step, rows[-1].step, sum(each.steps for each in rows)) == (0, 5, 6)
+    log.close()
+
+
+def test_what_is_past_a_float32_is_infinite(path: Path) -> None:
+    write(path, row(0, 1e39), row(1, -1e39), row(2))
+    assert [each.loss for each in read_step_log(path)[1]] == [math.inf, -math.inf, 2.0]
