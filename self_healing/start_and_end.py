@@ -13,6 +13,7 @@ from .assembly import Run
 from .instrument import Instrument
 from .journal.incident import Incident
 from .journal.terminal import Terminal, announce
+from .log_safely import log_safely
 
 
 logger = logging.getLogger("self_healing")
@@ -50,17 +51,19 @@ def _contained(tell: Callable[..., None]) -> Callable[..., None]:
         try:
             tell(*args, **kwargs)
         except Exception:
-            logger.exception("A line about the run as a whole could not be written.")
+            log_safely(logger, logging.ERROR, "A line about the run as a whole could not be written.", exc_info=True)
 
     return telling
 
 
+@_contained
 def start_speaking(run: Run, rank: int) -> None:
     """Has a terminal speak for one `train()` call, until [`stop_speaking`]."""
     run.context.attachment.terminal = terminal = Terminal(rank)
     terminal.start()
 
 
+@_contained
 def stop_speaking(run: Run, left_by: BaseException | None) -> None:
     """
     Says what became of a run, and falls silent; does nothing where something else speaks, or nothing any more.

@@ -29,7 +29,17 @@ FAMILIES = ("numerics", "memory", "data", "services", "storage", "hangs", "resta
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("batch_layout", "call_shape", "checkpoint_files", "classify", "config", "consensus", "exceptions"),
-        *("extents", "failures", "files", "known_errors", "launcher", "objectives", "output_dir", "own_files"),
+        *(
+            "extents",
+            "failures",
+            "files",
+            "known_errors",
+            "launcher",
+            "log_safely",
+            "objectives",
+            "output_dir",
+            "own_files",
+        ),
         *("random_state", "repeatability", "retry", "saved_state", "signals", "toml"),
     ),
     ("detectors",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,26 @@ def test_a_page_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     result = run("report", str(tmp_path), "--html", str(tmp_path))
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"{tmp_path} cannot be written: Is a directory. Please name a file" in result.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_page_takes_the_place_of_no_device(tmp_path: Path) -> None:
+    write_journal(tmp_path, incidents=1)
+    os.mkfifo(tmp_path / "pipe")
+    result = run("report", str(tmp_path), "--html", str(tmp_path / "pipe"))
+    assert result.exit_code == 2
+    assert "pipe cannot be written: it is not a regular file" in result.stderr
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("name", ["", "nowhere/page.html"])
+def test_a_page_makes_no_directories(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_journal(tmp_path, incidents=1)
+    result = run("report", str(tmp_path), "--html", name)
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_report_without_a_journal_is_a_clear_error(tmp_path: Path) -> None:

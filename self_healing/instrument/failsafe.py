@@ -9,6 +9,7 @@ from typing import Any
 from ..classify import classify_exception
 from ..exceptions import UnrecoverableTrainingError
 from ..failures import FailureType
+from ..log_safely import log_safely
 from .hooks import Hooks
 from .on_exception import OnException
 from .replacing import Replacements
@@ -76,7 +77,9 @@ class Failsafe:
 
     def switch_off(self, error: Exception) -> None:
         """Logs a failure of this library, and gives the trainer back for the rest of the run."""
-        logger.error(
+        log_safely(
+            logger,
+            logging.ERROR,
             "self_healing failed at step %s and has switched itself off; training goes on without it. "
             "Please report this traceback.",
             self._trainer.state.global_step,

@@ -20,6 +20,7 @@ from ..detectors import Symptom
 from ..detectors.symptom import Severity
 from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..files import append_line, jsonable, replace_file
+from ..log_safely import log_safely
 from ..own_files import EVENTS_FILE
 from .headline import headline
 from .incident import Incident, describe, figures
@@ -130,7 +131,7 @@ class Journal:
         text = describe(incident)
         self._log(incident, "error" if Action.STOP in incident.actions else severity)
         # For whoever wants to read it in the log; the journal has it all.
-        logger.info("%s", text)
+        log_safely(logger, logging.INFO, "%s", text)
         self.alert(f"self_healing: {incident.cause}", text, severity, incident.step)
         if self.notify is not None:
             self._contained("on_instability", lambda: self.notify(incident) if self.notify else None)
@@ -140,7 +141,8 @@ class Journal:
         """One line, with the incident itself for handlers of the program's own."""
         of_its_kind = (incident.failure, incident.symptom, *dict.fromkeys(incident.actions))
         # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
-        logger.log(
+        log_safely(
+            logger,
             logging.ERROR if severity == "error" else logging.WARNING,
             "%s",
             headline(incident, HEADLINE_WIDTH),
@@ -239,7 +241,8 @@ class Journal:
             # Once per sink: a full disk must not fill the log as well.
             if sink not in self._broken_sinks:
                 self._broken_sinks.add(sink)
-                logger.warning("The sink %s failed; training goes on without it.", sink, exc_info=True)
+                text = "The sink %s failed; training goes on without it."
+                log_safely(logger, logging.WARNING, text, sink, exc_info=True)
 
     # ---- the end of a run that did not finish ----
 

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from ..log_safely import log_safely
 from .headline import headline
 from .incident import Incident
 
@@ -55,7 +56,10 @@ class Terminal(logging.Handler):
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
         """Speaks for the time of a block."""
-        self.start()
+        try:
+            self.start()
+        except Exception:
+            log_safely(_logger, logging.WARNING, "The terminal cannot be written to.", exc_info=True)
         try:
             yield
         finally:
@@ -68,9 +72,8 @@ class Terminal(logging.Handler):
         self.setLevel(max(level, logging.ERROR if self._rank else logging.NOTSET))
         _logger.addHandler(self)
         if asked.lower() not in _LEVELS:
-            _logger.warning(
-                "%s=%r is not known, and is ignored. Please use %s.", VERBOSITY, asked, " or ".join(_LEVELS)
-            )
+            text = "%s=%r is not known, and is ignored. Please use %s."
+            log_safely(_logger, logging.WARNING, text, VERBOSITY, asked, " or ".join(_LEVELS))
 
     def stop(self) -> None:
         """Speaks no longer; may be called again."""
@@ -145,7 +148,7 @@ def announce(text: str, level: int = logging.INFO, severity: str | None = None) 
     """
     extra = {"severity": severity}
     if _logger.isEnabledFor(level):
-        _logger.log(level, "%s", text, extra=extra)
+        log_safely(_logger, level, "%s", text, extra=extra)
         return
     terminal = _speaker()
     nobody_has_chosen = _logger.level == logging.NOTSET and not _logger.disabled and _logger.manager.disable < level

@@ -200,6 +200,28 @@ def test_a_terminal_that_cannot_be_written_to_ends_no_run(tmp_path: Path, tokeni
     assert int(trainer.state.global_step) == 2
 
 
+class Pager(logging.Handler):
+    """Sends messages to somebody's phone, when there is a network."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise ConnectionError("the pager is away")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
+def test_a_handler_of_the_program_that_raises_ends_no_run(tmp_path: Path, tokenizer: Any, wrapped: bool) -> None:
+    healing = [] if wrapped else [SelfHealingCallback()]
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=4, callbacks=healing)
+    OutputFault(trainer.model, strike=lambda forward: forward == 2)
+    pager = Pager()
+    logging.getLogger("self_healing").addHandler(pager)
+    try:
+        (healer_of(trainer) if wrapped else trainer).train()
+    finally:
+        logging.getLogger("self_healing").removeHandler(pager)
+    assert int(trainer.state.global_step) == 4
+    assert [event["outcome"] for event in journal(tmp_path, "outcome")] == ["resolved"]
+
+
 def test_the_panels_of_rich_are_left_before_train_is_entered_again(tmp_path: Path, tokenizer: Any) -> None:
     trl = pytest.importorskip("trl")
     with terminal_of(120) as shown:

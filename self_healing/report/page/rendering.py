@@ -8,6 +8,7 @@ page's own policy lets no other script run than the two that are written here, a
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import importlib.metadata
 import math
@@ -56,12 +57,18 @@ def write_page(report: RunReport, path: str | Path) -> None:
         report ([`~self_healing.report.data.RunReport`]):
             What is known of the run.
         path (`str` or `Path`):
-            The file; one that is there is replaced.
+            The file, in a directory that is there; a file of that name is replaced.
 
     Raises:
         OSError: If it could not be written.
     """
-    replace_file(Path(path), page_of(report))
+    path = Path(path)
+    if path.is_char_device() or path.is_block_device() or path.is_fifo() or path.is_socket():
+        # Replaced as any file is, `/dev/null` would be one from then on.
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    if not path.name:
+        raise OSError(errno.EISDIR, "it is a directory")
+    replace_file(path, page_of(report), make_directory=False)
 
 
 def page_of(report: RunReport) -> str:
