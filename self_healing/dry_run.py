@@ -15,7 +15,7 @@ import torch
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from .inspection import Inspection, check_data_quality, check_model_init
+from .inspection import Inspection, check_data_quality, check_model_init, vocabulary_of
 from .instrument import preserved
 
 
@@ -144,20 +144,7 @@ def _attempted(what: str, look: Callable[[], Inspection | None]) -> Inspection |
 def _inspected_data(trainer: Trainer, network: Any) -> Inspection | None:
     if trainer.train_dataset is None:
         return None
-    return check_data_quality(trainer.train_dataset, _vocabulary(network), _cut_off_at(trainer.args))
-
-
-def _vocabulary(network: Any) -> int | None:
-    try:
-        embeddings = network.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    # Patches of images have no vocabulary; an adapter around the embedding keeps the original inside.
-    for module in (embeddings, getattr(embeddings, "base_layer", None)):
-        size = getattr(module, "num_embeddings", None)
-        if isinstance(size, int) and size > 0:
-            return size
-    return None
+    return check_data_quality(trainer.train_dataset, vocabulary_of(network), _cut_off_at(trainer.args))
 
 
 def _cut_off_at(args: Any) -> int | None:

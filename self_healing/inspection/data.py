@@ -25,6 +25,20 @@ _IGNORED_LABEL = -100
 _DUPLICATES_WORTH_SAYING = 0.01
 
 
+def vocabulary_of(model: Any) -> int | None:
+    """Returns how many rows the embedding of a model has, or `None` for a model that has none."""
+    try:
+        embeddings = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    # Patches of images have no vocabulary; an adapter around the embedding keeps the original inside.
+    for module in (embeddings, getattr(embeddings, "base_layer", None)):
+        size = getattr(module, "num_embeddings", None)
+        if isinstance(size, int) and size > 0:
+            return size
+    return None
+
+
 def check_data_quality(
     dataset: Any, vocabulary: int | None = None, max_length: int | None = None, max_rows: int = 10_000
 ) -> Inspection:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..failures import Action, FailureType
-from ..inspection import check_data_quality, check_model_init
+from ..inspection import check_data_quality, check_model_init, vocabulary_of
 from ..instrument import Instrument, reset_moments
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
@@ -173,10 +173,9 @@ class NumericsRemedies:
 
     def _check_data_quality(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
         trainer = context.running.trainer
-        embeddings = trainer.model.get_input_embeddings()
         found = check_data_quality(
             trainer.train_dataset,
-            vocabulary=getattr(embeddings, "num_embeddings", None),
+            vocabulary=vocabulary_of(trainer.model),
             max_length=getattr(args, "max_length", None),
         )
         return self._note_findings(context, "data", found.to_dict())

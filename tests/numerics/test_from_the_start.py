@@ -21,6 +21,7 @@ from conftest import (
     tiny_model,
 )
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from self_healing import (
     HealingConfig,
@@ -90,6 +91,26 @@ def test_entries_of_a_batch_that_are_not_finite_are_named() -> None:
 
 
 # ---- a run that cannot begin ----
+
+
+class NeverFinite(nn.Module):
+    """No language model: it has no embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer(values).mean() * torch.nan}
+
+
+def test_the_data_of_a_model_without_an_embedding_are_looked_at(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    rows = [{"values": torch.full((2,), float(number))} for number in range(16)]
+    trainer = Trainer(NeverFinite(), arguments, train_dataset=rows, callbacks=[SelfHealingCallback()])
+    ending(trainer, tmp_path)
+    looked = [each for each in journal(tmp_path, "action") if each["action"] == "check_data_quality"]
+    assert [each["check_data"]["looked_at"] for each in looked] == [16]
 
 
 @pytest.mark.parametrize("learning_rate", [0.0, 1e-3])
