@@ -7,6 +7,7 @@ What a command needs is imported when it runs, so that one that needs little doe
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -95,7 +96,7 @@ def demo(
     if healing and chaos:
         problems = problems + run_rehearsal(directory / "chaos", seed=seed).problems
     if healing:
-        typer.echo(f"Again: self-healing report {directory}")
+        typer.echo(f"Again: self-healing report {shlex.quote(str(directory))}")
     if problems:
         raise typer.Exit(1)
 
@@ -274,9 +275,19 @@ def doctor(
     """
     Look at this machine before a run: versions, device, launcher, memory and disk, and what will be healed here.
 
-    Exit code 1 where something will not work.
+    Exit code 1 where something will not work; 2: nothing of the path exists.
     """
     from .doctor.checkup import check_up
+
+    # A run makes its output_dir, but neither a disk nor a mount that is not there.
+    top = Path(*directory.parts[:2])
+    if directory.is_absolute() and not top.exists():
+        typer.echo(
+            f"{directory} does not exist, and nothing of its path does: there is no {top}. Please check the path, or "
+            "make the directory first if a run is to write there.",
+            err=True,
+        )
+        raise typer.Exit(2)
 
     found = check_up(directory)
     if as_json:

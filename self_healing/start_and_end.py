@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -142,7 +143,7 @@ def tell_end(run: Run, left_by: BaseException | None) -> None:
         level, severity, how = logging.ERROR, "error", f"stopped {where} by {type(left_by).__name__}"
     text = f"{how}: {_summed_up(incidents)}"
     if incidents:
-        text += f". More: self-healing report {run.journal.directory}"
+        text += f". More: self-healing report {shlex.quote(str(run.journal.directory))}"
     announce(text, level, severity)
 
 

@@ -198,6 +198,8 @@ def test_demo_says_how_to_look_at_it_again(tmp_path: Path, demo_result: dict[str
     assert result.exit_code == 0
     assert (demo_result["output_dir"], demo_result["seed"], demo_result["healing"]) == (tmp_path, 5, True)
     assert f"self-healing report {tmp_path}" in result.stdout
+    apart = tmp_path / "of two words"
+    assert f"self-healing report '{apart}'" in run("demo", "--output-dir", str(apart)).stdout
 
 
 def test_demo_goes_to_a_fresh_directory(demo_result: dict[str, Any]) -> None:

@@ -791,6 +791,7 @@ class HealingConfig:
 
         Raises:
             `ConfigurationError`: if the file is not TOML, or as [`HealingConfig.from_dict`] does.
+            `OSError`: if the file cannot be read.
         """
         try:
             config = read_toml(
@@ -802,6 +803,11 @@ class HealingConfig:
             raise FileNotFoundError(
                 f"There is no file {path} to read the settings from (looked for from {Path.cwd()}). Please check the "
                 "path; `self-healing config > healing.toml` writes such a file."
+            ) from error
+        except OSError as error:
+            raise type(error)(
+                f"The settings in {path} cannot be read: {error.strerror}. Please name a TOML file that you may read; "
+                "`self-healing config > healing.toml` writes one."
             ) from error
         try:
             return cls.from_dict(config)

@@ -128,6 +128,19 @@ def test_a_recipe_that_cannot_be_used_is_an_error(
     assert message in result.stderr
 
 
+@pytest.mark.parametrize(("path", "why"), [("recipes", "Is a directory"), ("file/recipe.toml", "Not a directory")])
+def test_a_recipe_that_cannot_be_read_is_named(
+    started: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipes").mkdir()
+    Path("file").touch()
+    result = run("--config", path, "--", "ls")
+    assert (result.exit_code, started) == (2, {})
+    assert f"The settings in {path} cannot be read: {why}. Please name a TOML file" in result.stderr
+    assert "Errno" not in result.stderr
+
+
 @pytest.mark.parametrize("how", ["flag", "variable"])
 def test_a_preset_there_is_not_is_an_error_that_names_those_there_are(started: dict[str, Any], how: str) -> None:
     result = run("--preset", "timid", "--", "ls") if how == "flag" else run("--", "ls", SELF_HEALING_PRESET="timid")

@@ -236,6 +236,14 @@ def test_the_command_fails_where_something_will_not_work(tmp_path: Path) -> None
     assert "cannot be written" in result.stdout
 
 
+@pytest.mark.parametrize("below", ["", "run"])
+def test_the_command_refuses_a_path_of_which_nothing_exists(below: str) -> None:
+    directory = Path("/no-such-directory-at-the-top", below)
+    result = CliRunner().invoke(app, ["doctor", str(directory)])
+    assert result.exit_code == 2
+    assert f"{directory} does not exist" in result.stderr
+
+
 def test_check_up_reads_the_environment_it_is_given(tmp_path: Path) -> None:
     found = check_up(tmp_path, TORCHRUN | {"WORLD_SIZE": "4"})
     assert found.setting.ranks == 4

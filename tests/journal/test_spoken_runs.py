@@ -111,6 +111,13 @@ def test_both_ways_of_healing_at_once_speak_with_one_voice(tmp_path: Path, token
     assert len(said(SelfHealingTrainer(trainer).train)) == 2
 
 
+def test_the_command_at_the_end_can_be_pasted_into_a_shell(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(tmp_path / "my run; 2", tokenizer, max_steps=2)
+    OutputFault(trainer.model, lambda forward: forward == 2)
+    end = said(healer_of(trainer).train)[-1]
+    assert end.endswith(f". More: self-healing report '{tmp_path}/my run; 2'")
+
+
 def test_a_program_may_make_it_quiet(tmp_path: Path, tokenizer: Any) -> None:
     trainer = plain_trainer(tmp_path, tokenizer, max_steps=3)
     OutputFault(trainer.model, lambda forward: forward == 3)
