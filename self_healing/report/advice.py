@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import FAILURE_RECIPES, FailureType
-from .data import Budget, CheckpointRow, Goodput, IncidentStory, NextStep, RowNamed, State
+from .data import Budget, CheckpointRow, IncidentStory, NextStep, RowNamed, State
 
 
 # Share of the steps of a run whose loss makes its weights doubtful.
@@ -25,7 +25,7 @@ def next_steps(
     quarantine: Sequence[RowNamed],
     checkpoints: Sequence[CheckpointRow],
     budgets: Sequence[Budget],
-    goodput: Goodput | None,
+    missing: int,
     rate: float | None,
     postmortem: Mapping[str, Any] | None,
 ) -> list[NextStep]:
@@ -37,8 +37,10 @@ def next_steps(
             Where journal and checkpoints lie.
         state ([`State`]), incidents (`Sequence[IncidentStory]`), quarantine (`Sequence[RowNamed]`):
             Of the run.
-        checkpoints (`Sequence[CheckpointRow]`), budgets (`Sequence[Budget]`), goodput ([`Goodput`], *optional*):
+        checkpoints (`Sequence[CheckpointRow]`), budgets (`Sequence[Budget]`):
             Of the run.
+        missing (`int`):
+            Steps that are known not to be in the weights.
         rate (`float`, *optional*):
             The learning rate that worked, if it was reduced.
         postmortem (`Mapping[str, Any]`, *optional*):
@@ -48,7 +50,7 @@ def next_steps(
         *_about_the_state(output_dir, state, checkpoints, postmortem),
         *_about_budgets(state, budgets),
         *_about_incidents(directory, state, incidents),
-        *_about_lost_steps(state, goodput),
+        *_about_lost_steps(state, missing),
         *_about_rows(directory, quarantine),
         *_about_the_rate(rate),
     ]
@@ -141,10 +143,10 @@ def _about_incidents(directory: Path, state: State, incidents: Sequence[Incident
         )
 
 
-def _about_lost_steps(state: State, goodput: Goodput | None) -> Iterable[NextStep]:
-    if goodput is None or state.name == "running":
+def _about_lost_steps(state: State, missing: int) -> Iterable[NextStep]:
+    if state.name == "running":
         return
-    missing = state.step - goodput.steps_useful
+    missing = min(missing, state.step)
     if state.step > 0 and missing > _MANY * state.step:
         yield NextStep(
             "Evaluate the weights before you use them.", f"{missing} of {state.step} steps are not in them."

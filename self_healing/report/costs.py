@@ -75,6 +75,19 @@ def goodput(
     )
 
 
+def steps_missing(rows: Sequence[StepRow], incidents: Sequence[IncidentStory]) -> int:
+    """
+    Counts the steps that are known not to be in the weights: skipped, or of a state that was gone back from. A step
+    that is not in the step log is none of them: the last second of a process that was killed is not written down.
+
+    Args:
+        rows (`Sequence[StepRow]`), incidents (`Sequence[IncidentStory]`):
+            Of the run.
+    """
+    # What is still open has lost nothing yet as far as the incident says.
+    return max(sum(row.skipped for row in branches(rows)[0]), sum(incident.steps_lost for incident in incidents))
+
+
 def _take(left: float, wanted: float) -> float:
     return min(max(wanted, 0.0), left)
 

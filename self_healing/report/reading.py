@@ -10,7 +10,7 @@ from pathlib import Path
 from ..restarts.record import RunRecord, UnreadableRecordError
 from ..restarts.status import RunState, RunStatus
 from .advice import next_steps
-from .costs import budgets, goodput
+from .costs import budgets, goodput, steps_missing
 from .data import AttemptRow, NextStep, Notice, RankRow, RunBrief, RunReport, Series, State
 from .healing_report import HealingReport
 from .journals import Event, Journals, number, read_journals, status_in
@@ -117,7 +117,7 @@ class _Reader:
             quarantine,
             checkpoints,
             left,
-            spent,
+            steps_missing(rows, incidents),
             rate.learning_rate,
             postmortem,
         )

@@ -131,6 +131,23 @@ def test_a_run_that_died_names_the_checkpoint_to_go_on_from(made_up: MadeUpDirec
     assert resume.command == "trainer.train(resume_from_checkpoint=True)"
 
 
+def test_steps_that_were_not_written_down_are_not_missing_from_the_weights(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.incident(1, 0, ["skip_step"], "unresolved")
+    made_up.event("run_ended", 20, incidents=1)
+    made_up.status(RunState.ENDED, 20)
+    made_up.steps(row(0, skipped=1), row(1))
+    assert not [step for step in read_run(made_up.path).next_steps if step.text.startswith("Evaluate the weights")]
+
+
+def test_many_steps_that_were_skipped_are_missing_from_the_weights(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.event("run_ended", 20, incidents=0)
+    made_up.status(RunState.ENDED, 20)
+    made_up.steps(*(row(step, skipped=int(step < 5)) for step in range(20)))
+    assert read_run(made_up.path).next_steps[0].why == "5 of 20 steps are not in them."
+
+
 def test_a_postmortem_says_what_to_do(made_up: MadeUpDirectory) -> None:
     made_up.started()
     made_up.status(RunState.STOPPED, 40, why="ValueError: a mistake")
