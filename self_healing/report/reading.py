@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..journal.step_log import StepRow
 from ..restarts.record import RunRecord, UnreadableRecordError
 from ..restarts.status import RunState, RunStatus
 from .advice import next_steps
@@ -95,7 +96,7 @@ class _Reader:
         quarantine = read_quarantine(self.directory, self.run, named, self.remarks)
         incidents = tell_incidents(self.events, places, quarantine)
         rows, about = read_steps(self.directory, self.run, self.remarks)
-        state = self._state(status, rows[-1].step + rows[-1].steps if rows else 0)
+        state = self._state(status, rows)
         times = [number(event.get("time")) for event in self.events] + [row.time for row in rows]
         attempts = self._attempts(state, sorted(each for each in times if each))
         until = self.now if state.name == "running" else state.since
@@ -171,7 +172,8 @@ class _Reader:
             return None
         return record if record is not None and record.run == self.run else None
 
-    def _state(self, status: RunStatus | None, logged: int) -> State:
+    def _state(self, status: RunStatus | None, rows: Sequence[StepRow]) -> State:
+        logged = rows[-1].step + rows[-1].steps if rows else 0
         if status is None:
             last = max((int(event["step"]) for event in self.events), default=0)
             seen = next((number(event.get("time")) for event in reversed(self.events)), None)
@@ -179,6 +181,8 @@ class _Reader:
             return State("unknown", max(last, logged), None, seen, told=told)
         if status.state in (RunState.RUNNING, RunState.DIED, RunState.UNKNOWN) and logged > status.step:
             status = replace(status, step=logged)
+        elif status.state in (RunState.STOPPED, RunState.LEFT):
+            status = replace(status, step=self._left_at(status, rows))
         known = status.state is not RunState.UNKNOWN or status.pid > 0
         return State(
             status.state.value,
@@ -190,6 +194,17 @@ class _Reader:
             status.why,
             str(status),
         )
+
+    def _left_at(self, status: RunStatus, rows: Sequence[StepRow]) -> int:
+        """The step at which `train()` was left: an interrupt may come before the status knows of any."""
+        # An earlier process may have come further than the one that went on from its checkpoint.
+        own = [row for row in rows if row.time >= status.began]
+        told = next((event for event in reversed(self.events) if event["kind"] in ("run_started", "postmortem")), None)
+        known = [status.step, own[-1].step + own[-1].steps if own else 0, 0 if told is None else int(told["step"])]
+        if not any(known) and self.record is not None and self.record.attempts:
+            # The furthest it came to, which may have been gone back from.
+            known.append(self.record.attempts[-1].last_step)
+        return max(known)
 
     # ---- its processes ----
 

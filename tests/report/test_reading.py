@@ -163,6 +163,32 @@ def test_a_postmortem_says_what_to_do(made_up: MadeUpDirectory) -> None:
     assert (first.text, first.why, second.command) == ("Mend it.", "it failed", "train(1)")
 
 
+@pytest.mark.parametrize("source", ["steps", "postmortem", "record"])
+def test_a_run_that_was_interrupted_was_left_at_the_newest_step_that_is_known(
+    made_up: MadeUpDirectory, source: str
+) -> None:
+    made_up.started()
+    made_up.status(RunState.STOPPED, 0, why="KeyboardInterrupt")
+    if source == "steps":
+        made_up.steps(*(row(step) for step in range(12)))
+    elif source == "postmortem":
+        made_up.event("postmortem", 12, verdict="the run was interrupted")
+    else:
+        RunRecord(made_up.path, "run", [Attempt(1, 1, "h", BEGAN, None, 0, 12, Ending.INTERRUPTED)]).write()
+    report = read_run(made_up.path)
+    assert report.state.step == 12
+    assert "train() was left at step 12 of 100" in report.state.told
+
+
+def test_a_run_that_was_interrupted_was_not_left_where_an_earlier_process_was(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.event("postmortem", 50, verdict="it failed")
+    made_up.started(40)
+    made_up.status(RunState.STOPPED, 41, why="KeyboardInterrupt")
+    made_up.steps(row(49, time=BEGAN - 10), row(40))
+    assert read_run(made_up.path).state.step == 41
+
+
 def test_the_postmortem_of_another_run_says_nothing(made_up: MadeUpDirectory) -> None:
     made_up.started()
     made_up.status(RunState.STOPPED, 40)
