@@ -55,7 +55,9 @@ def show(report: RunReport, summary: HealingReport, console: Console) -> None:
 
 def _line(console: Console, text: str, style: str = "") -> None:
     if text:
-        console.print(Text(text, style=style), soft_wrap=True)
+        # Messages of exceptions may hold what steers a terminal, or what no encoding has (parts of file names).
+        shown = "".join(each if each.isprintable() or each == "\n" else " " for each in text)
+        console.print(Text(shown, style=style), soft_wrap=True)
 
 
 def _show_incidents(summary: HealingReport, console: Console) -> None:
