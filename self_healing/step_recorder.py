@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -112,7 +113,9 @@ class StepRecorder(Healer):
             log.close()
 
     def _give_up(self) -> None:
-        self._log = None
+        with contextlib.suppress(Exception):
+            # Its file is let go of even where nothing can be written.
+            self._close()
         logger.warning(
             "The step log in %s failed; training goes on without it, and the report will have no charts of each step.",
             self._run.journal.directory,
