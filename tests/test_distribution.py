@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,18 @@ def test_the_source_distribution_holds_what_its_tests_need() -> None:
     always = {".gitignore", "LICENSE", "README.md", "pyproject.toml"}
     # `.ci` is for the place where this is developed.
     assert included(SdistBuilder(str(ROOT))) == {name for name in tracked - always if not name.startswith(".ci/")}
+
+
+def test_the_wheel_holds_the_licence_of_everything_in_it(tmp_path: Path) -> None:
+    licences = {path.relative_to(ROOT).as_posix() for path in tracked_files() if path.name == "LICENSE"}
+    assert "self_healing/report/page/vendored/uplot/LICENSE" in licences
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path))
+    with zipfile.ZipFile(wheel) as built:
+        places = {name.partition(".dist-info/licenses/")[2]: name for name in built.namelist()}
+        assert licences <= places.keys()
+        assert all(built.read(places[each]) == (ROOT / each).read_bytes() for each in licences)
+        metadata = built.read(next(name for name in built.namelist() if name.endswith(".dist-info/METADATA")))
+    assert {f"License-File: {each}" for each in licences} <= set(metadata.decode().splitlines())
 
 
 @pytest.mark.slow
