@@ -245,8 +245,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
     ),
     FailureType.DAMAGED_CHECKPOINT: Recipe(
-        diagnosis="The run has not been well since it was resumed, and with an older checkpoint the same batch is: "
-        "the one it was resumed from is damaged, though it is whole and finite.",
+        diagnosis="The run has failed since it was resumed, and the same batch is fine with an older checkpoint: the "
+        "one it was resumed from is damaged, though it is complete and finite.",
         ladder=(Action.RESUME, Action.STOP),
         advice="Resume from the older checkpoint, and look at the disk or the file system the damaged one lay on.",
         severity="warning",

@@ -100,7 +100,7 @@ class Recovery:
         """Goes back to an older checkpoint, with the learning rate as it was: the steps since then are done again."""
         step = self._step
         logger.warning(
-            "The run has not been well since it was resumed, and with %s the same batch is: it goes on from there.",
+            "The run has failed since it was resumed; the same batch is fine with %s. Training goes on from there.",
             error.older,
         )
         error.incident.steps_repeated = max(step - step_of(error.older, default=step), 0)

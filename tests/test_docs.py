@@ -190,10 +190,12 @@ def texts_in_the_code() -> str:
 
 
 def test_messages_are_quoted_as_the_code_says_them() -> None:
-    page = (ROOT / "docs" / "messages.md").read_text(encoding="utf-8")
     code = texts_in_the_code()
-    messages = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
-    assert len(messages) > 10
+    messages: list[str] = []
+    for page in ("messages-stopped.md", "messages.md"):
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        messages += (found := re.findall(r"^### `(.+)`$", text, re.MULTILINE))
+        assert len(found) > 10
     for message in messages:
         # Longer pieces between the gaps; `Done: …; …` and the like are put together from several places.
         pieces = [piece for piece in message.split("…") if len(piece.strip()) > 3]

@@ -70,7 +70,7 @@ class DamagedCheckpointHealer(NumericsHealer):
             raise DamagedCheckpointError(incident, trial.sound)
         context.resume_from = trial.sound
         context.verdict = (
-            f"the run has not been well since it was resumed from {resumed}; with {trial.sound} the same batch is well"
+            f"the run has failed since it was resumed from {resumed}; the same batch is fine with {trial.sound}"
         )
         self.actions.apply((Action.STOP,), context, self.args)
 

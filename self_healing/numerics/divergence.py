@@ -59,7 +59,7 @@ class DivergenceHealer(NumericsHealer):
         verdict = decision.verdict
         if verdict and failure is FailureType.DIVERGENCE and incident.cause != Cause.WEIGHTS:
             # The recipe blames the weights.
-            verdict = f"The loss has risen and stays up; that it is the weights is not shown ({incident.cause})"
+            verdict = f"The loss has risen and stays up; the weights are not proven to be the cause ({incident.cause})"
         context = HealingContext(incident, self.instrument, window, verdict=verdict)
         self.actions.apply(decision.actions, context, self.args)
         if INSPECTIONS.issuperset(decision.actions):

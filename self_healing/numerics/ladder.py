@@ -93,7 +93,7 @@ class RollbackLadder:
             self._moments_reset = True
             return self._back(Target.NEWEST, Action.RESET_MOMENTS)
         return replace(
-            self._end(FailureType.LEARNING_RATE, f"the learning rate: it still fails at {rate}"),
+            self._end(FailureType.LEARNING_RATE, f"training still fails at a learning rate of {rate}"),
             failure=FailureType.LEARNING_RATE,
         )
 

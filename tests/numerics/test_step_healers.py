@@ -144,7 +144,7 @@ class TestDivergence:
     def test_on_request_it_ends_the_run(self, tmp_path: Path) -> None:
         run = MadeUpRun(tmp_path, on_divergence="stop")
         risen = [MadeUpWindow(100 + n, 6.0 + 0.01 * (n % 3), 1.0 + 0.02 * (n % 5)) for n in range(40)]
-        with pytest.raises(UnrecoverableTrainingError, match="that it is the weights is not shown"):
+        with pytest.raises(UnrecoverableTrainingError, match="the weights are not proven to be the cause"):
             judged(run, *healthy(100), *risen)
         assert not run.numerics.watch.open
 
