@@ -17,17 +17,17 @@ from self_healing.config import SECTIONS, Setting
 PAGE = Path(__file__).parent / "configuration.md"
 BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"
 TITLES = {
-    "preset": "What the other settings start from",
+    "preset": "Where the other settings start",
     "nonfinite": "A step whose loss or gradient norm is not finite",
-    "detection": "Steps that are finite and wrong all the same",
-    "clipping": "Gradients clipped by what is usual in the run",
-    "rollback": "Back to a trusted state, and the learning rate afterwards",
-    "memory": "Steps, evaluations and generations that do not fit into memory",
-    "data": "Samples that cannot be loaded or put into a batch",
-    "recovery": "How often a run is brought back, and exceptions that end `train()`",
-    "hangs": "Nothing moves any more",
+    "detection": "Steps that are finite, but wrong",
+    "clipping": "Adaptive gradient clipping",
+    "rollback": "Rolling back to a trusted state, and the learning rate afterwards",
+    "memory": "Out of memory",
+    "data": "Samples that cannot be loaded or collated",
+    "recovery": "How often a run is recovered, and exceptions that end `train()`",
+    "hangs": "Training that hangs",
     "restarts": "Processes that are killed or preempted",
-    "journal": "What is written down, and where",
+    "journal": "What is written to disk, and where",
 }
 
 

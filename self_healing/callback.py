@@ -339,8 +339,8 @@ def _rules_of(config: HealingConfig) -> tuple[MetricRule, ...]:
         return load_rules(config.rules_file)
     except OSError as error:
         raise ConfigurationError(
-            f"`rules_file` is {config.rules_file!r}, which cannot be read: {error.strerror} (looked for from "
-            f"{Path.cwd()}). Please check the path, or leave it out for the rules of the package."
+            f"`rules_file` is {config.rules_file!r}, which cannot be read: {error.strerror} (working directory: "
+            f"{Path.cwd()}). Please check the path, or leave it out for the built-in rules."
         ) from error
 
 

@@ -53,8 +53,8 @@ def refuse_unwritable(args: TrainingArguments) -> None:
         logger.warning("%s: an exception will leave no checkpoint, and a restart finds nothing to go on from.", found)
         return
     raise ConfigurationError(
-        f"{found}: no checkpoint of this run could be kept. Nothing has been trained. Please name another output_dir, "
-        "or see to it that this one can be written; save_strategy='no' trains without checkpoints."
+        f"{found}: this run could save no checkpoint, so nothing was trained. Please name another output_dir, or make "
+        "this one writable; save_strategy='no' trains without checkpoints."
     )
 
 

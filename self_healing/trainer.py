@@ -75,12 +75,12 @@ class SelfHealingTrainer:
     ) -> None:
         if isinstance(trainer, SelfHealingTrainer):
             raise TypeError(
-                "SelfHealingTrainer was given a trainer that is wrapped already. Please use the wrapper there is; for "
-                "other settings, wrap the trainer inside it: SelfHealingTrainer(healer.trainer, config)."
+                "SelfHealingTrainer was given a trainer that is already wrapped. Please use that wrapper; for other "
+                "settings, wrap the trainer inside it: SelfHealingTrainer(healer.trainer, config)."
             )
         if not isinstance(trainer, Trainer):
             raise TypeError(
-                f"SelfHealingTrainer wraps a trainer that exists, got {trainer!r}. Please build it first: "
+                f"SelfHealingTrainer wraps an existing trainer, but got {trainer!r}. Please build it first: "
                 "SelfHealingTrainer(SFTTrainer(model=..., args=...), config)."
             )
         self.trainer: Any = trainer

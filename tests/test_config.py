@@ -452,7 +452,7 @@ class TestDict:
             HealingConfig.from_dict({"recovery": 9})
 
     def test_the_wrong_section_names_the_right_one(self):
-        with pytest.raises(ConfigurationError, match=r"`nan_patience` stands in \[journal\].*to \[nonfinite\]"):
+        with pytest.raises(ConfigurationError, match=r"`nan_patience` is in \[journal\].*belongs in \[nonfinite\]"):
             HealingConfig.from_dict({"journal": {"nan_patience": 5}})
 
     def test_a_key_given_flat_and_in_its_section_is_refused_even_if_equal(self):

@@ -69,11 +69,11 @@ def find_program(command: Sequence[str]) -> str:
         how = python or f" Please make it so, chmod +x {shlex.quote(name)}, and name it with its directory."
         raise ProgramError(f"{name} is a file that is not executable.{how}", NOT_EXECUTABLE)
     if os.sep in name or python:
-        raise ProgramError(f"There is no file {name} (looked for from {Path.cwd()}).", NOT_FOUND)
+        raise ProgramError(f"There is no file {name} (working directory: {Path.cwd()}).", NOT_FOUND)
     advice = (
-        "Please leave out the quotes: program and arguments are a word each."
+        "Please leave out the quotes: pass the program and each argument as separate words."
         if " " in name
-        else "Is the environment active that it is installed in?"
+        else "Is the environment active in which it is installed?"
     )
     raise ProgramError(f"There is no program {name!r} on the PATH. {advice}", NOT_FOUND)
 

@@ -40,7 +40,7 @@ def read_settings(path: Path) -> HealingConfig:
     except OSError as error:
         raise ConfigurationError(
             f"{path}: `rules_file` is {config.rules_file!r}, which cannot be read: {error.strerror} ({rules}). Please "
-            "check the path, or leave it out for the rules of the package."
+            "check the path, or leave it out for the built-in rules."
         ) from error
     return replace(config, rules_file=str(rules))
 

@@ -60,7 +60,7 @@ class Declared:
             met, allowed = met and self.setting.allows(value), f"a finite number, {self.setting}"
         else:
             met = value is None or (isinstance(value, str) and _names_a_path(value))
-            allowed = "a path, as a string that is not empty"
+            allowed = "a path, as a non-empty string"
         return None if met else allowed
 
 

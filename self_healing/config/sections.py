@@ -42,7 +42,7 @@ def values_in(config: Mapping[str, Any], schema: Schema) -> tuple[dict[str, Any]
             continue
         own = schema[name].setting.section
         if section not in (None, own):
-            problems.append(f"`{name}` stands in [{section}]. Please move it to [{own}].")
+            problems.append(f"`{name}` is in [{section}], but belongs in [{own}]. Please move it.")
         elif name in values:
             problems.append(f"`{name}` is given twice, at the top and in [{own}]. Please keep one.")
         else:

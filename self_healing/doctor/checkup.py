@@ -187,8 +187,8 @@ def _of_place(place: Place) -> Iterable[Problem]:
     if place.why_not_writable is not None:
         yield Problem(
             "problem",
-            f"{place.path} cannot be written ({place.why_not_writable}): no checkpoint and no journal could be kept.",
-            "Name another output_dir, or see to it that this one can be written.",
+            f"{place.path} cannot be written ({place.why_not_writable}): no checkpoint or journal could be saved.",
+            "Name another output_dir, or make this one writable.",
         )
         return
     if place.free is not None:
