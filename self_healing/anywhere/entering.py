@@ -69,8 +69,7 @@ def way_in(
     named = dict(list(named.items())[1:])
     if named.get("trial") is not None:
         logger.warning(
-            "A trial of a hyperparameter search is not healed: one that goes wrong is told of to the search, which "
-            "prunes it."
+            "Trials of a hyperparameter search are not healed: the search needs the exception, to prune the trial."
         )
         return as_it_is
     try:
