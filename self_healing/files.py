@@ -109,7 +109,7 @@ def parse_lines(text: str) -> tuple[list[dict[str, Any]], int]:
             continue
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             torn += 1
             continue
         if isinstance(entry, dict):

@@ -104,6 +104,11 @@ class Incident:
         return {"incident": self.id, **entry}
 
 
+def counted(number: int, what: str) -> str:
+    """Counts something: `"1 step"`, `"2 steps"`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def figures(evidence: Mapping[str, Any]) -> str:
     """Puts the numbers of a detector's evidence into a few words."""
     if isinstance(evidence.get("loss"), Mapping) and isinstance(evidence.get("grad_norm"), Mapping):
@@ -118,9 +123,9 @@ def figures(evidence: Mapping[str, Any]) -> str:
 
 def describe(incident: Incident) -> str:
     """Puts an incident into a sentence, for a person at 3 a.m."""
-    lost = "no step lost" if incident.steps_lost == 0 else f"{incident.steps_lost} step(s) lost"
+    lost = "no step lost" if incident.steps_lost == 0 else f"{counted(incident.steps_lost, 'step')} lost"
     if incident.steps_repeated:
-        lost += f", {incident.steps_repeated} step(s) done again"
+        lost += f", {counted(incident.steps_repeated, 'step')} done again"
     done = ", ".join(action.replace("_", " ") for action in incident.actions) or "nothing"
     if incident.figures:
         done += f" ({'; '.join(incident.figures)})"

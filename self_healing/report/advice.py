@@ -9,6 +9,7 @@ from typing import Any
 
 from ..failures import FAILURE_RECIPES, FailureType
 from .data import Budget, CheckpointRow, IncidentStory, NextStep, RowNamed, State
+from .words import counted
 
 
 # Share of the steps of a run whose loss makes its weights doubtful.
@@ -108,7 +109,7 @@ def _resume(
     lost = max(state.step - newest.step, 0)
     return NextStep(
         f"Resume: {newest.path} (step {newest.step}, {newest.standing}) is the newest that may be used.",
-        f"{lost} step(s) are done again." if lost else "No step is lost.",
+        "No step is lost." if lost == 0 else f"{counted(lost, 'step')} {'is' if lost == 1 else 'are'} done again.",
         "trainer.train(resume_from_checkpoint=True)",
     )
 
@@ -157,8 +158,8 @@ def _about_rows(directory: Path, quarantine: Sequence[RowNamed]) -> Iterable[Nex
     if quarantine:
         named = ", ".join(row.name for row in quarantine[:3]) + (", ..." if len(quarantine) > 3 else "")
         yield NextStep(
-            f"Repair or remove {len(quarantine)} row(s) of the data: {named}.",
-            f"They are left out of training; all of them are in {directory / 'quarantine.jsonl'}.",
+            f"Repair or remove {counted(len(quarantine), 'row')} of the data: {named}.",
+            f"What is left out of training is listed in {directory / 'quarantine.jsonl'}.",
         )
 
 

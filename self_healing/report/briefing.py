@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from .data import CheckpointRow, IncidentStory, NextStep, RunReport, StepColumns
-from .words import counted, duration, goodput_line, headline, moment
+from .words import counted, duration, goodput_line, headline, moment, printable
 
 
 LINES = 60
@@ -123,5 +123,5 @@ def _numbers(kept: StepColumns) -> Iterable[str]:
 
 
 def _cut(line: str) -> str:
-    line = " ".join(line.split())
+    line = " ".join(printable(line).split())
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."

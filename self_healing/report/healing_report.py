@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from ..journal.incident import Incident
 from ..own_files import EVENTS_FILE, POSTMORTEM_FILE
 from ..restarts.status import RunStatus
 from .journals import find_journal, read_events, status_in
+from .words import printable
 
 
 logger = logging.getLogger("self_healing")
@@ -117,14 +119,9 @@ class HealingReport:
                 f"There is no {EVENTS_FILE} in {directory}. Please name the output_dir (or healing_dir) of a run that "
                 "had a SelfHealingCallback."
             )
-        events, torn = read_events(path)
-        if torn:
-            logger.warning(
-                "%s: %d line(s) cannot be read, probably because a process was killed while it wrote them. The report "
-                "is made of the others.",
-                path,
-                torn,
-            )
+        events, damage = read_events(path)
+        if told := str(damage):
+            logger.warning("%s: %s", path, told)
         return cls.of_events(events, path, status or status_in(events))
 
     @classmethod
@@ -149,14 +146,11 @@ class HealingReport:
             if name is None:
                 continue
             if event.get("action") == "reduce_learning_rate":
-                rate = {
-                    "lr_reductions": event["reductions"],
-                    "learning_rate_scale": event["scale"],
-                    "learning_rate": event["learning_rate"],
-                }
+                told = ("reductions", "scale", "learning_rate")
+                rate = {ours: event[key] for ours, key in zip(_OF_THE_RATE, told, strict=True) if key in event}
             incident = incidents.setdefault(name, Incident(name, event["step"], event.get("symptom", "?")).to_dict())
             if event["kind"] == "action" and event.get("happened", True):
-                incident["actions"].append(event["action"])
+                incident["actions"].append(event.get("action", "?"))
             incident.update(
                 {
                     key: event[key]
@@ -164,7 +158,7 @@ class HealingReport:
                     if key in event
                 }
             )
-            incident["evidence"].update(event.get("evidence") or {})
+            incident["evidence"].update(event.get("evidence", {}))
         return cls(list(incidents.values()), str(path), **rate, status=status)
 
     @classmethod
@@ -241,7 +235,7 @@ class HealingReport:
             numeric = column.startswith(("step", "seconds"))
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for incident in self.incidents:
-            table.add_row(
+            cells = (
                 str(incident["step"]),
                 incident["symptom"].replace("_", " "),
                 incident["cause"],
@@ -251,4 +245,6 @@ class HealingReport:
                 f"{incident['seconds_lost']:.2f}",
                 incident["outcome"],
             )
+            # Not as markup: causes quote exceptions.
+            table.add_row(*(Text(printable(cell)) for cell in cells))
         return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,47 @@ from typing import Any
 from ..files import parse_lines
 from ..own_files import EVENTS_FILE
 from ..restarts.status import RunState, RunStatus, read_status
+from .values import is_time, taken_event
+from .words import counted
 
 
 Event = dict[str, Any]
 
 _OF_RANK = re.compile(r"healing_events\.rank(\d+)\.jsonl")
-# What every event has.
-_KEYS = {"run", "step", "kind"}
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """
+    What of a journal cannot be read.
+
+    Args:
+        lines (`int`):
+            Lines that are no events.
+        values (`int`):
+            Values of the other lines that are not of the kind they should be.
+    """
+
+    lines: int = 0
+    values: int = 0
+
+    def __add__(self, other: Damage) -> Damage:
+        return Damage(self.lines + other.lines, self.values + other.values)
+
+    def __str__(self) -> str:
+        told = []
+        if self.lines:
+            them = "it" if self.lines == 1 else "them"
+            told.append(
+                f"{counted(self.lines, 'line')} of the journal cannot be read, probably because a process was killed "
+                f"while it wrote {them}. This report is made of the others."
+            )
+        if self.values:
+            told.append(
+                f"{counted(self.values, 'value')} in the journal cannot be read (a text where a number should be, for "
+                "example), as where a disk is damaged or the file was changed by hand. This report is made without."
+            )
+        return " ".join(told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +69,20 @@ class Journals:
             Of all ranks, by time.
         ranks (`dict[int, Path]`):
             The journal of each rank.
-        torn (`int`):
-            Lines that cannot be read.
+        damage ([`Damage`]):
+            What of them cannot be read.
     """
 
     path: Path
     status: RunStatus | None
     events: list[Event] = field(default_factory=list)
     ranks: dict[int, Path] = field(default_factory=dict)
-    torn: int = 0
+    damage: Damage = Damage()
 
     @property
     def runs(self) -> list[str]:
         """Names of the runs, oldest first."""
-        return list(dict.fromkeys(str(event["run"]) for event in self.events))
+        return list(dict.fromkeys(event["run"] for event in self.events))
 
     @property
     def newest(self) -> str | None:
@@ -55,7 +90,7 @@ class Journals:
         runs = self.runs
         if self.status is not None and (self.status.run in runs or not runs):
             return self.status.run
-        started = [str(event["run"]) for event in self.events if event["kind"] == "run_started"]
+        started = [event["run"] for event in self.events if event["kind"] == "run_started"]
         return started[-1] if started else (runs[-1] if runs else None)
 
     def of_run(self, run: str) -> list[Event]:
@@ -77,13 +112,13 @@ def find_journal(place: Path) -> tuple[Path, RunStatus | None]:
     if not place.is_dir():
         return place, None
     status = read_status(place)
-    if status is not None and (told := place / status.journal).is_file():
+    if status is not None and os.path.isfile(told := place / status.journal):
         # Not by its spelling: `..` of a directory that is a link leads elsewhere.
         return (told.resolve() if ".." in told.parts else told), status
     return place / EVENTS_FILE, status
 
 
-def read_events(path: Path) -> tuple[list[Event], int]:
+def read_events(path: Path) -> tuple[list[Event], Damage]:
     """
     Reads one journal.
 
@@ -92,7 +127,7 @@ def read_events(path: Path) -> tuple[list[Event], int]:
             The file.
 
     Returns:
-        Its events, and how many lines of it cannot be read.
+        Its events, each value of which is of the kind that it should be, and what of it cannot be read.
 
     Raises:
         ValueError: If it is no journal. An empty one that bears a journal's name is that of a run to which nothing has
@@ -100,13 +135,20 @@ def read_events(path: Path) -> tuple[list[Event], int]:
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     lines, torn = parse_lines(text)
-    events = [event for event in lines if event.keys() >= _KEYS]
+    events, odd = [], 0
+    for line in lines:
+        event, left_out = taken_event(line)
+        odd += left_out
+        if event is None:
+            torn += 1
+        else:
+            events.append(event)
     if not events and (text.strip() or not path.name.startswith(Path(EVENTS_FILE).stem)):
         raise ValueError(
             f"{path} is no journal: not one of its lines is an event. Please name the output_dir (or healing_dir) "
             f"of a run that had a SelfHealingCallback, or its {EVENTS_FILE}."
         )
-    return events, torn
+    return events, Damage(torn, odd)
 
 
 def read_journals(place: str | Path) -> Journals:
@@ -127,7 +169,7 @@ def read_journals(place: str | Path) -> Journals:
             f"There is no {EVENTS_FILE} in {place}. Please name the output_dir (or healing_dir) of a run that had a "
             "SelfHealingCallback."
         )
-    events, torn = read_events(path)
+    events, damage = read_events(path)
     ranks = {0: path}
     for other in sorted(path.parent.glob("healing_events.rank*.jsonl")):
         match = _OF_RANK.fullmatch(other.name)
@@ -135,13 +177,13 @@ def read_journals(place: str | Path) -> Journals:
             continue
         ranks[int(match[1])] = other
         try:
-            more, torn_there = read_events(other)
+            more, damage_there = read_events(other)
         except (OSError, ValueError):
             continue
-        events, torn = events + more, torn + torn_there
+        events, damage = events + more, damage + damage_there
     if len(ranks) > 1:
-        events.sort(key=lambda event: number(event.get("time")) or 0.0)
-    return Journals(path, status, events, ranks, torn)
+        events.sort(key=lambda event: event.get("time", 0.0))
+    return Journals(path, status, events, ranks, damage)
 
 
 def status_in(events: Sequence[Mapping[str, Any]], run: str | None = None) -> RunStatus | None:
@@ -161,7 +203,7 @@ def status_in(events: Sequence[Mapping[str, Any]], run: str | None = None) -> Ru
     if not began:
         return None
     started = began[-1]
-    status = read_status(Path(str(started["output_dir"]))) if "output_dir" in started else None
+    status = read_status(Path(started["output_dir"])) if "output_dir" in started else None
     if status is not None and status.run == started["run"]:
         return status
     own = [event for event in events if event["run"] == started["run"]]
@@ -169,24 +211,29 @@ def status_in(events: Sequence[Mapping[str, Any]], run: str | None = None) -> Ru
     ended = {"run_ended": RunState.ENDED, "postmortem": RunState.STOPPED}
     newest = next((event for event in reversed(own) if event["kind"] in {*ended, "run_started"}), last)
     return RunStatus(
-        str(started["run"]),
+        started["run"],
         "",
-        int(started.get("max_steps", 0)),
-        int(started.get("pid", 0)),
-        str(started.get("host", "a machine that is not known")),
-        float(started.get("time", 0.0)),
-        ended.get(str(newest["kind"]), RunState.UNKNOWN),
-        int(last["step"]),
-        float(last.get("time", 0.0)),
-        str(newest.get("verdict", "")),
+        started.get("max_steps", 0),
+        started.get("pid", 0),
+        started.get("host", "a machine that is not known"),
+        started.get("time", 0.0),
+        ended.get(newest["kind"], RunState.UNKNOWN),
+        last["step"],
+        last.get("time", 0.0),
+        newest.get("verdict", ""),
     )
 
 
 def number(value: Any) -> float | None:
-    """The number that a journal says, which writes those that are not finite by name; `None` for anything else."""
+    """The number that a file says, which names those that are not finite; `None` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
+
+
+def moment(value: Any) -> float | None:
+    """The moment, in seconds since the epoch, that a file says; `None` for anything else, and for the epoch itself."""
+    return float(value) if is_time(value) and value else None

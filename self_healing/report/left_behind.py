@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from ..files import parse_lines
 from ..journal.step_log import step_log_of
 from ..own_files import BRIEFING_FILE, EVENTS_FILE, POSTMORTEM_FILE, REPORT_FILE
 from .data import CheckpointRow, FileNamed, RowNamed
-from .journals import number
+from .journals import moment
 from .stories import Places
+from .values import QUARANTINED, taken
+from .words import counted
 
 
 _QUARANTINE_FILE = "quarantine.jsonl"
@@ -49,15 +52,20 @@ def read_quarantine(directory: Path, run: str, incidents: set[str], remarks: lis
     except OSError as error:
         remarks.append(f"{_QUARANTINE_FILE} cannot be read ({error}).")
         return []
-    entries, torn = parse_lines(text)
-    if torn:
-        remarks.append(f"{torn} line(s) of {_QUARANTINE_FILE} cannot be read.")
+    lines, torn = parse_lines(text)
+    entries, odd = [], 0
+    for line in lines:
+        entry, left_out = taken(line, QUARANTINED)
+        entries.append(entry)
+        odd += left_out
+    for number_of_them, what in ((torn, "line"), (odd, "value")):
+        if number_of_them:
+            remarks.append(f"{counted(number_of_them, what)} of {_QUARANTINE_FILE} cannot be read.")
     return [_row(entry) for entry in entries if entry.get("run") == run or entry.get("incident") in incidents]
 
 
 def _row(entry: Mapping[str, Any]) -> RowNamed:
     sample = entry.get("kind") == "bad_sample"
-    index, epoch, step = entry.get("dataset_index"), entry.get("epoch"), entry.get("step")
     why = "it makes a step non-finite"
     if sample:
         raised = ": ".join(str(entry[key]) for key in ("error_type", "error") if entry.get(key))
@@ -66,11 +74,11 @@ def _row(entry: Mapping[str, Any]) -> RowNamed:
         name=_name(entry, "sample" if sample else "row"),
         kind="sample" if sample else "row",
         why=why[:300],
-        step=step if isinstance(step, int) else None,
-        epoch=number(epoch),
-        time=number(entry.get("time")),
-        incident=None if entry.get("incident") is None else str(entry["incident"]),
-        dataset_index=index if isinstance(index, int) else None,
+        step=entry.get("step"),
+        epoch=entry.get("epoch"),
+        time=entry.get("time"),
+        incident=entry.get("incident"),
+        dataset_index=entry.get("dataset_index"),
         content_hash=entry.get("content_hash") or entry.get("text_hash"),
         preview=entry.get("preview"),
         details=dict(entry),
@@ -116,7 +124,7 @@ def _checkpoint(path: Path, output_dir: Path, run: str) -> CheckpointRow:
         emergency=bool(marker.get("emergency")),
         pinned=pinned,
         finite=finite if isinstance(finite, bool) else None,
-        time=number(marker.get("time")),
+        time=moment(marker.get("time")),
         bytes=sum(marker["files"].values()),
         run=None if wrote is None else str(wrote),
         of_this_run=wrote == run,
@@ -132,7 +140,7 @@ def list_files(places: Places, run: str) -> list[FileNamed]:
         if (places.directory / name).exists()
     ]
     steps = step_log_of(places.directory, run)
-    return [*found, places.named("every step", steps)] if steps.exists() else found
+    return [*found, places.named("every step", steps)] if os.path.exists(steps) else found
 
 
 def read_postmortem(path: Path, run: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from .advice import next_steps
 from .costs import budgets, goodput, steps_missing
 from .data import AttemptRow, NextStep, Notice, RankRow, RunBrief, RunReport, Series, State
 from .healing_report import HealingReport
-from .journals import Event, Journals, number, read_journals, status_in
+from .journals import Event, Journals, moment, number, read_journals, status_in
 from .left_behind import list_checkpoints, list_files, read_postmortem, read_quarantine
 from .steps import read_steps, series_of
 from .stories import Places, tell_incidents
@@ -77,11 +78,8 @@ class _Reader:
         self.now = now
         self.events = journals.of_run(run)
         self.remarks: list[str] = []
-        if journals.torn:
-            self.remarks.append(
-                f"{journals.torn} line(s) of the journal cannot be read, probably because a process was killed while "
-                "it wrote them. This report is made of the others."
-            )
+        if told := str(journals.damage):
+            self.remarks.append(told)
         self.directory = journals.path.parent.resolve()
         self.started = [event for event in self.events if event["kind"] == "run_started"]
         self.output_dir = self._find_output_dir(place)
@@ -90,22 +88,21 @@ class _Reader:
 
     def read(self, charts: bool) -> RunReport:
         status, journals = self.status, self.journals
-        recorded = [str(event["output_dir"]) for event in self.started if "output_dir" in event]
+        recorded = [event["output_dir"] for event in self.started if "output_dir" in event]
         places = Places(self.directory, self.output_dir, recorded)
-        named = {str(event["incident"]) for event in self.events if event.get("incident") is not None}
+        named = {event["incident"] for event in self.events if "incident" in event}
         quarantine = read_quarantine(self.directory, self.run, named, self.remarks)
         incidents = tell_incidents(self.events, places, quarantine)
         rows, about = read_steps(self.directory, self.run, self.remarks)
         state = self._state(status, rows)
-        times = [number(event.get("time")) for event in self.events] + [row.time for row in rows]
+        times = [event.get("time", 0.0) for event in self.events] + [row.time for row in rows]
         attempts = self._attempts(state, sorted(each for each in times if each))
         until = self.now if state.name == "running" else state.since
         spent = goodput(rows, incidents, attempts, attempts[0].began if attempts else None, until, state.step)
         checkpoints = list_checkpoints(self.output_dir, self.run)
         started = self.started[-1] if self.started else {}
         recovery = self.record.recovery_state if self.record is not None else {}
-        limits = started.get("limits")
-        left = budgets(limits if isinstance(limits, dict) else {}, incidents, recovery, state.step)
+        left = budgets(started.get("limits", {}), incidents, recovery, state.step)
         rate = HealingReport.of_events(self.events, journals.path)
         postmortem = None
         if state.name != "ended":
@@ -129,8 +126,8 @@ class _Reader:
             made=self.now,
             state=state,
             objective=started.get("objective"),
-            detectors=list(started.get("detectors") or ()),
-            rules=list(started.get("rules") or ()),
+            detectors=started.get("detectors", []),
+            rules=started.get("rules", []),
             began=attempts[0].began if attempts else None,
             incidents=incidents,
             notices=_notices(self.events),
@@ -154,9 +151,9 @@ class _Reader:
         """The `output_dir`: the directory that was named if the status lies there, else what the journal says."""
         if self.journals.status is not None and place.is_dir():
             return place.resolve()
-        told = next((str(event["output_dir"]) for event in reversed(self.started) if "output_dir" in event), None)
+        told = next((event["output_dir"] for event in reversed(self.started) if "output_dir" in event), None)
         # A run directory that was moved says where it was.
-        return Path(told) if told is not None and Path(told).is_dir() else self.directory
+        return Path(told) if told is not None and os.path.isdir(told) else self.directory
 
     def _find_status(self) -> RunStatus | None:
         status = self.journals.status
@@ -175,8 +172,8 @@ class _Reader:
     def _state(self, status: RunStatus | None, rows: Sequence[StepRow]) -> State:
         logged = rows[-1].step + rows[-1].steps if rows else 0
         if status is None:
-            last = max((int(event["step"]) for event in self.events), default=0)
-            seen = next((number(event.get("time")) for event in reversed(self.events)), None)
+            last = max((event["step"] for event in self.events), default=0)
+            seen = self.events[-1].get("time") if self.events else None
             told = "Whether the run goes on is not known: its journal does not say that it began."
             return State("unknown", max(last, logged), None, seen, told=told)
         if status.state in (RunState.RUNNING, RunState.DIED, RunState.UNKNOWN) and logged > status.step:
@@ -188,7 +185,7 @@ class _Reader:
             status.state.value,
             status.step,
             status.max_steps if status.max_steps > 0 else None,
-            status.since or None,
+            moment(status.since),
             status.pid if known else None,
             status.host if known else None,
             status.why,
@@ -200,7 +197,7 @@ class _Reader:
         # An earlier process may have come further than the one that went on from its checkpoint.
         own = [row for row in rows if row.time >= status.began]
         told = next((event for event in reversed(self.events) if event["kind"] in ("run_started", "postmortem")), None)
-        known = [status.step, own[-1].step + own[-1].steps if own else 0, 0 if told is None else int(told["step"])]
+        known = [status.step, own[-1].step + own[-1].steps if own else 0, 0 if told is None else told["step"]]
         if not any(known) and self.record is not None and self.record.attempts:
             # The furthest it came to, which may have been gone back from.
             known.append(self.record.attempts[-1].last_step)
@@ -232,7 +229,7 @@ class _Reader:
                 each.number,
                 each.pid or None,
                 each.host or None,
-                each.began or None,
+                moment(each.began),
                 None,
                 each.first_step,
                 each.last_step,
@@ -243,17 +240,17 @@ class _Reader:
 
     def _attempts_of_journal(self) -> Iterable[AttemptRow]:
         """Without a record: each process that entered `train()`."""
-        own = [event for event in self.started if int(event.get("rank", 0)) == 0]
+        own = [event for event in self.started if event.get("rank", 0) == 0]
         firsts = [event for at, event in enumerate(own) if at == 0 or event.get("pid") != own[at - 1].get("pid")]
         for place, event in enumerate(firsts):
-            first = int(event["step"])
+            first = event["step"]
             following = firsts[place + 1] if place + 1 < len(firsts) else None
-            last = first if following is None else max(int(following["step"]), first)
+            last = first if following is None else max(following["step"], first)
             yield AttemptRow(
                 place + 1,
                 event.get("pid"),
                 event.get("host"),
-                number(event.get("time")),
+                event.get("time"),
                 None,
                 first,
                 last,
@@ -268,7 +265,7 @@ class _Reader:
         return of_it if any(each.rank > 0 for each in of_it) else []
 
     def _rank(self, rank: int, journal: Path) -> RankRow:
-        own = [event for event in self.events if int(event.get("rank", 0)) == rank]
+        own = [event for event in self.events if event.get("rank", 0) == rank]
         name = "postmortem.json" if rank == 0 else f"postmortem.rank{rank}.json"
         postmortem = read_postmortem(self.directory / name, self.run)
         error = None if postmortem is None else postmortem.get("error")
@@ -276,9 +273,9 @@ class _Reader:
         last = own[-1] if own else None
         return RankRow(
             rank,
-            None if last is None else int(last["step"]),
-            None if last is None else number(last.get("time")),
-            len({event["incident"] for event in own if event.get("incident") is not None}),
+            None if last is None else last["step"],
+            None if last is None else last.get("time"),
+            len({event["incident"] for event in own if "incident" in event}),
             told,
             journal.name,
             None if postmortem is None else name,
@@ -287,9 +284,9 @@ class _Reader:
     def _brief(self, run: str) -> RunBrief:
         events = self.journals.of_run(run)
         status = status_in(events, run)
-        began = next((number(event.get("time")) for event in events if event["kind"] == "run_started"), None)
-        incidents = len({event["incident"] for event in events if event.get("incident") is not None})
-        step = max(int(event["step"]) for event in events)
+        began = next((event.get("time") for event in events if event["kind"] == "run_started"), None)
+        incidents = len({event["incident"] for event in events if "incident" in event})
+        step = max(event["step"] for event in events)
         if status is None:
             return RunBrief(run, began, step, incidents, "unknown")
         return RunBrief(run, began, max(step, status.step), incidents, status.state.value)
@@ -300,19 +297,18 @@ def _notices(events: Sequence[Event]) -> list[Notice]:
 
 
 def _notice(event: Event) -> Notice | None:
-    kind = str(event["kind"])
+    kind = event["kind"]
     if kind == "noticed":
-        name = str(event.get("symptom", "?"))
+        name = event.get("symptom", "?")
         text = name.replace("_", " ")
     elif kind in _NOTICED:
         name, text = kind, _NOTICED[kind]
     else:
         return None
-    evidence = event.get("evidence")
-    told = {**event, **(evidence if isinstance(evidence, dict) else {})}
+    told = {**event, **event.get("evidence", {})}
     shown = [str(told[key]) for key in ("path", "reason", "why", "service") if told.get(key)]
     value = number(told.get("value"))
     if value is not None:
         shown.append(f"{value:.4g}")
     detail = f" ({', '.join(shown)})" if shown else ""
-    return Notice(int(event["step"]), name, f"{text}{detail}", number(event.get("time")), int(event.get("rank", 0)))
+    return Notice(event["step"], name, f"{text}{detail}", event.get("time"), event.get("rank", 0))

@@ -14,6 +14,8 @@ from ..checkpoints.listing import checkpoints_in
 from ..journal.step_log import StepRow, read_step_log, step_log_of
 from .data import LoggedMetric, Series, StepColumns
 from .journals import number
+from .values import is_count, is_time
+from .words import counted
 
 
 # Points of one metric: more than a screen has columns.
@@ -45,7 +47,10 @@ def read_steps(directory: Path, run: str, remarks: list[str]) -> tuple[list[Step
     except (OSError, ValueError) as error:
         remarks.append(f"{path.name} cannot be read ({error}): there are no charts of each step.")
         return [], {}
-    return rows, about
+    whole = [row for row in rows if row.step >= 0 and row.steps > 0 and is_time(row.time)]
+    if odd := len(rows) - len(whole):
+        remarks.append(f"{counted(odd, 'row')} of {path.name} cannot be read: the charts are made of the others.")
+    return whole, about
 
 
 def branches(rows: Iterable[StepRow]) -> tuple[list[StepRow], list[list[StepRow]]]:
@@ -118,24 +123,25 @@ def log_history_in(output_dir: Path) -> list[dict[str, Any]]:
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             step, history = int(state["global_step"]), list(state["log_history"])
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, OverflowError):
             continue
         if step > newest[0]:
             newest = (step, history)
         if path.parent != output_dir:
             # They are listed newest first.
             break
-    return [entry for entry in newest[1] if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
+    return [entry for entry in newest[1] if isinstance(entry, dict) and is_count(entry.get("step"))]
 
 
 def _logged(history: Sequence[Mapping[str, Any]]) -> dict[str, LoggedMetric]:
     found: dict[str, LoggedMetric] = {}
     for entry in history:
         for name, value in entry.items():
-            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+            known = None if isinstance(value, str) else number(value)
+            if name != "step" and known is not None:
                 metric = found.setdefault(name, LoggedMetric())
                 metric.step.append(entry["step"])
-                metric.value.append(_rounded(float(value)))
+                metric.value.append(_rounded(known))
     return {name: _thinned(metric) for name, metric in found.items()}
 
 

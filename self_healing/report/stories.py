@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..journal.incident import Incident, describe, figures
 from .data import FileNamed, IncidentStory, RowNamed, StoryLine
 from .journals import Event, number
+from .words import counted
 
 
 # What every line of a journal has, and what is told in other words.
@@ -58,7 +60,7 @@ class Places:
         found = self.find(Path(path))
         shown = found.relative_to(self.directory) if found.is_relative_to(self.directory) else found
         try:
-            size = found.stat().st_size if found.is_file() else None
+            size = os.path.getsize(found) if os.path.isfile(found) else None
         except OSError:
             size = None
         return FileNamed(what, str(shown), size)
@@ -67,11 +69,12 @@ class Places:
         """Where a file is now."""
         if not path.is_absolute():
             return self.directory / path
-        if path.exists():
+        # `Path.exists` raises for a name that is too long to be one.
+        if os.path.exists(path):
             return path
         for recorded in self._recorded:
             for now in (self.output_dir, self.directory):
-                if path.is_relative_to(recorded) and (moved := now / path.relative_to(recorded)).exists():
+                if path.is_relative_to(recorded) and os.path.exists(moved := now / path.relative_to(recorded)):
                     return moved
         return path
 
@@ -90,8 +93,8 @@ def tell_incidents(events: Iterable[Event], places: Places, rows: Sequence[RowNa
     """
     told: dict[tuple[str, int], list[Event]] = {}
     for event in events:
-        if event.get("incident") is not None:
-            told.setdefault((str(event["incident"]), int(event.get("rank", 0))), []).append(event)
+        if "incident" in event:
+            told.setdefault((event["incident"], event.get("rank", 0)), []).append(event)
     stories = []
     for (name, rank), lines in told.items():
         first = told.get((name, 0))
@@ -109,14 +112,14 @@ def _seen(lines: Sequence[Event]) -> tuple[Any, ...]:
 
 def _tell(shown: str, name: str, lines: Sequence[Event], places: Places, rows: Sequence[RowNamed]) -> IncidentStory:
     first = lines[0]
-    incident = Incident(shown, int(first["step"]), str(first.get("symptom", "?")))
+    incident = Incident(shown, first["step"], first.get("symptom", "?"))
     for event in lines:
         if event["kind"] == "action" and event.get("happened", True):
-            incident.actions.append(str(event.get("action")))
+            incident.actions.append(event.get("action", "?"))
         for key in _FIELDS:
             if key in event:
                 setattr(incident, key, event[key])
-        incident.evidence.update(_mapping(event.get("evidence")))
+        incident.evidence.update(event.get("evidence", {}))
     incident.failure = _failure(incident.failure)
     recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
     healed = Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions
@@ -136,14 +139,14 @@ def _tell(shown: str, name: str, lines: Sequence[Event], places: Places, rows: S
         actions=incident.actions,
         steps_lost=incident.steps_lost,
         steps_repeated=incident.steps_repeated,
-        seconds_lost=float(incident.seconds_lost),
+        seconds_lost=incident.seconds_lost,
         title=symptom if plain else f"{symptom}: {incident.cause}",
         text=describe(incident),
         advice=str(incident.evidence.get("remedy") or (recipe.advice if recipe is not None and unhealed else "")),
-        time=number(first.get("time")),
-        closed=next((number(e.get("time")) for e in reversed(lines) if e["kind"] == "outcome"), None),
-        rank=int(first.get("rank", 0)),
-        attempt=int(first.get("attempt", 0)),
+        time=first.get("time"),
+        closed=next((event.get("time") for event in reversed(lines) if event["kind"] == "outcome"), None),
+        rank=first.get("rank", 0),
+        attempt=first.get("attempt", 0),
         evidence=incident.evidence,
         story=[line for event in lines for line in _lines_of(event)],
         rows=of_it,
@@ -151,9 +154,9 @@ def _tell(shown: str, name: str, lines: Sequence[Event], places: Places, rows: S
     )
 
 
-def _failure(value: Any) -> FailureType | None:
+def _failure(name: str | None) -> FailureType | None:
     try:
-        return None if value is None else FailureType(value)
+        return None if name is None else FailureType(name)
     except ValueError:
         # Of a later version.
         return None
@@ -174,11 +177,11 @@ def _is_of(row: RowNamed, name: str, incident: Incident) -> bool:
 
 
 def _lines_of(event: Event) -> Iterable[StoryLine]:
-    time, kind = number(event.get("time")), event["kind"]
+    time, kind = event.get("time"), event["kind"]
     details = {key: value for key, value in event.items() if key not in _COMMON}
-    evidence = _mapping(event.get("evidence"))
+    evidence = event.get("evidence", {})
     if kind == "detected":
-        seen = str(event.get("symptom", "?")).replace("_", " ")
+        seen = event.get("symptom", "?").replace("_", " ")
         shown = figures(evidence) or _scalars(evidence)
         yield StoryLine(
             "evidence", f"Step {event['step']}: {seen}{f' ({shown})' if shown else ''}.", time, True, details
@@ -188,7 +191,7 @@ def _lines_of(event: Event) -> Iterable[StoryLine]:
             yield StoryLine("experiment", text, time)
         failure = _failure(event.get("failure"))
         meaning = "" if failure is None else f": {FAILURE_RECIPES[failure].diagnosis}"
-        yield StoryLine("cause", f"{_capital(str(event.get('cause', 'unknown')))}{meaning}", time, True, details)
+        yield StoryLine("cause", f"{_capital(event.get('cause', 'unknown'))}{meaning}", time, True, details)
     elif kind == "action":
         yield _remedy(event, time, details)
     elif kind == "repeats":
@@ -216,10 +219,11 @@ def _experiments(evidence: Mapping[str, Any]) -> Iterable[str]:
             "by themselves."
         )
     tensors = evidence.get("tensors")
-    if isinstance(tensors, list) and tensors:
+    if tensors:
         total = evidence.get("tensors_total", len(tensors))
+        hold = "1 tensor holds" if total == 1 else f"{total} tensors hold"
         shown = ", ".join(map(str, tensors[:_LISTED]))
-        yield f"Searched for NaN and Inf: {total} tensor(s) hold some ({shown}{', ...' if total > _LISTED else ''})."
+        yield f"Searched for NaN and Inf: {hold} some ({shown}{', ...' if total > _LISTED else ''})."
     if "same_batch" in evidence:
         same = evidence["same_batch"]
         yield f"The same batch with trusted weights: {_scalars(same) if isinstance(same, Mapping) else _shown(same)}."
@@ -228,8 +232,8 @@ def _experiments(evidence: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _remedy(event: Event, time: float | None, details: dict[str, Any]) -> StoryLine:
-    happened = bool(event.get("happened", True))
-    name = str(event.get("action", "?")).replace("_", " ")
+    happened = event.get("happened", True)
+    name = event.get("action", "?").replace("_", " ")
     known = {key: value for key, value in details.items() if key not in ("action", "happened", "why", "rows", "by")}
     shown = _scalars(known)
     text = f"{_capital(name)}{f' ({shown})' if shown else ''}."
@@ -245,23 +249,23 @@ def _outcome(event: Event) -> str:
         trend = number(_mapping(event.get("trend")).get("median"))
         usual = "" if trend is None else f", {trend:.4g} was usual before"
         parts.append(f"loss {after:.4g} in the steps that followed{usual}")
-    for key, what in (("steps_lost", "step(s) lost"), ("steps_repeated", "step(s) done again")):
+    for key, what in (("steps_lost", "lost"), ("steps_repeated", "done again")):
         if event.get(key):
-            parts.append(f"{event[key]} {what}")
-    parts.append(f"{number(event.get('seconds_lost')) or 0.0:.1f} s")
-    outcome = str(event.get("outcome"))
+            parts.append(f"{counted(event[key], 'step')} {what}")
+    parts.append(f"{event.get('seconds_lost', 0.0):.1f} s")
+    outcome = event.get("outcome") or "open"
     return f"{_capital(_OUTCOMES.get(outcome, outcome))} ({'; '.join(parts)})."
 
 
 def _files_of(name: str, lines: Sequence[Event], places: Places) -> list[FileNamed]:
     found: dict[str, FileNamed] = {}
     for event in lines:
-        for key, value in (*event.items(), *_mapping(event.get("evidence")).items()):
+        for key, value in (*event.items(), *event.get("evidence", {}).items()):
             if key in _FILES and isinstance(value, str):
                 named = places.named(_FILES[key], value)
                 found.setdefault(named.path, named)
     batch = places.directory / "incidents" / f"{name}.pt"
-    if batch.is_file():
+    if os.path.isfile(batch):
         found.setdefault(str(batch), places.named("offending batch", batch))
     return list(found.values())
 

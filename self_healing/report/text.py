@@ -11,7 +11,7 @@ from rich.text import Text
 from ..restarts.status import RunState
 from .data import NextStep, RunReport
 from .healing_report import HealingReport
-from .words import counted, goodput_line, moment, size
+from .words import counted, goodput_line, moment, printable, size
 
 
 # Of rows, files and checkpoints: all of them are in the JSON.
@@ -55,9 +55,7 @@ def show(report: RunReport, summary: HealingReport, console: Console) -> None:
 
 def _line(console: Console, text: str, style: str = "") -> None:
     if text:
-        # Messages of exceptions may hold what steers a terminal, or what no encoding has (parts of file names).
-        shown = "".join(each if each.isprintable() or each == "\n" else " " for each in text)
-        console.print(Text(shown, style=style), soft_wrap=True)
+        console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def _show_incidents(summary: HealingReport, console: Console) -> None:
@@ -92,7 +90,8 @@ def _tables(report: RunReport) -> Iterable[Table]:
     checkpoints = _table("Checkpoints", "checkpoint", "step", "standing", "complete", "written", "size")
     for each in report.checkpoints[:_SHOWN]:
         whose = "" if each.of_this_run or each.run is None else f" (run {each.run})"
-        checkpoints.add_row(
+        _add_row(
+            checkpoints,
             f"{each.path}{whose}",
             str(each.step),
             each.standing,
@@ -104,12 +103,12 @@ def _tables(report: RunReport) -> Iterable[Table]:
     attempts = _table("Processes of this run", "number", "began", "steps", "ending", "why")
     for attempt in report.attempts if len(report.attempts) > 1 else ():
         steps = f"{attempt.first_step} to {attempt.last_step}"
-        attempts.add_row(str(attempt.number), moment(attempt.began), steps, attempt.ending, attempt.why[:80])
+        _add_row(attempts, str(attempt.number), moment(attempt.began), steps, attempt.ending, attempt.why[:80])
     yield attempts
     ranks = _table("Ranks", "rank", "step", "last seen", "incidents", "error")
     for rank in report.ranks:
         step = "-" if rank.step is None else str(rank.step)
-        ranks.add_row(str(rank.rank), step, moment(rank.seen), str(rank.incidents), (rank.error or "-")[:80])
+        _add_row(ranks, str(rank.rank), step, moment(rank.seen), str(rank.incidents), (rank.error or "-")[:80])
     yield ranks
 
 
@@ -118,6 +117,11 @@ def _table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold", justify="right" if column in ("step", "number", "rank") else "left")
     return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    # Not as markup: a path may hold brackets.
+    table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
 def _show_next_steps(steps: Sequence[NextStep], console: Console) -> None:

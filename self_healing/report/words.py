@@ -6,12 +6,13 @@ import math
 import time
 from itertools import pairwise
 
+from ..journal.incident import counted as counted
 from .data import Goodput, RunReport
 
 
-def counted(number: int, what: str) -> str:
-    """Counts something: `"1 step"`, `"2 steps"`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def printable(text: str) -> str:
+    """Leaves out what steers a terminal, and what no encoding has: texts of exceptions, and parts of file names."""
+    return "".join(each if each.isprintable() or each == "\n" else " " for each in text)
 
 
 def duration(seconds: float) -> str:

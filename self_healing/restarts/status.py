@@ -105,6 +105,12 @@ class RunStatus:
         return told if told.endswith((".", "!", "?")) else f"{told}."
 
 
+def is_moment(seconds: float) -> bool:
+    """Whether it can be a moment, in seconds since the epoch."""
+    # The year 5138: calendars end somewhere after it, each platform's somewhere else.
+    return 0 <= seconds < 1e11
+
+
 # A value of the kind of each field.
 _KINDS = asdict(RunStatus("", "", 0, 0, "", 0.0))
 
@@ -120,7 +126,7 @@ def read_status(directory: Path) -> RunStatus | None:
         return None
     damaged: list[str] = []
     completed(_KINDS, asdict(status), STATUS_FILE, damaged)
-    if damaged:
+    if damaged or not (is_moment(status.began) and is_moment(status.since)):
         return None
     if status.over:
         return status

@@ -65,7 +65,7 @@ def test_the_report_is_made_of_the_other_lines_and_mentions_the_torn_one(
     journalled(tmp_path, 2)
     report = HealingReport.from_run_dir(tmp_path)
     assert [incident["outcome"] for incident in report.incidents] == ["open", "resolved"]
-    assert "1 line(s) cannot be read" in caplog.text
+    assert "1 line of the journal cannot be read" in caplog.text
 
 
 def test_samples_in_other_lines_of_the_quarantine_are_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

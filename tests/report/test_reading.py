@@ -127,7 +127,7 @@ def test_a_run_that_died_names_the_checkpoint_to_go_on_from(made_up: MadeUpDirec
     assert [each.step for each in report.checkpoints] == [30, 20, 10]
     resume = report.next_steps[-1]
     assert "checkpoint-20 (step 20, verified)" in resume.text
-    assert resume.why == "17 step(s) are done again."
+    assert resume.why == "17 steps are done again."
     assert resume.command == "trainer.train(resume_from_checkpoint=True)"
 
 
@@ -224,7 +224,7 @@ def test_an_incident_is_told_from_evidence_to_outcome(made_up: MadeUpDirectory) 
     assert [(file.what, file.path, file.bytes) for file in incident.files] == [
         ("offending batch", f"incidents/{name}.pt", 5)
     ]
-    assert report.remarks == ["1 line(s) of quarantine.jsonl cannot be read."]
+    assert report.remarks == ["1 line of quarantine.jsonl cannot be read."]
     assert "row 17 of train_dataset" in report.next_steps[-1].text
 
 
@@ -258,7 +258,7 @@ def test_a_torn_line_is_told_and_costs_no_other(made_up: MadeUpDirectory) -> Non
         file.write('{"schema": 1, "ru')
     report = read_run(made_up.path)
     assert len(report.incidents) == 1
-    assert "1 line(s) of the journal cannot be read" in report.remarks[0]
+    assert "1 line of the journal cannot be read" in report.remarks[0]
 
 
 def test_files_are_found_where_the_directory_was_moved_to(made_up: MadeUpDirectory, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def page_of(report: RunReport) -> str:
     verdict = _verdict(report)
     more = len(tellings) - len(stories)
     name = Path(report.output_dir).name or report.run
-    return _template().render(
+    page = _template().render(
         policy=_policy((uplot, script), style),
         title=f"{verdict['title']}: {name}",
         icon=_icon(verdict["tone"]),
@@ -121,6 +121,8 @@ def page_of(report: RunReport) -> str:
         remarks=report.remarks,
         drawn=_drawn(charts, marks, (first, last)),
     )
+    # Parts of file names that no encoding has.
+    return page.encode("utf-8", errors="replace").decode("utf-8")
 
 
 # ---- the template ----
