@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 
+# JSON knows whole numbers of any size. With larger ones no float could be reckoned.
+_PAST_ANY_NUMBER = 1 << 1000
+
+
 class Stateful(Protocol):
     """A part whose state can be saved and loaded."""
 
@@ -91,6 +95,8 @@ def _fits(usual: Any, value: Any) -> bool:
         return True
     if isinstance(usual, bool) or isinstance(value, bool):
         return isinstance(usual, bool) and isinstance(value, bool)
+    if isinstance(value, int) and not -_PAST_ANY_NUMBER < value < _PAST_ANY_NUMBER:
+        return False
     if isinstance(usual, float):
         return isinstance(value, int | float)
     return any(isinstance(usual, kind) and isinstance(value, kind) for kind in (int, str, list, Mapping))

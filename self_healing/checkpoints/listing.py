@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from ..checkpoint_files import BESIDE_DIR, EMERGENCY_DIR, PINNED_DIR, STATE_FILE, numbered
@@ -31,7 +32,8 @@ def written_at(checkpoint: Path) -> float:
     """Reads when a checkpoint was written, in seconds since the epoch; 0 if it cannot be told."""
     at = (load_marker(checkpoint) or {}).get("time")
     if isinstance(at, int | float):
-        return float(at)
+        with suppress(OverflowError):
+            return float(at)
     try:
         return (checkpoint / STATE_FILE).stat().st_mtime
     except OSError:

@@ -28,6 +28,8 @@ CHECKSUMS = "crc32"
 _SEAL = "seal"
 _SEALED = re.compile(rf'(.*), "{_SEAL}": (\d+)\}}', re.DOTALL)
 _STANDINGS = get_args(Standing)
+# Of steps, bytes and checksums.
+_PAST_ANY_COUNT = 1 << 63
 # Bytes that are read through in a few hundredths of a second.
 _AT_ONCE = 1 << 26
 # The training thread and the one that computes checksums change markers. Of the process: a path is all they share.
@@ -215,11 +217,15 @@ def _check_content(content: dict[str, Any]) -> None:
     for name, kind in (("step", int), ("files", dict), ("bookkeeping", dict)):
         if not isinstance(content.get(name), kind) or isinstance(content.get(name), bool):
             raise ValueError(f"`{name}` is missing in it" if name not in content else f"`{name}` in it is unusable")
+    if not 0 <= content["step"] < _PAST_ANY_COUNT:
+        raise ValueError("`step` in it is unusable")
     if content.get("standing", _STANDINGS[0]) not in _STANDINGS:
         raise ValueError(f"`standing` in it is {content['standing']!r}")
     for name in ("files", CHECKSUMS):
         numbers = content.get(name, {})
-        if not isinstance(numbers, dict) or not all(type(number) is int for number in numbers.values()):
+        if not isinstance(numbers, dict) or not all(
+            type(number) is int and 0 <= number < _PAST_ANY_COUNT for number in numbers.values()
+        ):
             raise ValueError(f"`{name}` in it is unusable")
 
 

@@ -12,6 +12,7 @@ from ..failures import Action
 from ..journal.step_log import StepRow
 from .data import AttemptRow, Budget, Goodput, IncidentStory
 from .steps import branches
+from .values import is_count, is_finite
 
 
 def goodput(
@@ -150,7 +151,7 @@ def budgets(
             )
         )
     share = limits.get("max_skipped_fraction")
-    if window is not None and isinstance(share, int | float):
+    if window is not None and share is not None and is_finite(share):
         found.append(
             Budget(
                 "steps left out",
@@ -204,4 +205,4 @@ def _recoveries(incidents: Sequence[IncidentStory], refund: int | None) -> tuple
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if is_count(value) else None

@@ -7,7 +7,7 @@ import io
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from self_healing.report.data import RunReport
 from self_healing.report.page.rendering import write_page
 from self_healing.report.reading import read_run
 from self_healing.report.text import show
-from self_healing.restarts.status import STATUS_FILE, RunState, RunStatus
+from self_healing.restarts.record import Attempt, Ending
+from self_healing.restarts.status import RunState, RunStatus
 
 
 JOURNALS = sorted((Path(__file__).parents[1] / "data" / "chaos_journals").glob("*.jsonl"))
@@ -76,12 +77,36 @@ def damage(content: Any, rng: random.Random) -> None:
         content[last] = copy.deepcopy(rng.choice(DAMAGE))
 
 
-def write_run(directory: Path, journal: list[dict[str, Any]], quarantine: Any, status: Any) -> None:
-    directory.mkdir(exist_ok=True)
+@pytest.fixture
+def files() -> dict[str, dict[str, Any]]:
+    """What lies beside the journal."""
+    attempt = Attempt(1, 17, "host", 1e6, None, 0, 100, Ending.RESTART, "a hang")
+    marker = {"schema": 1, "step": 10, "time": 1e6, "files": {"model": 5}, "bookkeeping": {}, "standing": "verified"}
+    status = RunStatus("run", "healing_events.jsonl", 240, 17, "host", 1e6, RunState.DIED, 200, 1e6 + 900.0)
+    logged = [{"step": step, "loss": 2.0, "eval_loss": 2.0, "grad_norm": 1.0} for step in range(1, 9)]
+    return {
+        "quarantine.jsonl": dict(QUARANTINED),
+        "healing_status.json": asdict(status),
+        "healing_run.json": {
+            **{"schema": 1, "time": 1e6, "run": "run", "incidents": [], "postmortem": None, "saving": None},
+            "attempts": [asdict(attempt), asdict(replace(attempt, number=2, began=1e6 + 100.0))],
+            "memory": {"budget": {"used": 1, "failed_at": 3}, "learning_rate": {"reductions": 1}},
+        },
+        "postmortem.json": {
+            **{"run": "run", "step": 3, "verdict": "It hangs.", "what_to_do": "Look.", "resume_with": "train()"},
+            "error": {"type": "builtins.TimeoutError", "message": "too long"},
+        },
+        "checkpoint-10/healing.json": marker,
+        "checkpoint-10/trainer_state.json": {"global_step": 10, "log_history": logged},
+    }
+
+
+def write_run(directory: Path, journal: list[dict[str, Any]], files: dict[str, Any]) -> None:
+    (directory / "checkpoint-10").mkdir(parents=True)
     text = "".join(json.dumps(event) + "\n" for event in journal)
     (directory / "healing_events.jsonl").write_text(text)
-    (directory / "quarantine.jsonl").write_text(json.dumps(quarantine) + "\n")
-    (directory / STATUS_FILE).write_text(json.dumps(status))
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content) + "\n")
 
 
 def in_all_forms(directory: Path) -> tuple[RunReport, str]:
@@ -99,30 +124,73 @@ def in_all_forms(directory: Path) -> tuple[RunReport, str]:
     return report, printed
 
 
-@pytest.fixture
-def status(tmp_path: Path) -> dict[str, Any]:
-    return asdict(RunStatus("run", "healing_events.jsonl", 240, 17, "host", 1e6, RunState.DIED, 200, 1e6 + 900.0))
-
-
 @pytest.mark.parametrize("seed", range(24))
-def test_a_damaged_journal_is_reported_in_all_forms(tmp_path: Path, status: dict[str, Any], seed: int) -> None:
+def test_a_damaged_run_is_reported_in_all_forms(tmp_path: Path, files: dict[str, Any], seed: int) -> None:
     rng = random.Random(seed)
     journal = lines_of(JOURNALS[seed % len(JOURNALS)], tmp_path)
-    quarantine = dict(QUARANTINED)
     for _ in range(rng.choice((1, 10, 100, 1000))):
         damage(journal, rng)
-    for _ in range(rng.randrange(3)):
-        damage(quarantine, rng)
-        damage(status, rng)
-    write_run(tmp_path / "run", [event for event in journal if isinstance(event, dict)] or [{}], quarantine, status)
+    for name in rng.sample(sorted(files), 3):
+        damage(files[name], rng)
+    write_run(tmp_path / "run", journal, files)
     report, printed = in_all_forms(tmp_path / "run")
     assert report.next_steps
     assert "Journal: " in printed
 
 
 @pytest.mark.parametrize("path", JOURNALS, ids=lambda path: path.stem)
-def test_of_a_journal_that_is_whole_nothing_is_left_out(tmp_path: Path, status: dict[str, Any], path: Path) -> None:
-    write_run(tmp_path / "run", lines_of(path, tmp_path), QUARANTINED, status)
+def test_of_a_journal_that_is_whole_nothing_is_left_out(tmp_path: Path, files: dict[str, Any], path: Path) -> None:
+    write_run(tmp_path / "run", lines_of(path, tmp_path), files)
     report, _ = in_all_forms(tmp_path / "run")
     assert len(report.incidents) > 10
     assert report.remarks == []
+
+
+def test_what_cannot_be_read_is_counted_and_left_out(tmp_path: Path, files: dict[str, Any]) -> None:
+    journal = lines_of(JOURNALS[0], tmp_path)
+    outcome = next(event for event in journal if event["kind"] == "outcome")
+    outcome |= {"steps_lost": "three", "time": None, "seconds_lost": 1e300}
+    next(event for event in journal if event["kind"] == "detected")["evidence"] = "none"
+    next(event for event in journal if event["kind"] == "snapshots")["step"] = "ten"
+    files["quarantine.jsonl"]["content_hash"] = 7
+    write_run(tmp_path / "run", journal, files)
+    report, printed = in_all_forms(tmp_path / "run")
+    assert report.incidents[0].outcome == outcome["outcome"]
+    assert (report.incidents[0].steps_lost, report.incidents[0].seconds_lost, report.incidents[0].closed) == (
+        0,
+        0,
+        None,
+    )
+    of_journal, of_quarantine = report.remarks
+    assert "1 line of the journal cannot be read" in of_journal
+    assert "4 values in the journal cannot be read" in of_journal
+    assert of_quarantine == "1 value of quarantine.jsonl cannot be read."
+    assert of_journal in printed.replace("\n", " ")
+
+
+def test_a_status_of_no_time_is_as_if_it_were_not_there(tmp_path: Path, files: dict[str, Any]) -> None:
+    journal = lines_of(JOURNALS[0], tmp_path)
+    files["healing_status.json"]["since"] = 1e30
+    write_run(tmp_path / "run", journal, files)
+    report, _ = in_all_forms(tmp_path / "run")
+    # What the journal says.
+    assert (report.state.name, report.state.step) == ("ended", 240)
+
+
+def test_names_in_tables_are_no_markup_and_steer_no_terminal(tmp_path: Path, files: dict[str, Any]) -> None:
+    journal = lines_of(JOURNALS[0], tmp_path)
+    next(event for event in journal if event["kind"] == "detected")["symptom"] = "[/a] [b]c[/b]\x1b[2J"
+    write_run(tmp_path / "run", journal, files)
+    _, printed = in_all_forms(tmp_path / "run")
+    assert "[/a]" in printed
+    assert "[b]c[/b]" in printed
+    assert "\x1b" not in printed
+
+
+def test_parts_of_file_names_that_no_encoding_has_are_on_the_page_as_a_question_mark(
+    tmp_path: Path, files: dict[str, Any]
+) -> None:
+    files["quarantine.jsonl"]["error"] = "r\udce9sum"
+    write_run(tmp_path / "run", lines_of(JOURNALS[0], tmp_path), files)
+    in_all_forms(tmp_path / "run")
+    assert "r?sum" in (tmp_path / "run" / "report.html").read_text()

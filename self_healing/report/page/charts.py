@@ -21,6 +21,9 @@ _LAYERS = 3
 # Above that many times its median, a line is flat on a linear scale but for its peaks.
 _FLAT = 30.0
 
+# Ticks are reckoned beyond the highest value, and the largest float is not far from it.
+_HIGHEST = 1e300
+
 Values = Sequence[float | None]
 
 
@@ -174,7 +177,7 @@ def _line(
 
 def _short(value: float | None, times: float = 1.0) -> float | None:
     """With six digits, which is more than a screen shows, and less than half of the bytes."""
-    if value is None or not math.isfinite(value * times):
+    if value is None or not abs(value * times) < _HIGHEST:
         return None
     short = float(f"{value * times:.6g}")
     return int(short) if short == int(short) else short
