@@ -123,6 +123,10 @@ def report(
 
     Exit code 0: it ended; 1: it stopped, left or died before its end; 3: it goes on; 4: not known; 2: no journal.
     """
+    if as_json and briefing:
+        typer.echo("--json and --agent each print all there is to print. Please choose one of them.", err=True)
+        raise typer.Exit(2)
+
     from .report.healing_report import HealingReport
     from .report.reading import read_run
 

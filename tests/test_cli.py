@@ -98,6 +98,13 @@ def test_report_writes_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text(encoding="utf-8").count('class="incident ') == 2
 
 
+def test_report_does_not_print_two_forms_at_once(tmp_path: Path) -> None:
+    write_journal(tmp_path, 1)
+    result = run("report", str(tmp_path), "--json", "--agent")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--json and --agent" in result.stderr
+
+
 def test_report_writes_a_page_beside_its_json(tmp_path: Path) -> None:
     write_journal(tmp_path, incidents=1)
     result = run("report", str(tmp_path), "--json", "--html", str(tmp_path / "page.html"))

@@ -14,8 +14,8 @@ from .words import counted
 
 # Share of the steps of a run whose loss makes its weights doubtful.
 _MANY = 0.2
-# Incidents whose advice is given one by one.
-_ADVISED = 3
+# Different advice about incidents, and incidents that are named for one.
+_ADVISED, _NAMED = 3, 5
 
 
 def next_steps(
@@ -50,13 +50,13 @@ def next_steps(
     found = [
         *_about_the_state(output_dir, state, checkpoints, postmortem),
         *_about_budgets(state, budgets),
-        *_about_incidents(directory, state, incidents),
+        *_about_incidents(directory, incidents),
         *_about_lost_steps(state, missing),
         *_about_rows(directory, quarantine),
         *_about_the_rate(rate),
     ]
     if found:
-        return found
+        return _once(found)
     if state.name == "running":
         return [NextStep("Let it go on.", "Nothing is open, and no budget is short.")]
     return [NextStep("Use the weights.", "The run came to its end, and nothing is open.")]
@@ -125,23 +125,56 @@ def _about_budgets(state: State, budgets: Sequence[Budget]) -> Iterable[NextStep
             )
 
 
-def _about_incidents(directory: Path, state: State, incidents: Sequence[IncidentStory]) -> Iterable[NextStep]:
+def _about_incidents(directory: Path, incidents: Sequence[IncidentStory]) -> Iterable[NextStep]:
     unhealed = [each for each in incidents if each.outcome in ("unresolved", "fatal")]
-    for incident in unhealed[-_ADVISED:]:
-        batch = any(each.what == "offending batch" for each in incident.files)
-        command = f"self-healing replay {shlex.quote(str(directory))} {incident.id}" if batch else None
-        if incident.advice or command is not None:
-            yield NextStep(
-                incident.advice or "Compute its batch again, to see where the first non-finite value appears.",
-                f"Step {incident.step}, {incident.title}: {incident.outcome}.",
-                command,
-                incident.id,
-            )
-    if len(unhealed) > _ADVISED:
+    by_advice: dict[str, list[IncidentStory]] = {}
+    for incident in unhealed:
+        if incident.advice or _batch_of(incident):
+            # What the newest one asks for comes last.
+            same = by_advice.pop(incident.advice, [])
+            by_advice[incident.advice] = [*same, incident]
+    for advice, about in list(by_advice.items())[-_ADVISED:]:
+        kept = [each for each in about if _batch_of(each)]
         yield NextStep(
-            f"Look at the other {len(unhealed) - _ADVISED} incidents that were not resolved.",
-            f"Here are the newest {_ADVISED}.",
+            advice or "Compute its batch again, to see where the first non-finite value appears.",
+            _concerned(about),
+            f"self-healing replay {shlex.quote(str(directory))} {shlex.quote(kept[-1].id)}" if kept else None,
+            [each.id for each in about],
         )
+    if len(by_advice) > _ADVISED:
+        others = sum(len(about) for about in list(by_advice.values())[:-_ADVISED])
+        are = "1 incident that was" if others == 1 else f"{others} incidents that were"
+        yield NextStep(f"Look at the other {are} not resolved.", "What is said above is about the newest.")
+
+
+def _batch_of(incident: IncidentStory) -> bool:
+    return any(each.what == "offending batch" for each in incident.files)
+
+
+def _concerned(incidents: Sequence[IncidentStory]) -> str:
+    """Names the incidents that the same advice is about."""
+    newest = incidents[-1]
+    if len(incidents) == 1:
+        return f"Step {newest.step}, {newest.title}: {newest.outcome}."
+    steps = [str(each.step) for each in incidents[-_NAMED:]]
+    earlier = "..., " if len(incidents) > _NAMED else ""
+    at = f"{earlier}{', '.join(steps[:-1])} and {steps[-1]}"
+    return f"{len(incidents)} incidents, at steps {at}; the newest, {newest.title}: {newest.outcome}."
+
+
+def _once(steps: Sequence[NextStep]) -> list[NextStep]:
+    """Gives each advice once: a postmortem tells that of the incident that ended the run, and goes on from there."""
+    kept: list[NextStep] = []
+    for step in steps:
+        same = next((at for at, each in enumerate(kept) if each.text.startswith(step.text)), None)
+        if same is None:
+            kept.append(step)
+            continue
+        first = kept[same]
+        why = first.why if step.why in first.why else f"{first.why} {step.why}".strip()
+        incidents = list(dict.fromkeys([*first.incidents, *step.incidents]))
+        kept[same] = NextStep(first.text, why, first.command or step.command, incidents)
+    return kept
 
 
 def _about_lost_steps(state: State, missing: int) -> Iterable[NextStep]:

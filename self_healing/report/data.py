@@ -399,14 +399,14 @@ class NextStep:
             The reason.
         command (`str`, *optional*):
             A line for the shell or for the training script.
-        incident (`str`, *optional*):
-            The incident it is about.
+        incidents (`list[str]`):
+            Those it is about, oldest first.
     """
 
     text: str
     why: str = ""
     command: str | None = None
-    incident: str | None = None
+    incidents: list[str] = field(default_factory=list)
 
 
 Number = float | None

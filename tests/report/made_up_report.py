@@ -172,7 +172,7 @@ def made_up_report(steps: int = 2000, incidents: int = 6, mark: str = "") -> Run
         learning_rate=f"The learning rate was reduced once{mark}.",
         next_steps=[
             NextStep(f"Start the job again{mark}.", f"It goes on{mark}.", f"torchrun train.py{mark}"),
-            NextStep("Look at the incident.", incident=f"run-002{mark}"),
+            NextStep("Look at the incident.", incidents=[f"run-002{mark}"]),
         ],
         series=Series(
             "steps",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from self_healing.checkpoints.marker import write_marker
+from self_healing.failures import FAILURE_RECIPES, FailureType
 from self_healing.journal.step_log import StepLog, StepRow, step_log_of
 from self_healing.report.briefing import LINES, briefing_of
 from self_healing.report.data import SCHEMA
@@ -194,6 +195,40 @@ def test_the_postmortem_of_another_run_says_nothing(made_up: MadeUpDirectory) ->
     made_up.status(RunState.STOPPED, 40)
     (made_up.path / "postmortem.json").write_text(json.dumps({"run": "another", "what_to_do": "Mend it."}))
     assert "Mend it." not in [step.text for step in read_run(made_up.path).next_steps]
+
+
+def test_the_same_advice_is_given_once_with_the_incidents_it_is_about(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    names = [made_up.incident(number, 10 * number, ["skip_step"], "unresolved") for number in range(1, 4)]
+    names.append(made_up.incident(4, 40, ["stop"], "fatal"))
+    (made_up.path / "incidents").mkdir()
+    (made_up.path / "incidents" / f"{names[2]}.pt").write_bytes(b"batch")
+    made_up.status(RunState.STOPPED, 40)
+    advice = FAILURE_RECIPES[FailureType.NONFINITE_POISON_ROWS].advice
+    told = {"run": "run", "what_to_do": f"{advice} There is no checkpoint.", "verdict": "Too many bad rows."}
+    (made_up.path / "postmortem.json").write_text(json.dumps(told))
+    first, *others = read_run(made_up.path).next_steps
+    assert first.text == f"{advice} There is no checkpoint."
+    assert first.why == (
+        "Too many bad rows. 4 incidents, at steps 10, 20, 30 and 40; the newest, nonfinite loss: poison rows: fatal."
+    )
+    assert first.command == f"self-healing replay {made_up.path} {names[2]}"
+    assert first.incidents == names
+    assert [step.text for step in others if advice in step.text] == []
+
+
+def test_of_different_advice_the_newest_is_given(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    for number in range(1, 7):
+        name = made_up.incident(number, number, [], None)
+        made_up.event("diagnosed", number, incident=name, evidence={"remedy": f"Do thing {(number + 1) // 2}."})
+        made_up.event("outcome", number, incident=name, outcome="unresolved")
+    name = made_up.incident(7, 9, [], None)
+    made_up.event("outcome", 9, incident=name, outcome="unresolved")
+    made_up.status(RunState.ENDED, 100)
+    texts = [step.text for step in read_run(made_up.path).next_steps]
+    assert texts[:2] == ["Do thing 2.", "Do thing 3."]
+    assert texts[3] == "Look at the other 2 incidents that were not resolved."
 
 
 def test_a_journal_with_nothing_in_it_is_read(made_up: MadeUpDirectory) -> None:

@@ -35,6 +35,8 @@ from .sheets import names, sheets_of
 
 _MOST_STORIES = 300
 _MOST_NOTICES = 200
+# From one thing to do, to the newest incidents it is about.
+_MOST_LINKS = 5
 # Marks beyond these could not be told apart, and each is in six pictures.
 _MOST_MARKS = 1000
 
@@ -183,14 +185,13 @@ def _verdict(report: RunReport) -> dict[str, Any]:
     }
 
 
-def _next_step(step: NextStep, told: dict[str, str]) -> dict[str, str | None]:
-    anchor = told.get(step.incident or "", "")
+def _next_step(step: NextStep, told: dict[str, str]) -> dict[str, Any]:
+    anchors = [told[incident] for incident in step.incidents if incident in told]
     return {
         "text": step.text,
         "why": step.why,
         "command": step.command,
-        "anchor": anchor,
-        "anchor_title": f"Incident {anchor.rpartition('-')[2]}",
+        "anchors": [(anchor, f"Incident {anchor.rpartition('-')[2]}") for anchor in anchors[-_MOST_LINKS:]],
     }
 
 
