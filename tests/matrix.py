@@ -1,9 +1,9 @@
 """
-What is healed where, as tests show it: `docs/matrix.json` and the table in the README.
+What is healed where, as tests show it: `docs/matrix.json`, the table in the README, and that of `self-healing doctor`.
 
 A test that proves a cell says so, `@pytest.mark.heals("out_of_memory", "ddp", partly="...")`; what became of it in the
-last run is in `docs/matrix.json`. `make matrix` runs them all and writes both files; `python tests/matrix.py` writes
-the table from what is on record.
+last run is in `docs/matrix.json`. `make matrix` runs them all and writes that file and both tables;
+`python tests/matrix.py` writes the tables from what is on record.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "docs" / "matrix.json"
+# Goes with the package, for the doctor.
+SHIPPED = ROOT / "self_healing" / "doctor" / "matrix.json"
 BEGIN = "<!-- What follows is written by `make matrix`. -->"
 END = "<!-- Up to here. -->"
 
@@ -153,23 +156,46 @@ def recorded(results: list[Path], device: str, record: Mapping[str, Any]) -> dic
 # ---- the table ----
 
 
+def shown(fault: str, column: str, marked: list[Proof], record: Mapping[str, Any]) -> dict[str, str]:
+    """Says whether tests show that a fault is healed somewhere; of what is done in part, what that is."""
+    # One GPU: the tests of one process, run there. What the callback heals, the wrapper's callback does.
+    columns = {"gpu": ("callback", "wrapper"), "wrapper": ("wrapper", "callback")}.get(column, (column,))
+    device = "cuda" if column == "gpu" else "cpu"
+    outcomes = record.get(device, {}).get("outcomes", {})
+    if column == "gpu" and not outcomes:
+        return {"state": "not run"}
+    for each in columns:
+        of_cell = [proof for proof in marked if (proof.fault, proof.column) == (fault, each)]
+        if of_cell and all(outcomes.get(proof.test) == "passed" for proof in of_cell):
+            partly = next((proof.partly for proof in of_cell if proof.partly is not None), None)
+            return {"state": "healed"} if partly is None else {"state": "in part", "what": partly}
+    return {"state": "not shown"}
+
+
+def shipped(marked: list[Proof], record: Mapping[str, Any]) -> str:
+    """Renders the same for the doctor: JSON, without links."""
+    faults = {
+        fault: {
+            "what": re.sub(r"\[(.*?)\]\(.*?\)", r"\1", label),
+            "needs_launcher": label.endswith(", under a launcher"),
+            "shown": {column: shown(fault, column, marked, record) for column in COLUMNS},
+        }
+        for fault, label in FAULTS.items()
+    }
+    recorded_on = {device: record[device]["recorded"] for device in ("cpu", "cuda") if device in record}
+    return json.dumps({"recorded": recorded_on, "columns": COLUMNS, "faults": faults}, indent=1) + "\n"
+
+
 def table(marked: list[Proof], record: Mapping[str, Any]) -> str:
     """Renders the table and the notes below it."""
     notes: dict[str, int] = {}
+    signs = {"healed": "✅", "not shown": "❌", "not run": "–"}
 
     def cell(fault: str, column: str) -> str:
-        # One GPU: the tests of one process, run there. What the callback heals, the wrapper's callback does.
-        columns = {"gpu": ("callback", "wrapper"), "wrapper": ("wrapper", "callback")}.get(column, (column,))
-        device = "cuda" if column == "gpu" else "cpu"
-        outcomes = record.get(device, {}).get("outcomes", {})
-        if column == "gpu" and not outcomes:
-            return "–"
-        for each in columns:
-            shown = [proof for proof in marked if (proof.fault, proof.column) == (fault, each)]
-            if shown and all(outcomes.get(proof.test) == "passed" for proof in shown):
-                partly = next((proof.partly for proof in shown if proof.partly is not None), None)
-                return "✅" if partly is None else f"◐ {notes.setdefault(partly, len(notes) + 1)}"
-        return "❌"
+        found = shown(fault, column, marked, record)
+        if "what" in found:
+            return f"◐ {notes.setdefault(found['what'], len(notes) + 1)}"
+        return signs[found["state"]]
 
     lines = [
         "| what goes wrong | " + " | ".join(COLUMNS.values()) + " |",
@@ -203,6 +229,7 @@ def main() -> None:
     marked = proofs()
     readme = ROOT / "README.md"
     readme.write_text(with_table(readme.read_text(encoding="utf-8"), table(marked, record)), encoding="utf-8")
+    SHIPPED.write_text(shipped(marked, record), encoding="utf-8")
     outcomes = record.get("cpu", {}).get("outcomes", {})
     missing = sorted({proof.test for proof in marked if outcomes.get(proof.test) != "passed"})
     if missing:

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-import matrix
 import pytest
-from matrix import COLUMNS, FAULTS, MatrixError, Proof, outcomes_in, proofs, read_record, table, with_table
+from matrix import (
+    BEGIN,
+    COLUMNS,
+    END,
+    FAULTS,
+    SHIPPED,
+    MatrixError,
+    Proof,
+    outcomes_in,
+    proofs,
+    read_record,
+    shipped,
+    table,
+    with_table,
+)
+
+from self_healing.doctor.coverage import Setting, coverage_of
+from self_healing.launcher import launch_of
 
 
 ROOT = Path(__file__).parent.parent
@@ -17,9 +34,46 @@ def test_the_table_in_the_readme_is_up_to_date() -> None:
     assert readme == with_table(readme, table(proofs(), read_record())), "make matrix, or python tests/matrix.py"
 
 
+def test_the_table_of_the_doctor_is_up_to_date() -> None:
+    assert SHIPPED.read_text(encoding="utf-8") == shipped(proofs(), read_record()), "python tests/matrix.py"
+
+
 def test_every_proof_has_passed() -> None:
     outcomes = read_record()["cpu"]["outcomes"]
     assert {proof.test: outcomes.get(proof.test) for proof in proofs()} == dict.fromkeys(outcomes, "passed")
+
+
+# A run that has something in each column of the README, and starts again.
+STARTED = {
+    "callback": {},
+    "wrapper": {},
+    "one GPU": {},
+    "DDP": {"WORLD_SIZE": "2"},
+    "FSDP2": {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"},
+    "DeepSpeed": {"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true"},
+}
+
+
+@pytest.mark.parametrize("column", STARTED)
+def test_the_doctor_says_what_the_readme_says(column: str) -> None:
+    written = (ROOT / "README.md").read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in written.splitlines() if line.startswith("|")
+    ]
+    notes = dict(re.findall(r"(\d+): (.*?)\.(?= \d|$)", written.strip().splitlines()[-1]))
+    readme = [(row[0], row[header.index(column)]) for row in rows]
+
+    environment = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "3", **STARTED[column]}
+    told = coverage_of(Setting.of(launch_of(environment), environment), device="cuda")
+    signs = {"healed": "✅", "not shown": "❌", "not run": "–"}
+    doctor = []
+    for row in told:
+        shown = row.shown[column]
+        sign = signs.get(shown.state) or next(
+            (f"◐ {number}" for number, what in notes.items() if what == shown.what), "?"
+        )
+        doctor.append((row.what, sign))
+    assert doctor == [(re.sub(r"\[(.*?)\]\(.*?\)", r"\1", what), sign) for what, sign in readme]
 
 
 def cells(marked: list[Proof], record: dict[str, object], fault: str) -> dict[str, str]:
@@ -103,4 +157,4 @@ def test_marks_are_read_where_pytest_finds_them(tmp_path: Path) -> None:
 
 def test_a_readme_without_its_place_for_the_table_is_named() -> None:
     with pytest.raises(MatrixError, match="has lost the lines"):
-        with_table(matrix.BEGIN, "")
+        with_table(BEGIN, "")

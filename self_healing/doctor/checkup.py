@@ -53,7 +53,7 @@ class Checkup:
         machine ([`Machine`]), place ([`Place`]), setting ([`Setting`]):
             What there is, where the run would write to, and how it would be started.
         coverage (`list[Coverage]`):
-            What is healed here, and by what.
+            What is healed here, as tests have shown it.
         problems (`list[Problem]`):
             Worst first.
     """
@@ -113,7 +113,7 @@ def judge(machine: Machine, place: Place, setting: Setting, requirements: Iterab
         *(Problem("warning", f"Of the {what} nothing is known ({why}).", "") for what, why in machine.unknown.items()),
     ]
     found.sort(key=lambda problem: problem.severity != "problem")
-    return Checkup(machine, place, setting, coverage_of(setting), found)
+    return Checkup(machine, place, setting, coverage_of(setting, machine.device.kind), found)
 
 
 def _requirements() -> list[str]:

@@ -1,9 +1,13 @@
-"""What is healed where a run is started like this, and by what."""
+"""What is healed where a run is started like this, as tests have shown it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from ..launcher import Launch
 
@@ -68,52 +72,82 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class Shown:
     """
-    What is done about one kind of fault here.
+    What tests show of a fault somewhere.
 
     Args:
-        fault (`str`):
-            In plain words.
-        callback (`str`), wrapper (`str`), launcher (`str`):
-            What the callback alone does, what `SelfHealingTrainer` does, and what is done where a launcher starts the
-            job again. `"healed"`, `"watched"`, `"no"`, or what is done of it.
+        state (`"healed"`, `"in part"`, `"not shown"`, `"not run"` or `"no launcher"`):
+            Whether tests that inject it have passed there; `"not run"` if none was run on such a device yet,
+            `"no launcher"` if that heals it which starts the job again, and nothing here does.
+        what (`str`, *optional*):
+            What is done of it, if that is a part.
+    """
+
+    state: str
+    what: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """
+    What is healed of one kind of fault here.
+
+    Args:
+        fault (`str`), what (`str`):
+            Its key, and what it is in plain words.
+        shown (`dict[str, Shown]`):
+            By the columns that a run belongs to that is started like this: as the table in the README has them.
     """
 
     fault: str
-    callback: str
-    wrapper: str
-    launcher: str
+    what: str
+    shown: dict[str, Shown]
 
 
-def coverage_of(setting: Setting) -> list[Coverage]:
+def recorded() -> str:
+    """When the tests were last run, and where."""
+    days = _matrix()["recorded"]
+    return ", ".join(f"{day} on {'a GPU' if device == 'cuda' else 'the CPU'}" for device, day in days.items())
+
+
+def coverage_of(setting: Setting, device: str = "cpu") -> list[Coverage]:
     """
-    Lists what is healed.
+    Lists what is healed, as tests have shown it (`tests/matrix.py`).
 
     Args:
         setting ([`Setting`]):
             How the run is started.
+        device (`str`, *optional*, defaults to `"cpu"`):
+            Kind of the device it trains on.
     """
-    one = setting.ranks == 1
-    watched = setting.engine is not None
-    step = "watched" if watched else "healed"
-    memory = "watched" if watched else "healed" if one and not setting.sharded else "no"
+    matrix = _matrix()
+    columns = _columns(setting, device)
 
-    def everywhere(fault: str, what: str) -> Coverage:
-        return Coverage(fault, what, what, what)
+    def shown(found: Mapping[str, Any], column: str) -> Shown:
+        # Of an engine that no test runs there is nothing to show.
+        told = Shown(**found["shown"].get(column, {"state": "not shown"}))
+        missing = found["needs_launcher"] and told.state == "healed" and not setting.started_again
+        return Shown("no launcher") if missing else told
 
-    leaves = "leaves a checkpoint"
     return [
-        everywhere("NaN, Inf or spike in a step", step),
-        everywhere("NaN in weights, divergence", "watched" if watched else "rolled back"),
-        Coverage("out of memory", memory, memory, memory if memory != "no" else "split at next start"),
-        everywhere("sample that cannot be loaded", "replaced"),
-        everywhere("reward or stream that fails", "called again"),
-        Coverage("network error out of train()", "no", "goes on" if one else "postmortem", "goes on"),
-        Coverage("other exception", "no", "checkpoint, postmortem" if one else "postmortem", "started again"),
-        everywhere("checkpoint that is not written", "goes on" if one else "no"),
-        Coverage("damaged checkpoint at resume", "refused", "passed over", "passed over"),
-        Coverage("hang", "noticed", "goes on" if one else "noticed", "goes on"),
-        Coverage("killed process, lost device", "no", "no", "started again"),
-        Coverage("SIGTERM, SIGUSR1", leaves, leaves, "goes on"),
+        Coverage(
+            fault, found["what"], {matrix["columns"].get(column, column): shown(found, column) for column in columns}
+        )
+        for fault, found in matrix["faults"].items()
     ]
+
+
+def _columns(setting: Setting, device: str) -> list[str]:
+    if setting.engine is not None:
+        return ["deepspeed" if setting.engine == "DeepSpeed" else setting.engine]
+    if setting.sharded:
+        return ["fsdp2"]
+    if setting.ranks > 1:
+        return ["ddp"]
+    return ["callback", "wrapper", *(["gpu"] if device == "cuda" else [])]
+
+
+@cache
+def _matrix() -> Any:
+    return json.loads(Path(__file__).with_name("matrix.json").read_text(encoding="utf-8"))

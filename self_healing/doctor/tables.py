@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from .checkup import Checkup, size_in_words
-from .coverage import Setting
+from .coverage import recorded
 
 
-_STYLES = {"no": "red", "watched": "yellow", "noticed": "yellow", "postmortem": "yellow", "refused": "yellow"}
+_STYLES = {"healed": "green", "in part": "yellow", "not shown": "red", "not run": "dim", "no launcher": "red"}
 _UNKNOWN = "not known"
 
 
@@ -29,13 +29,7 @@ def print_checkup(checkup: Checkup, console: Console) -> None:
     facts.add_column(overflow="fold")
     for name, value in _facts(checkup):
         facts.add_row(name, Text(value))
-    healed = Table(title="What is healed here", title_justify="left", header_style="bold")
-    for column in ("fault", "callback", "wrapper", _launcher(checkup.setting)):
-        healed.add_column(column, overflow="fold")
-    for row in checkup.coverage:
-        cells = (row.callback, row.wrapper, row.launcher)
-        healed.add_row(row.fault, *(Text(cell, _STYLES.get(cell.partition(" ")[0], "green")) for cell in cells))
-    console.print(Group(facts, Text(), healed))
+    console.print(Group(facts, Text(), *_healed(checkup)))
     for problem in checkup.problems:
         style = "bold red" if problem.severity == "problem" else "yellow"
         console.print(Text.assemble((f"{problem.severity}: ", style), f"{problem.what} ", (problem.to_do, "italic")))
@@ -43,8 +37,23 @@ def print_checkup(checkup: Checkup, console: Console) -> None:
         console.print("Nothing was found that will not work." if checkup.problems else "All is well.")
 
 
-def _launcher(setting: Setting) -> str:
-    return "with a launcher" if setting.launch.launcher == "none" else f"under {setting.launch.launcher}"
+def _healed(checkup: Checkup) -> Iterator[RenderableType]:
+    """What is healed here, and the notes below it."""
+    table = Table(title="What is healed here", title_justify="left", header_style="bold")
+    table.add_column("what goes wrong")
+    for column in checkup.coverage[0].shown if checkup.coverage else ():
+        table.add_column(column, no_wrap=True)
+    notes: dict[str, int] = {}
+    for row in checkup.coverage:
+        cells = []
+        for shown in row.shown.values():
+            number = f" ({notes.setdefault(shown.what, len(notes) + 1)})" if shown.what else ""
+            cells.append(Text(shown.state + number, _STYLES.get(shown.state, "")))
+        table.add_row(row.what, *cells)
+    yield table
+    yield from (Text(f"({number}) {what}", "dim") for what, number in notes.items())
+    words = "healed: tests inject it into real runs, and passed; not shown: no test does"
+    yield Text(f"{words} (last run: {recorded()}).", "dim")
 
 
 def _facts(checkup: Checkup) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from self_healing.cli import app
 from self_healing.doctor import machine as machine_module
 from self_healing.doctor.checkup import Checkup, check_up, judge, size_in_words
-from self_healing.doctor.coverage import Setting, coverage_of
+from self_healing.doctor.coverage import Setting, Shown, coverage_of
 from self_healing.doctor.machine import Device, Machine, Place, look_at_machine, look_at_place
 from self_healing.doctor.tables import print_checkup
 from self_healing.launcher import launch_of
@@ -42,11 +42,6 @@ def setting(**environment: str) -> Setting:
 
 def judged(machine: Machine = WELL, place: Place = PLACE, **environment: str) -> Checkup:
     return judge(machine, place, setting(**(TORCHRUN | environment)), REQUIREMENTS)
-
-
-def row(found: Setting, fault: str) -> tuple[str, str, str]:
-    coverage = next(each for each in coverage_of(found) if each.fault == fault)
-    return coverage.callback, coverage.wrapper, coverage.launcher
 
 
 # ---- what is judged ----
@@ -146,13 +141,41 @@ def test_how_a_run_is_started_is_read_from_the_environment(
     assert found.by_accelerate == any(name.startswith("ACCELERATE") for name in environment)
 
 
-def test_what_is_healed_depends_on_how_the_run_is_started() -> None:
-    assert row(setting(), "NaN, Inf or spike in a step") == ("healed", "healed", "healed")
-    assert row(setting(PJRT_DEVICE="TPU"), "NaN, Inf or spike in a step") == ("watched", "watched", "watched")
-    assert row(setting(), "out of memory") == ("healed", "healed", "healed")
-    assert row(setting(WORLD_SIZE="2"), "out of memory") == ("no", "no", "split at next start")
-    assert row(setting(), "network error out of train()") == ("no", "goes on", "goes on")
-    assert row(setting(WORLD_SIZE="2"), "network error out of train()") == ("no", "postmortem", "goes on")
+@pytest.mark.parametrize(
+    ("environment", "device", "columns"),
+    [
+        ({}, "cpu", ["callback", "wrapper"]),
+        ({}, "cuda", ["callback", "wrapper", "one GPU"]),
+        ({"WORLD_SIZE": "2"}, "cuda", ["DDP"]),
+        ({"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, "cuda", ["FSDP2"]),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "cuda", ["DeepSpeed"]),
+        ({"PJRT_DEVICE": "TPU"}, "xla", ["XLA"]),
+    ],
+)
+def test_the_columns_are_those_of_how_the_run_is_started(
+    environment: dict[str, str], device: str, columns: list[str]
+) -> None:
+    assert {tuple(row.shown) for row in coverage_of(setting(**environment), device)} == {tuple(columns)}
+
+
+def test_under_an_engine_that_no_test_runs_nothing_is_shown_to_be_healed() -> None:
+    assert {row.shown["XLA"].state for row in coverage_of(setting(PJRT_DEVICE="TPU"))} == {"not shown"}
+
+
+def test_what_a_launcher_heals_is_not_healed_without_one() -> None:
+    def killed(found: Setting) -> Shown:
+        return next(row.shown["wrapper"] for row in coverage_of(found) if row.fault == "killed")
+
+    assert killed(setting(**TORCHRUN)).state == "healed"
+    assert killed(setting()).state == "no launcher"
+    assert killed(setting(**TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "0"})).state == "no launcher"
+
+
+def test_what_is_healed_in_part_is_said_below_the_table() -> None:
+    terminal = io.StringIO()
+    print_checkup(judged(), Console(file=terminal, width=80))
+    assert "in part (2) │ healed " in terminal.getvalue()
+    assert "\n(2) refused before the first step; the newest good one is named\n" in terminal.getvalue()
 
 
 # ---- what is looked at ----
@@ -217,7 +240,7 @@ def test_sizes_are_put_into_words(count: int | None, words: str) -> None:
 def test_the_command_prints_facts_and_what_is_healed(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", str(tmp_path)], env={"COLUMNS": "120"} | dict.fromkeys(TORCHRUN))
     assert result.exit_code == 0, result.output
-    for told in ("transformers", "host memory", "What is healed here", "SIGTERM, SIGUSR1"):
+    for told in ("transformers", "host memory", "What is healed here", "Preemption: SIGTERM, SIGUSR1"):
         assert told in result.stdout
 
 
@@ -226,7 +249,7 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
     told = json.loads(result.stdout)
     assert told["works"]
     assert told["machine"]["libraries"]["torch"]
-    assert {"fault", "callback", "wrapper", "launcher"} == set(told["coverage"][0])
+    assert told["coverage"][0]["shown"]["callback"] == {"state": "healed", "what": None}
 
 
 def test_the_command_fails_where_something_will_not_work(tmp_path: Path) -> None:
