@@ -182,14 +182,14 @@ class Recipe:
 FAILURE_RECIPES: dict[FailureType, Recipe] = {
     FailureType.NONFINITE_TRANSIENT: Recipe(
         diagnosis="The same micro-batches gave finite numbers when they were computed again from the same random "
-        "states: a passing fault of hardware, driver or a race, not of the data or the model.",
+        "states: a transient fault of hardware, driver or a race, not of the data or the model.",
         ladder=(Action.USE_REEXECUTED_STEP,),
         advice="If it comes back, test the device (dcgmi diag, memory test) and look for races in custom kernels.",
         severity="info",
         references=("https://arxiv.org/abs/2407.21783",),
     ),
     FailureType.NONFINITE_POISON_ROWS: Recipe(
-        diagnosis="These rows make the loss or the gradient non-finite by themselves, every time; the others do not.",
+        diagnosis="These rows make the loss or the gradient non-finite on their own, every time; the others do not.",
         ladder=(
             Action.QUARANTINE_ROWS,
             Action.DROP_ROWS,
@@ -201,8 +201,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
     ),
     FailureType.NONFINITE_NUMERICAL: Recipe(
-        diagnosis="Computing the step again did not cure it, weights and optimizer state are finite, and the data "
-        "does not explain it: the computation overflows.",
+        diagnosis="Computing the step again did not cure it, weights and optimizer state are finite, and the data do "
+        "not explain it: the computation overflows.",
         ladder=(
             Action.SKIP_STEP,
             Action.ROLL_BACK,
@@ -217,12 +217,12 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
     ),
     FailureType.NONFINITE_FROM_THE_START: Recipe(
-        diagnosis="The computation is not finite, and no update has changed the weights yet: neither the learning "
-        "rate nor the optimizer can be to blame. It is the model, the precision it computes in, or the data.",
+        diagnosis="The computation is not finite, and no update has changed the weights yet. So the cause is the "
+        "model, the precision it computes in, or the data, and neither the learning rate nor the optimizer.",
         ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY, Action.STOP),
-        advice="Look at what is named as the first that is not finite: weights that were converted to a type they do "
-        "not fit in (fp16 ends at 65504: load the model in bf16 or fp32), a layer or a loss with log(0) or a division "
-        "by zero, features that are not numbers, labels that are all masked. Another learning rate does not help.",
+        advice="Look at the place named as the first that is not finite: weights converted to a type with too small a "
+        "range (fp16 ends at 65504: load the model in bf16 or fp32), a layer or a loss with log(0) or a division by "
+        "zero, features that are NaN, labels that are all masked. Another learning rate does not help.",
         severity="error",
     ),
     FailureType.NONFINITE_UNDIAGNOSED: Recipe(
@@ -252,16 +252,16 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
     ),
     FailureType.SPIKE_TRANSIENT: Recipe(
-        diagnosis="The gradient was far outside of what is usual, and was not when the same micro-batches were "
-        "computed again from the same random states: a passing fault of hardware, driver or a race.",
+        diagnosis="The gradient was far above normal, and normal when the same micro-batches were computed again from "
+        "the same random states: a transient fault of hardware, driver or a race.",
         ladder=(Action.USE_REEXECUTED_STEP,),
         advice="If it comes back, test the device (dcgmi diag, memory test) and look for races in custom kernels.",
         severity="info",
         references=("https://arxiv.org/abs/2407.21783",),
     ),
     FailureType.GRADIENT_SPIKE: Recipe(
-        diagnosis="The gradient norm was far outside of what is usual in this run: the batch, or the place the "
-        "weights have got to.",
+        diagnosis="The gradient norm was far above what is normal in this run: because of the batch, or of where the "
+        "weights are now.",
         ladder=(
             Action.SKIP_STEP,
             Action.CLIP_GRADIENT,
@@ -269,16 +269,16 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Action.EMERGENCY_CHECKPOINT,
             Action.STOP,
         ),
-        advice="One is nothing to worry about. Where they come often, set zclip_mode='clip', lower the learning "
-        "rate or max_grad_norm, and look at the batches kept below incidents/.",
+        advice="One is nothing to worry about. If they come often, set zclip_mode='clip', lower the learning rate or "
+        "max_grad_norm, and look at the batches in incidents/.",
         severity="warning",
         references=("https://arxiv.org/abs/2204.02311", "https://arxiv.org/abs/2504.02507"),
     ),
     FailureType.LOSS_SPIKE: Recipe(
-        diagnosis="The loss was far above what is usual in this run. Most spikes pass by themselves; no checkpoint is "
-        "written until it is over.",
+        diagnosis="The loss was far above what is normal in this run. Most spikes pass by themselves; no checkpoint "
+        "is written until the loss is back.",
         ladder=(Action.HOLD_CHECKPOINTS,),
-        advice="Nothing, if it passes. Where they come often, look at the batches, and lower the learning rate.",
+        advice="Nothing, if it passes. If they come often, look at the batches, and lower the learning rate.",
         severity="warning",
         references=("https://arxiv.org/abs/2204.02311",),
     ),
@@ -301,7 +301,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.HARDER_DATA: Recipe(
         diagnosis="The loss has risen and stays up, but weights from before the rise do no better on the same batch, "
-        "and as well as ever on an earlier one: the data have become harder, or are others.",
+        "and as well as before on an earlier one: the data have changed or become harder.",
         ladder=(),
         advice="Nothing, if the data are ordered on purpose (a curriculum, one source after the other); else shuffle "
         "them.",
@@ -332,11 +332,11 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="error",
     ),
     FailureType.NOT_TRAINED: Recipe(
-        diagnosis="Most of the steps of the run, or all since it was resumed, were left out or lost to rollbacks: "
-        "what there is at its end is not the model that was asked for.",
+        diagnosis="Most of the steps of the run, or all since it was resumed, were skipped or lost to rollbacks: the "
+        "result is not the model you asked for.",
         ladder=(Action.STOP,),
-        advice="Look at what the incidents have in common (`self-healing report`): the first of them names the cause, "
-        "which has to be removed before the run is started again.",
+        advice="See what the incidents have in common (`self-healing report`): the first one names the cause. Remove "
+        "it before you start the run again.",
         severity="error",
     ),
     FailureType.PLATEAU: Recipe(
@@ -351,7 +351,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY),
         advice="Check that the loss depends on parameters that are trained (requires_grad, adapters, frozen layers), "
         "that labels are not all masked, and that the learning rate has not decayed to zero. A loss as low as it can "
-        "get (0 for a hinge loss) has no gradient either: then everything is learned, and the run can be ended.",
+        "be (0 for a hinge loss) has no gradient either: then everything is learned, and you can end the run.",
         severity="warning",
     ),
     FailureType.DEAD_LOSS: Recipe(
@@ -365,7 +365,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
     ),
     FailureType.NEVER_LEARNED: Recipe(
         diagnosis="The loss has never been clearly better than that of guessing every token, and has stopped falling: "
-        "nothing has been learned. The run goes on all the same, as what it is meant to learn is not known here.",
+        "nothing has been learned. The run goes on, because only you know what it is meant to learn.",
         ladder=(Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY),
         advice="Look at one batch, decoded, with its labels: do they belong to the inputs (shifted twice, shuffled, "
         "of another tokenizer)? Check that the parameters you mean to train have requires_grad and are in the "
@@ -388,7 +388,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="warning",
     ),
     FailureType.OUT_OF_MEMORY: Recipe(
-        diagnosis="There was no memory left, on the device or on the host.",
+        diagnosis="Memory ran out, on the device or on the host.",
         ladder=(
             Action.FREE_MEMORY,
             Action.SPLIT_BATCH,
@@ -400,16 +400,16 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Action.REDUCE_BATCH_SIZE,
             Action.STOP,
         ),
-        advice="(1) Shorten max_length (or max_completion_length), which is what a single row costs. (2) Make what is "
-        "always there smaller: LoRA, weights in bf16, an 8-bit or paged optimizer, sharding over more devices. (3) "
-        "Look for who else uses the device, and for tensors that are kept by mistake (nvidia-smi, "
+        advice="(1) Shorten max_length (or max_completion_length), which decides what a single row costs. (2) Shrink "
+        "what is always in memory: LoRA, weights in bf16, an 8-bit or paged optimizer, sharding over more devices. "
+        "(3) Look for other processes on the device, and for tensors kept by mistake (nvidia-smi, "
         "oom_memory_snapshot=True).",
         severity="warning",
         references=("https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management",),
     ),
     FailureType.BAD_DATA: Recipe(
-        diagnosis="A sample cannot be used: it raises while it is loaded or put into a batch, it is empty, or none of "
-        "its tokens counts.",
+        diagnosis="A sample cannot be used: it raises while it is loaded or collated, it is empty, or all of its "
+        "labels are masked.",
         ladder=(
             Action.RETRY_CALL,
             Action.QUARANTINE_SAMPLE,
@@ -417,41 +417,41 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Action.EMERGENCY_CHECKPOINT,
             Action.STOP,
         ),
-        advice="Look at the samples that are named, here and in quarantine.jsonl: repair or remove them; where almost "
-        "nothing can be loaded, it is not the samples but the code or the storage they come through.",
+        advice="Repair or remove the samples that are named, here and in quarantine.jsonl. If almost nothing can be "
+        "loaded, the code or the storage is at fault, not the samples.",
         severity="warning",
     ),
     FailureType.NETWORK: Recipe(
-        diagnosis="A service or the network did not answer, or refused for the moment.",
+        diagnosis="A service or the network did not answer, or refused temporarily.",
         ladder=(Action.RETRY_CALL, Action.EMERGENCY_CHECKPOINT, Action.WAIT_AND_RESUME, Action.STOP),
         advice="Check the service and the credentials, then resume.",
         severity="warning",
     ),
     FailureType.NONFINITE_REWARD: Recipe(
-        diagnosis="A reward function answered NaN or Inf. The trainer takes NaN for `None`, a reward that does not "
-        "apply: the completion would be trained on without it, or not at all, and nothing would say so.",
+        diagnosis="A reward function returned NaN or Inf. The trainer treats NaN as `None`, a reward that does not "
+        "apply: the completion would silently be trained on without it, or not at all.",
         ladder=(Action.RETRY_CALL, Action.GO_ON_WITHOUT, Action.EMERGENCY_CHECKPOINT, Action.STOP),
-        advice="Look at the completions the reward function has no number for: log(0), a division by zero, a judge's "
-        "answer that was not understood. Where a reward does not apply, let it be None.",
+        advice="Look at the completions for which the reward function has no number: log(0), a division by zero, a "
+        "judge's answer that was not understood. If a reward does not apply, return None.",
         severity="warning",
     ),
     FailureType.REPORTING: Recipe(
-        diagnosis="A tracker or the Hub could not be told. Nothing that is trained depends on it.",
+        diagnosis="A tracker or the Hub could not be reached. Training does not depend on it.",
         ladder=(Action.RETRY_CALL, Action.GO_ON_WITHOUT),
         advice="Check the service and the credentials. What was logged is in trainer_state.json; a checkpoint that "
         "was not pushed is on disk.",
         severity="warning",
     ),
     FailureType.DISK: Recipe(
-        diagnosis="A file could not be written: the disk is full, a quota is spent, it is not allowed, or the device "
-        "failed.",
+        diagnosis="A file could not be written: the disk is full, a quota is spent, permission is denied, or the "
+        "device failed.",
         ladder=(Action.REMOVE_PARTIAL_CHECKPOINT, Action.MAKE_ROOM, Action.GO_ON_WITHOUT, Action.STOP),
-        advice="Free space or set another output_dir. The run goes on and tries again at its next save; until then "
-        "the newest complete checkpoint is what a restart would go back to.",
+        advice="Free space or set another output_dir. The run goes on and tries again at its next save; until then a "
+        "restart would resume from the newest complete checkpoint.",
         severity="error",
     ),
     FailureType.HANG: Recipe(
-        diagnosis="Nothing has moved for much longer than this part of a step has ever taken.",
+        diagnosis="This part of a step has made no progress for much longer than it ever took.",
         ladder=(
             Action.WRITE_STACKS,
             Action.INTERRUPT,
@@ -465,10 +465,10 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="error",
     ),
     FailureType.PROCESS_DIED: Recipe(
-        diagnosis="A process ended, the one before this, a data loader worker of it, or another one of the job, whose "
-        "own output tells why if an exception ended it. One that ended without a word was killed "
-        "(SIGKILL or exit code -9: most often the host's memory was full, else the scheduler, or by hand), crashed in "
-        "native code (a bus error or -7: shared memory was full), or the machine went down.",
+        diagnosis="A process ended: the one before this, one of its data loader workers, or another one of the job. "
+        "If an exception ended it, its own output says why. Otherwise it was killed (SIGKILL or exit code -9: "
+        "usually the host's memory was full, or the scheduler or somebody killed it), crashed in native code (a bus "
+        "error or -7: shared memory was full), or the machine went down.",
         ladder=(Action.EMERGENCY_CHECKPOINT, Action.RESUME, Action.STOP),
         advice="Look at the end of its output, at the exit code (-9 or 137: killed, most often for host memory; -11 "
         "or 139: a crash in native code; -7 or 135: shared memory is full) and at the kernel's log (dmesg).",
@@ -481,12 +481,12 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="info",
     ),
     FailureType.DEVICE: Recipe(
-        diagnosis="The accelerator, or what this process had on it, is broken: nothing more can be computed here, and "
-        "nothing that lies on the device can be saved.",
+        diagnosis="The accelerator, or this process's context on it, is broken: this process can compute nothing "
+        "more, and nothing on the device can be saved.",
         ladder=(Action.EXIT_FOR_RESTART, Action.STOP),
         advice="Start the process again (torchrun --max-restarts does it) and resume from the newest checkpoint. "
-        "If it comes again on the same device, look for Xid in dmesg and run dcgmi diag; if it comes again at the "
-        "same step on any device, it is the code: CUDA_LAUNCH_BLOCKING=1 shows the line.",
+        "If it happens again on the same device, look for Xid in dmesg and run dcgmi diag; if it happens again at the "
+        "same step on any device, the code is at fault: CUDA_LAUNCH_BLOCKING=1 shows the line.",
         severity="error",
     ),
     FailureType.INTERRUPTED: Recipe(
@@ -496,7 +496,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         severity="info",
     ),
     FailureType.USER_CODE: Recipe(
-        diagnosis="An exception this library cannot heal, most often from the model, the data or a callback.",
+        diagnosis="An exception that this library cannot heal, usually from the model, the data or a callback.",
         ladder=(Action.EMERGENCY_CHECKPOINT, Action.STOP),
         advice="Fix the cause named in the traceback, then resume.",
         severity="error",

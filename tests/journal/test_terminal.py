@@ -244,7 +244,7 @@ def test_the_whole_story_is_logged_as_info(tmp_path: Path, monkeypatch: pytest.M
     lines = piped(tmp_path, EACH_KIND[0])
     logger.manager._clear_cache()  # type: ignore[attr-defined]
     assert len(lines) == 2
-    assert "a passing fault of hardware" in lines[1]
+    assert "a transient fault of hardware" in lines[1]
 
 
 # ---- quiet ----
