@@ -32,7 +32,7 @@ from .instrument import (
 )
 from .journal.incident import Incident
 from .own_files import hide_from_uploads, own_patterns
-from .start_and_end import start_speaking, stop_speaking, tell_start
+from .start_and_end import pause_speaking, start_speaking, stop_speaking, tell_start
 
 
 logger = logging.getLogger("self_healing")
@@ -118,6 +118,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             logger.error("self_healing could not attach; training goes on without it.", exc_info=error)
             self._detach()
             self._give_up_quietly()
+        finally:
+            if self.run is not None:
+                pause_speaking(self.run)
         if fault is not None:
             raise fault.error
 

@@ -20,6 +20,12 @@ class RunEvents(Healer):
     def __init__(self, run: Run) -> None:
         self._run = run
 
+    def attach(self, first: bool) -> None:
+        terminal, instrument = self._run.context.attachment.terminal, self._run.instrument
+        if terminal is not None and instrument is not None:
+            # And nowhere in between: no code of ours sees what another callback raises there.
+            instrument.stay_within(terminal.speaking)
+
     def before_optimizer_step(self) -> None:
         self._run.rollback.ring.join()
 

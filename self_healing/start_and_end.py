@@ -59,9 +59,15 @@ def _contained(tell: Callable[..., None]) -> Callable[..., None]:
 
 @_contained
 def start_speaking(run: Run, rank: int) -> None:
-    """Has a terminal speak for one `train()` call, until [`stop_speaking`]."""
+    """Has a terminal speak for one `train()` call: until [`pause_speaking`], and then inside of its parts."""
     run.context.attachment.terminal = terminal = Terminal(rank)
     terminal.start()
+
+
+def pause_speaking(run: Run) -> None:
+    """Is silent until the next part of the `train()` call begins, which may never come."""
+    if run.context.attachment.terminal is not None:
+        run.context.attachment.terminal.stop()
 
 
 @_contained
@@ -78,7 +84,8 @@ def stop_speaking(run: Run, left_by: BaseException | None) -> None:
     attachment = run.context.attachment
     terminal, attachment.terminal = attachment.terminal, None
     if terminal is not None:
-        tell_end(run, left_by)
+        with terminal.speaking():
+            tell_end(run, left_by)
         terminal.stop()
 
 

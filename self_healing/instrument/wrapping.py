@@ -199,6 +199,16 @@ class Instrument:
         """Hands calls of a method of any object to `wrapper(original, *args, **kwargs)` until [`detach`]."""
         self._replaced.wrap(holder, name, wrapper)
 
+    def stay_within(self, block: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        """Has each part of `train()` that calls all the others run in a block, until [`detach`]."""
+
+        def within(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with block():
+                return original(*args, **kwargs)
+
+        for name in ("_evaluate", "_run_epoch", "_finalize_training"):
+            self.replace(self.trainer, name, within)
+
     def intercept(self, model: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
         """Hands calls of a method of a model to `wrapper(original, *args, **kwargs)` until [`detach`]."""
         self._replaced.put(model, name, Interception(model, name, getattr(model, name), wrapper))

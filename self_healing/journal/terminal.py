@@ -51,11 +51,15 @@ class Terminal(logging.Handler):
         self._rank = rank
         self._name = NAME if rank == 0 else f"{NAME[:-1]} rank {rank}]"
         self._process = os.getpid()
+        self._begun = False
         self._times: collections.Counter[Any] = collections.Counter()
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
-        """Speaks for the time of a block."""
+        """Speaks for the time of a block; does nothing within one in which it speaks already."""
+        if self in _logger.handlers:
+            yield
+            return
         try:
             self.start()
         except Exception:
@@ -71,9 +75,10 @@ class Terminal(logging.Handler):
         level = _LEVELS.get(asked.lower(), logging.NOTSET)
         self.setLevel(max(level, logging.ERROR if self._rank else logging.NOTSET))
         _logger.addHandler(self)
-        if asked.lower() not in _LEVELS:
+        if asked.lower() not in _LEVELS and not self._begun:
             text = "%s=%r is not known, and is ignored. Please use %s."
             log_safely(_logger, logging.WARNING, text, VERBOSITY, asked, " or ".join(_LEVELS))
+        self._begun = True
 
     def stop(self) -> None:
         """Speaks no longer; may be called again."""

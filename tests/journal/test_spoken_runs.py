@@ -21,7 +21,7 @@ from conftest import (
     tiny_model,
 )
 from replayed_terminal import terminal_of
-from transformers import ProgressCallback
+from transformers import ProgressCallback, TrainerCallback
 
 from self_healing import (
     HealingConfig,
@@ -97,6 +97,37 @@ def test_the_callback_says_what_needs_the_wrapper(tmp_path: Path, tokenizer: Any
         "[self_healing] on: heals NaN/Inf, spikes, divergence, out of memory, bad samples, failed saves; with "
         f"SelfHealingTrainer also hangs, exceptions. Journal: {tmp_path}/healing_events.jsonl",
         "[self_healing] ended at step 2 of 2: 0 incidents",
+    ]
+
+
+class RaisingOn(TrainerCallback):
+    """Raises in one event, once."""
+
+    def __init__(self, event: str) -> None:
+        self.times = 0
+        setattr(self, event, self._raise_once)
+
+    def _raise_once(self, *args: Any, **kwargs: Any) -> None:
+        self.times += 1
+        if self.times == 1:
+            raise ValueError("no such project")
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin"])
+def test_a_run_that_another_callback_ends_before_its_first_step_is_not_spoken_for_any_longer(
+    tmp_path: Path, tokenizer: Any, event: str
+) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=2, callbacks=[SelfHealingCallback(), RaisingOn(event)])
+
+    def fail() -> None:
+        with pytest.raises(ValueError, match="no such project"):
+            trainer.train()
+
+    assert [line.partition(":")[0] for line in said(fail)] == ["[self_healing] on"]
+    assert speakers() == []
+    assert [line.partition(":")[0] for line in said(trainer.train)] == [
+        "[self_healing] on",
+        "[self_healing] ended at step 2 of 2",
     ]
 
 
