@@ -14,10 +14,14 @@ OLDEST_TESTS := tests/numerics/test_nonfinite.py tests/test_healthy.py tests/ins
 GPU_PYTHON ?= python3
 GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollback/test_rollback.py
 
-.PHONY: demo dist docs matrix smoke test test-slow test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
+.PHONY: demo demo-output dist docs examples matrix smoke test test-slow test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
+
+# What it prints, at 80 and 120 columns and piped, into docs/img: it runs three times.
+demo-output: .venv/.installed
+	.venv/bin/python tests/demo_output.py
 
 # What is timed runs by itself.
 test: lint
@@ -26,6 +30,10 @@ test: lint
 
 test-slow: .venv/.installed
 	.venv/bin/python -m pytest -m "slow and not gpu"
+
+# Every example as a user runs it, offline: somewhat less than three minutes of CPU time.
+examples: .venv/.installed
+	.venv/bin/python -m pytest -m slow tests/test_examples.py
 
 # The tests that show what heals where, and the table of it in the README; what fails is in the table as well.
 matrix: .venv/.installed
