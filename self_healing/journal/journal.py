@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ class Journal:
         self.changed: Callable[[], None] | None = None
         self.attempts: Callable[[], list[dict[str, Any]]] = list
         self._broken_sinks: set[str] = set()
+        # The highest number that an incident has had.
+        self._numbered = 0
 
     @property
     def path(self) -> Path:
@@ -90,9 +93,29 @@ class Journal:
 
     # ---- incidents ----
 
+    def take_up(self, incidents: Sequence[Incident], known: Iterable[str] = ()) -> None:
+        """
+        Goes on with the incidents of earlier processes. None of their ids is used again: batches and rows lie under
+        them, also where an incident cannot be read any more.
+
+        Args:
+            incidents (`Sequence[Incident]`):
+                Those that can be read.
+            known (`Iterable[str]`, *optional*):
+                Further ids.
+        """
+        self.incidents = [*incidents]
+        numbered = re.compile(rf"{re.escape(self.run_id)}-(\d{{3,9}})")
+        used = [int(match[1]) for name in known if (match := numbered.fullmatch(name)) is not None]
+        try:
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            text = ""
+        self._numbered = max([*used, *(int(number) for number in numbered.findall(text))], default=0)
+
     def open(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Severity | None = None) -> Incident:
         """Records that something was detected."""
-        number = len(self.incidents) + 1
+        number = self._numbered = max(self._numbered, len(self.incidents)) + 1
         name = f"{self.run_id}-{number:03d}"
         incident = Incident(name, step, symptom, evidence=dict(evidence), severity=severity)
         self.incidents.append(incident)

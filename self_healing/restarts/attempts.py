@@ -109,7 +109,7 @@ class Attempts:
         self.record, self.taken_up = record, taken_up
         journal = self._run.journal
         if taken_up:
-            journal.incidents = _incidents_in(record)
+            journal.take_up(_incidents_in(record), [entry["incident"] for entry in record.incidents])
             odd: list[str] = []
             record.recovery_state = self.steps.readable_recovery_state(record.recovery_state, odd)
             warn_about_parts(odd)
@@ -233,6 +233,9 @@ def _left(status: StatusKeeper, instrument: Instrument) -> None:
 def _incidents_in(record: RunRecord) -> list[Incident]:
     incidents, odd = [], list[str]()
     for at, entry in enumerate(record.incidents):
+        if not entry["incident"]:
+            # Of which nothing could be read, which was told when it was.
+            continue
         try:
             incidents.append(Incident.from_dict(entry))
         except Exception:

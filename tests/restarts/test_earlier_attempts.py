@@ -12,7 +12,7 @@ from self_healing import Action, FailureType, HealingConfig, Incident, Unrecover
 from self_healing.assembly import Run, assemble
 from self_healing.checkpoint_files import STATE_FILE
 from self_healing.restarts.earlier_attempts import crash_loop, gave_up, take_up
-from self_healing.restarts.record import Attempt, Ending, RunRecord
+from self_healing.restarts.record import RECORD_FILE, Attempt, Ending, RunRecord
 from self_healing.restarts.start import Start
 
 
@@ -217,6 +217,47 @@ class TestARunThatHadEndedForGood:
         go_on(run, by_hand=True)
         assert run.context.budget.used == 0
         assert newest(run).ending is Ending.RUNNING
+
+
+class TestIdsOfIncidents:
+    """Batches and quarantined rows are found by them."""
+
+    def ids_after(self, directory: Path, **changes: Any) -> list[str]:
+        """Those in the journal, when a process that had two incidents is followed by one that has another."""
+        first = assemble(HealingConfig(), directory, run_id="run")
+        first.attempts.keep(RunRecord(directory, "run"), taken_up=False)
+        first.attempts.begin(None, 0)
+        for step in (3, 5):
+            first.journal.open(step, "made up", {})
+        first.attempts.end(Ending.FAILED)
+        content = json.loads((directory / RECORD_FILE).read_text())
+        (directory / RECORD_FILE).write_text(json.dumps(content | changes))
+        record = RunRecord.read(directory)
+        assert record is not None
+        process(record).journal.open(7, "made up", {})
+        lines = [json.loads(line) for line in first.journal.path.read_text().splitlines()]
+        return [line["incident"] for line in lines if line["kind"] == "detected"]
+
+    @pytest.mark.parametrize(
+        "incidents",
+        [
+            pytest.param("all of them", id="none is left"),
+            pytest.param([None, Incident("run-001", 3, "made up").to_dict()], id="one cannot be read"),
+            pytest.param(
+                [{**Incident("run-001", 3, "made up").to_dict(), "failure": "of a later version"}], id="later"
+            ),
+        ],
+    )
+    def test_that_of_one_that_cannot_be_read_any_more_is_not_used_again(self, tmp_path: Path, incidents: Any) -> None:
+        assert self.ids_after(tmp_path, incidents=incidents) == ["run-001", "run-002", "run-003"]
+
+    def test_that_of_one_that_no_journal_tells_of_is_not_used_again(self, tmp_path: Path) -> None:
+        record = record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(Incident("run-009", 3, "made up"),))
+        assert process(record).journal.open(7, "made up", {}).id == "run-010"
+
+    def test_one_of_which_nothing_can_be_read_is_left_out(self, tmp_path: Path) -> None:
+        record = record_of(tmp_path, attempt(1, 0, 6, Ending.FAILED), incidents=(Incident("", 0, ""),))
+        assert process(record).journal.incidents == []
 
 
 class TestWhatTheEarlierProcessEndedWith:
