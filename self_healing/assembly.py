@@ -165,7 +165,7 @@ class Run:
             if name in state and not take_over_whole(part, state[name]):
                 logger.warning(
                     "What %r has learned cannot be taken from the checkpoint (it is damaged, or of another version of "
-                    "this library): it begins anew.",
+                    "this library). It starts fresh.",
                     name,
                 )
         if self.numerics.panel is not None and self.numerics.panel.divergence.alarmed:

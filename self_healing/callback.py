@@ -163,7 +163,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             logger.warning(
                 "auto_find_batch_size=True starts over with a smaller batch after an out-of-memory error that could "
                 "not be healed in place. Please set it to False, or train with SelfHealingTrainer(trainer).train(), "
-                "which does so."
+                "which sets it."
             )
 
     def _is_second(self, trainer: Any) -> bool:
@@ -329,9 +329,9 @@ def _warn_about_the_run_it_leaves(instrument: Instrument, trainer: Any) -> None:
     if outer is trainer or not instrument.attached or not is_training(outer, sys._getframe()):
         return
     logger.warning(
-        "This SelfHealingCallback watches a run that is still going on (step %d, %s), and leaves it for the one "
-        "that begins within it: the outer run is not healed from here on. Please give each trainer a "
-        "SelfHealingCallback of its own.",
+        "This SelfHealingCallback watches a run that is still going on (step %d, %s), and switches to the one that "
+        "begins within it: the outer run is not healed from here on. Please give each trainer a SelfHealingCallback "
+        "of its own.",
         instrument.view.step,
         outer.args.output_dir,
     )

@@ -78,7 +78,7 @@ def tell_of_best_model(context: RunContext, best: str, choice: BestChoice) -> No
     if choice.path is not None:
         instead = f"they are those of the next best, {choice.path} ({choice.metric:.4g})"
     logger.error(
-        "Step %d: the best checkpoint, %s, is not loaded, because its weights are no good: %s. The weights at the "
+        "Step %d: the best checkpoint, %s, is not loaded, because its weights cannot be used: %s. The weights at the "
         "end of this run are not the best: %s. Nothing of the run is lost; evaluate them before you use them.",
         context.step,
         best,

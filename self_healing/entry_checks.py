@@ -68,7 +68,7 @@ def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
         context.journal.event("checkpoint_passed_over", context.step, path=str(checkpoint), reason=reason)
         raise refusal or CheckpointError(reason)
     if told is not None and consensus.is_first_rank():
-        logger.warning("%s is resumed from all the same: %s.", checkpoint, told)
+        logger.warning("Resuming from %s anyway: %s.", checkpoint, told)
 
 
 def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> bool:
@@ -98,7 +98,7 @@ def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> b
     context.journal.diagnosed(incident, FailureType.CORRUPTED_STATE, "corrupted from the start", {})
     text = f"The weights or the optimizer state that training would begin with are not finite ({names}; {origin})."
     if context.config.on_nonfinite == "warn":
-        logger.warning("%s Training goes on all the same, because on_nonfinite='warn'.", text)
+        logger.warning("%s Training goes on anyway, because on_nonfinite='warn'.", text)
         context.journal.closed(incident, "reported")
         return False
     trusted = find_trusted_checkpoint(str(instrument.trainer.args.output_dir))

@@ -89,7 +89,7 @@ def _config_for(trainer: Any) -> HealingConfig | None:
         return settings
     if given_settings() is not None and theirs.config != settings:
         logger.warning(
-            "The program has a SelfHealingCallback of its own, whose settings are in force; those that were given to "
-            "`self-healing run` are not."
+            "The program has its own SelfHealingCallback. Its settings are in force, and those of `self-healing run` "
+            "are not."
         )
     return None

@@ -86,7 +86,7 @@ def save_emergency_checkpoint(
             hopeless = classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED)
             if hopeless or attempt == _WRITES or (could_not_be_written(error) and not give_way()):
                 raise
-            logger.warning("The emergency checkpoint %s could not be written, and is once more.", path, exc_info=True)
+            logger.warning("The emergency checkpoint %s could not be written; trying once more.", path, exc_info=True)
             let_go(error)
         else:
             break

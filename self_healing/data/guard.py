@@ -187,7 +187,7 @@ class Guard:
         except Exception as error:
             self.off = True
             logger.error(
-                "self_healing failed while it guarded the data; they are loaded without it from here on. Please "
+                "self_healing failed while it guarded the data, which are loaded without guards from here on. Please "
                 "report this traceback.",
                 exc_info=error,
             )

@@ -57,7 +57,7 @@ class HangExits:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-            logger.warning("%s cannot be read (%s); what took long before is learned anew.", self.path, error)
+            logger.warning("%s cannot be read (%s); how long parts of a step took is learned again.", self.path, error)
             return {}
         self._exits = exits
         longest: dict[str, float] = {}

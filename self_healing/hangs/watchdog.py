@@ -371,7 +371,7 @@ class Watchdog:
         if alarm.stage is _Stage.INTERRUPTED:
             alarm.stage, alarm.deadline = _Stage.ALERTING, elapsed + alarm.pause
             logger.error(
-                "The training thread does not answer to an interrupt: it is blocked in native code. No launcher is "
+                "The training thread does not respond to an interrupt: it is blocked in native code. No launcher is "
                 "known to restart this job (launcher_restarts), or it has restarted it for this very hang before, so "
                 "the process stays as it is. Please stop it and resume from the newest checkpoint."
             )
@@ -483,7 +483,7 @@ def _bounded(work: Callable[[], Any], seconds: float | None = None) -> None:
         try:
             context.run(work)
         except Exception:
-            logger.exception("What a hang was to be answered with failed.")
+            logger.exception("The response to a hang failed.")
 
     thread = threading.Thread(target=do, name="self_healing watchdog's hand", daemon=True)
     thread.start()

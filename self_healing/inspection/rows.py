@@ -43,8 +43,8 @@ def read_rows(dataset: Any, max_rows: int) -> Iterator[tuple[int, Any]]:
         return _indexed_rows(dataset, max_rows)
     if hasattr(dataset, "__next__"):
         raise TypeError(
-            f"{type(dataset).__name__} is an iterator: the rows read from it would be gone for the training. Please "
-            "give a dataset from which iter() can begin again."
+            f"{type(dataset).__name__} is an iterator: the rows read from it would be missing from training. Please "
+            "give a dataset that iter() can read again from its beginning."
         )
     if not hasattr(dataset, "__iter__"):
         raise TypeError(f"{type(dataset).__name__} has neither a length and indices, nor can it be iterated over.")

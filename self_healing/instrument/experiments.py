@@ -208,7 +208,7 @@ class StepExperiments:
             loss = torch.stack([loss.detach().double() for loss in self._window.losses]).sum()
             return StepPrint.of(float(loss), self._engine.gradients())
         except Exception:
-            logger.info("Step %d: it cannot be told whether it repeats.", self._window.step, exc_info=True)
+            logger.info("Step %d: whether it repeats could not be measured.", self._window.step, exc_info=True)
             return None
 
     def _apart_from(self, first: StepPrint) -> Repeatability | None:

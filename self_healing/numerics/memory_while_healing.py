@@ -61,8 +61,8 @@ class MemoryWhileHealing(NumericsHealer):
         unsound |= self.acts and window is not None and not window.sound
         if not unsound:
             logger.warning(
-                "Step %d: no memory was left for what self_healing does beside training (%s). Nothing is to be done "
-                "about the step; it goes on as it is, and the next one is looked after again.",
+                "Step %d: no memory was left for what self_healing does beside training (%s). The step needs no "
+                "healing and goes on as it is; the next one is watched again.",
                 instrument.view.step,
                 describe_exception(error),
             )

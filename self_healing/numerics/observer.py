@@ -63,7 +63,9 @@ class StepObserver(NumericsHealer):
         groups = getattr(self.instrument.trainer.optimizer, "param_groups", ())
         trained = [parameter.requires_grad for group in groups for parameter in group["params"]]
         if self._trained and trained != self._trained:
-            logger.info("Step %d: other parameters are trained; what gradient is usual is learned anew.", signals.step)
+            logger.info(
+                "Step %d: other parameters are trained; the usual gradient norm is learned again.", signals.step
+            )
             self.panel.reset_gradient_baseline()
             if self.numerics.clipping is not None:
                 self.numerics.clipping.reset()

@@ -122,9 +122,7 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ReplayError(
-            f"{file} cannot be read ({type(error).__name__}: {error}). Was it written to its end?"
-        ) from None
+        raise ReplayError(f"{file} cannot be read ({type(error).__name__}: {error}). Is it complete?") from None
     if not isinstance(content, dict) or "step" not in content:
         raise ReplayError(f"{file} is not the batch of an incident.")
     return content

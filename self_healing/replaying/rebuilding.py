@@ -339,7 +339,7 @@ def call_function(name: str) -> Any:
         build: Callable[[], Any] | None = getattr(importlib.import_module(module.removesuffix(".py")), function, None)
     except ImportError as error:
         raise ReplayError(
-            f"--model {name}: the module cannot be imported ({error}). Run from where it lies."
+            f"--model {name}: the module cannot be imported ({error}). Run this in its directory."
         ) from None
     finally:
         sys.path.remove("")

@@ -218,7 +218,7 @@ def _compute(
     precision = str(trainer.accelerator.mixed_precision)
     cast = precision != "no" and bool(trainer.accelerator.native_amp)
     if blueprint.get("autocast") and not cast:
-        notes.append(f"it was computed in {blueprint['precision']}, which is not to be had on this device")
+        notes.append(f"it was computed in {blueprint['precision']}, which this device does not support")
     dtype = next((str(each.dtype).removeprefix("torch.") for each in trainer.model.parameters()), "no weights")
     computed = (
         f"{type(trainer.model).__name__} in {dtype}{f' with {precision}' if cast else ''}, by {type(trainer).__name__}"

@@ -37,7 +37,10 @@ def write_report_files(directory: Path, run: str) -> RunReport | None:
         }
         for name, text in texts.items():
             if is_foreign_report(directory / name):
-                logger.info("%s is not ours, and stays as it is: `self-healing report` shows it.", directory / name)
+                logger.info(
+                    "%s was not written by self_healing, and stays as it is: `self-healing report` shows it.",
+                    directory / name,
+                )
                 continue
             replace_file(directory / name, text, make_directory=False)
     except Exception:

@@ -100,7 +100,7 @@ class Departure:
         """Holds on to nothing of a run that an exception has ended without a word."""
         self.preemption.forget()
         if self._attempts.status is not None:
-            why = "an exception that this callback was not told of"
+            why = "an exception that this callback did not see"
             self._attempts.status.end(RunState.STOPPED, self._run.step, why)
 
     def _may_be_interrupted(self) -> bool:

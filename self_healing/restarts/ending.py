@@ -180,8 +180,8 @@ class RunEnding:
             raise preemption.raised
         if preemption.requested is not None:
             logger.warning(
-                "%s arrived in the last step. The run is complete; what follows train() in the script goes on, and "
-                "the process will be killed when whoever sent it loses patience.",
+                "%s arrived in the last step. The run is complete, and the script goes on after train() until the "
+                "sender of the signal kills the process.",
                 preemption.requested.name,
             )
 

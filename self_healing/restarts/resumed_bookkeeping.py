@@ -62,7 +62,7 @@ def _take_over(instrument: Instrument, bookkeeping: Mapping[str, Any]) -> None:
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         logger.warning(
             "Running loss and metrics of the checkpoint cannot be taken over (%s: %s): the next log and the "
-            "totals count from here; training itself is not concerned.",
+            "totals count from here; training itself is not affected.",
             type(error).__name__,
             error,
         )

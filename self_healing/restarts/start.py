@@ -154,8 +154,8 @@ def _look_for_start(
     if record is not None and beside:
         logger.warning(
             "Process %d trains into %s at the same time: each will overwrite checkpoints of the other. Please end "
-            "one of them, or give this one an output_dir of its own. What this one does is not kept in %s, which "
-            "speaks of the other.",
+            "one of them, or give this one an output_dir of its own. %s describes the other process, and this one "
+            "does not change it.",
             record.newest.pid,
             output_dir,
             RECORD_FILE,
@@ -171,7 +171,7 @@ def _look_for_start(
         chosen = resolve_checkpoint(requested, output_dir, passed_over, names_in_checkpoints(trainer))
     path = None if chosen is None else chosen.path
     for doubt in () if chosen is None else chosen.doubts:
-        logger.warning("%s is resumed from all the same: %s.", path, doubt)
+        logger.warning("Resuming from %s anyway: %s.", path, doubt)
     return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
 
 
@@ -214,8 +214,8 @@ def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
         return False
     if not of_this_job(record, launch):
         logger.warning(
-            "In %s lies run %s of a job before this one (its last process began %s): it is not taken up, and this "
-            "process begins as it was asked to. Please give each job an output_dir of its own.",
+            "In %s lies run %s of a job before this one (its last process began %s): it is not continued, and this "
+            "process starts as requested. Please give each job an output_dir of its own.",
             record.directory,
             record.run,
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.newest.began)),
@@ -223,9 +223,9 @@ def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
         return False
     if record.newest.call != 1:
         logger.warning(
-            "The script had trained into %s %d times when it was started again, and which of these calls of train() "
-            "this one is cannot be known: it begins as it was asked to. Please give each of them an output_dir of its "
-            "own; after a restart they then go on where they were.",
+            "The script had trained into %s %d times when it was started again, and it is not known which of these "
+            "calls of train() this one is: it starts as requested. Please give each of them an output_dir of its "
+            "own; after a restart each then continues where it was.",
             record.directory,
             record.newest.call,
         )

@@ -1,5 +1,5 @@
 """
-Calls of services that may fail for the moment, and trackers that fail.
+Calls of services that may fail temporarily, and trackers that fail.
 
 Which callables of a trainer are services is known in `instrument/`; how a call is made again, in `retry`, whose public
 names are those of this room as well.

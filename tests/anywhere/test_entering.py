@@ -206,7 +206,7 @@ def test_a_callback_of_the_program_keeps_its_settings(
     trainer.train()
     assert fault.fired == 1
     assert callback.config == AT_ONCE
-    assert ("whose settings are in force" in caplog.text) == (given is not None)
+    assert ("Its settings are in force" in caplog.text) == (given is not None)
 
 
 def test_a_trainer_that_trains_within_another_one_is_healed_by_itself(

@@ -116,7 +116,7 @@ def test_weights_in_shards_in_place_of_one_file_are_resumed_from(
     healer = later(run, tokenizer)
     healer.train(resume_from_checkpoint=str(checkpoint))
     assert_same_weights(weights(healer.trainer), resumed_from_4)
-    assert f"{checkpoint} is resumed from all the same: its weights are not those it was written with" in caplog.text
+    assert f"Resuming from {checkpoint} anyway: its weights are not those it was written with" in caplog.text
 
 
 def test_the_checksums_of_large_checkpoints_follow_while_the_run_goes_on(
@@ -169,7 +169,7 @@ def test_the_callback_says_where_it_trains_on_from_what_is_suspect(
     set_standing(run / "checkpoint-6", "suspect", "run-001")
     sft_trainer(run, tokenizer, callbacks=[SelfHealingCallback()], **LATER).train(resume_from_checkpoint=True)
     assert (
-        f"{run / 'checkpoint-6'} is resumed from all the same: it was written in a stretch that was rolled back or "
+        f"Resuming from {run / 'checkpoint-6'} anyway: it was written in a stretch that was rolled back or "
         f"went bad; the newest good one is {run / 'checkpoint-4'}" in caplog.text
     )
 

@@ -460,7 +460,7 @@ def test_a_rule_can_be_added(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("steps = 5", ["`steps` stands at the top", "below the rule"]),
+        ("steps = 5", ["`steps` is at the top level", "below the rule"]),
         (
             "[entropy_colapse]\nsteps = 5",
             ["[entropy_colapse] is a new rule", "`metric`", "Did you mean [entropy_collapse]?"],

@@ -323,7 +323,7 @@ def test_a_thread_that_does_not_answer_is_told_of_after_the_grace(
     assert watched.told == []
     watched.wait(2.0)
     assert watched.told == watched.incidents
-    assert "does not answer to an interrupt" in caplog.text
+    assert "does not respond to an interrupt" in caplog.text
     watched.wait(30.0)
     # 10 s after it was told of, and 20 s after that.
     assert [int(text.split()[-2]) for text in reminders(caplog)] == [25, 45]

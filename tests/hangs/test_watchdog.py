@@ -455,7 +455,7 @@ def test_without_a_launcher_a_thread_blocked_in_c_is_left_alone_and_told_of(
     assert actions(tmp_path) == ["write_stacks", "interrupt"]
     assert outcomes(tmp_path) == ["self_recovered"]
     assert desk.claimed() == []
-    assert "does not answer to an interrupt" in caplog.text
+    assert "does not respond to an interrupt" in caplog.text
     assert "Still no sign of life from 'step'" in caplog.text
 
 

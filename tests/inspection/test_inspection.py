@@ -291,7 +291,7 @@ def test_a_stream_that_breaks_is_reported_at_the_row() -> None:
 
 def test_an_iterator_is_refused_rather_than_consumed() -> None:
     rows = iter([row(0), row(1)])
-    with pytest.raises(TypeError, match="would be gone"):
+    with pytest.raises(TypeError, match="would be missing"):
         check_data_quality(rows)
     assert next(rows) == row(0)
 

@@ -406,7 +406,7 @@ def test_without_memory_beside_a_step_that_is_sound_training_goes_on(
 
     assert memory.fired == 3
     assert postmortem is None
-    assert "the next one is looked after again" in caplog.text
+    assert "the next one is watched again" in caplog.text
     assert "has switched itself off" not in caplog.text
     assert_same_weights(found, undisturbed(healthy))
 

@@ -282,7 +282,7 @@ class TestMemoryWhileHealing:
         window = run.at(MadeUpWindow(5))
         MemoryWhileHealing(*run.parts).contain(out_of_memory, window)  # type: ignore[arg-type]
         assert not window.skipped
-        assert "the next one is looked after again" in caplog.text
+        assert "the next one is watched again" in caplog.text
 
     def test_one_that_is_not_sound_ends_the_run(self, tmp_path: Path) -> None:
         run = MadeUpRun(tmp_path)

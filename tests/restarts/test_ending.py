@@ -194,7 +194,7 @@ class TestAProcessThatIsAskedToLeave:
         status = read_status(tmp_path)
         assert status is not None
         assert (status.state, status.step) == (RunState.STOPPED, 6)
-        assert status.why == "an exception that this callback was not told of"
+        assert status.why == "an exception that this callback did not see"
         assert not run.departure.preemption._may_interrupt()
 
 

@@ -83,7 +83,7 @@ def problems_of(own: Mapping[str, Any], table: Mapping[str, Any]) -> list[str]:
     for name, keys in own.items():
         if not isinstance(keys, dict):
             problems.append(
-                f"`{name}` stands at the top, set to {reprlib.repr(keys)}. Please put it below the rule it is for, "
+                f"`{name}` is at the top level, set to {reprlib.repr(keys)}. Please put it below the rule it is for, "
                 f"such as [{next(iter(table))}]."
             )
             continue

@@ -153,7 +153,7 @@ def _part_of_tensor(value: torch.Tensor, total: int, rows: slice | list[int], na
         return value[rows]
     if value.dim() > 1 and value.size(0) != 1:
         raise CannotSplit(
-            f"`{name or 'an input'}` has {value.size(0)} entries for {total} rows: it cannot be told which belong "
+            f"`{name or 'an input'}` has {value.size(0)} entries for {total} rows: it is not known which belong "
             "to which (images laid out by patch)"
         )
     return value
