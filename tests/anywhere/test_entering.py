@@ -155,7 +155,7 @@ def test_a_trial_of_a_hyperparameter_search_is_left_as_it_is(
     trainer = sft_trainer(tmp_path / "run", tokenizer)
     entered = entering.way_in(trainer, plain_train, (), {"trial": {"learning_rate": 1e-3}})
     assert entered.func is plain_train  # type: ignore[attr-defined]
-    assert "A trial of a hyperparameter search is not healed" in caplog.text
+    assert "Trials of a hyperparameter search are not healed" in caplog.text
 
 
 # ---- trainers of the program's own ----
