@@ -246,7 +246,7 @@ class Watchdog:
             except Exception:
                 if not self._failed:
                     self._failed = True
-                    logger.exception("Watching for hangs failed once; it goes on. Please report this traceback.")
+                    logger.exception("The watchdog for hangs failed once, and goes on. Please report this traceback.")
 
     def _look(self, stopping: threading.Event) -> None:
         heartbeat = self._heartbeat
@@ -469,7 +469,7 @@ class Watchdog:
         incident.seconds_lost += seconds
         _bounded(functools.partial(self._journal.closed, incident, "self_recovered"))
         logger.warning(
-            "'%s' moves again by itself after %.0f s. Where that is usual, raise hang_floor_seconds.",
+            "'%s' goes on by itself after %.0f s. If that is normal, raise hang_floor_seconds.",
             alarm.section,
             seconds,
         )

@@ -22,7 +22,7 @@ def free_memory(device: torch.device) -> None:
 def memory_figures(device: torch.device) -> dict[str, int]:
     """
     Reads the memory in use, in bytes. On the device: allocated by tensors, reserved by the allocator, the peak of the
-    former, free and total, and how often the allocator had to give back its reserve and ask again. On the host: of
+    former, free and total, and how often the allocator had to release its cache and ask again. On the host: of
     this process, and available.
     """
     found = {"host_used": psutil.Process().memory_info().rss, "host_available": psutil.virtual_memory().available}

@@ -20,7 +20,7 @@ _SEEN = {
     "second_rise": "loss rose again",
     "NonFiniteReward": "NaN/Inf reward",
     "dead_loss": "loss is exactly 0.0",
-    "vanishing_gradient": "gradient is gone",
+    "vanishing_gradient": "gradient vanished",
     "never_learned": "nothing learned yet",
 }
 # The cause says what was seen as well.
@@ -73,8 +73,8 @@ _DONE: dict[str, str] = {
     Action.EMERGENCY_CHECKPOINT: "saved",
     Action.WAIT_AND_RESUME: "waits, then resumes",
     Action.RESUME: "resumed",
-    Action.SAVE_AND_LEAVE: "saved, leaves",
-    Action.EXIT_FOR_RESTART: "exits to be restarted",
+    Action.SAVE_AND_LEAVE: "saved, exits",
+    Action.EXIT_FOR_RESTART: "exits for a restart",
     Action.STOP: "run stopped",
 }
 
@@ -112,7 +112,7 @@ def _seen(incident: Incident) -> str:
     if incident.failure is FailureType.HARDER_DATA:
         return f"loss rose, {cause}"
     if incident.failure is FailureType.PREEMPTED:
-        return f"asked to leave by {cause}"
+        return f"preempted by {cause}"
     if incident.failure is FailureType.BAD_DATA and evidence.get("samples"):
         return _samples(evidence["samples"])
     if cause in _NO_CAUSE or _SAID_BY.get(incident.symptom) == cause or cause.replace("_", " ") == seen:

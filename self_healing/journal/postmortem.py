@@ -51,15 +51,15 @@ class Directions:
 
     def __str__(self) -> str:
         written = self.postmortem or "could not be written; the log above says why"
-        go_on = self.resume_with or "not possible: there is no checkpoint of this run, it has to start again"
-        return f"self_healing: the postmortem: {written}\nself_healing: to go on: {go_on}"
+        go_on = self.resume_with or "not possible: this run has no checkpoint, please start it again"
+        return f"self_healing: postmortem: {written}\nself_healing: to resume: {go_on}"
 
 
 def where_to_go_on(checkpoint: str | None) -> str:
     """Returns the sentence of a postmortem about the checkpoint to resume from."""
     if checkpoint is None:
-        return "There is no checkpoint of this run to go on from: it has to start anew."
-    return f"The checkpoint to go on from: {checkpoint}."
+        return "This run has no checkpoint to resume from: please start it again."
+    return f"The checkpoint to resume from: {checkpoint}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ def read_errors_of_other_ranks(directory: Path, run_id: str, since: int = 0) -> 
             if content["run"] == run_id and content["step"] >= since and content["error"] is not None:
                 found.append({"rank": rank} | {key: content[key] for key in ("step", "failure", "error")})
         except (OSError, ValueError, LookupError, TypeError):
-            logger.warning("%s cannot be read; what that process ended with is not known.", path)
+            logger.warning("%s cannot be read; how that process ended is not known.", path)
     return found
 
 

@@ -9,18 +9,19 @@ from ..instrument import OutOfMemory
 
 # What has become of the batches that are kept, by whether it was the host's memory that ran out.
 BATCHES_MOVED = {
-    False: "{:.1f} MB of batches, kept to compute earlier steps again, lie in host memory from here on",
+    False: "{:.1f} MB of batches, kept to compute earlier steps again, are in host memory from here on",
     True: "{:.1f} MB of batches were given up: until the next snapshot a rollback loses the steps since the last one",
 }
 
 OPTIMIZER_ADVICE = (
     "(1) Take an optimizer with smaller state or with paging (8-bit, Adafactor, paged AdamW), or train fewer weights "
-    "(LoRA). (2) Take one whose update needs no extra memory (fused). (3) Look for who else uses the device."
+    "(LoRA). (2) Take one whose update needs no extra memory (fused). (3) Check whether another process uses the "
+    "device."
 )
 
 ENGINE_ADVICE = (
-    "(1) Lower vllm_gpu_memory_utilization, which the engine takes for itself whatever training leaves, or set "
-    "vllm_enable_sleep_mode=True, which gives it back while a step is trained. (2) Shorten max_completion_length and "
+    "(1) Lower vllm_gpu_memory_utilization, the share of memory that the engine reserves, or set "
+    "vllm_enable_sleep_mode=True, which releases it during training steps. (2) Shorten max_completion_length and "
     "vllm_max_model_length. (3) Have vLLM generate on another device (vllm_mode='server')."
 )
 
@@ -43,7 +44,7 @@ def advice_on(ran_out: OutOfMemory, alone: bool) -> str:
         )
     if ran_out.place == "generation":
         return (
-            "(1) Shorten max_completion_length, or the prompts. (2) Make what is always there smaller: LoRA, weights "
+            "(1) Shorten max_completion_length, or the prompts. (2) Use less permanent memory: LoRA, weights "
             "in bf16, an 8-bit optimizer. (3) Generate elsewhere (vLLM on another device)."
         )
     smaller = (

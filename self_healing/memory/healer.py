@@ -135,7 +135,7 @@ class MemoryHealer(Healer):
             found["healing/alloc_retries"] = retries
             if self._alloc_retries == 0:
                 logger.warning(
-                    "Step %d: the device is nearly full: the allocator had to give back its reserve and ask again "
+                    "Step %d: the device is nearly full: the allocator had to release its cache and ask again "
                     "(%d times), which makes steps slow. The next larger batch may not fit.",
                     self._instrument.view.step,
                     retries,
@@ -191,7 +191,7 @@ class MemoryHealer(Healer):
         if self._instrument.view.engine_is_free_of_requests():
             if self._attempts == 1:
                 return True
-            why = "freeing what training keeps for later did not help"
+            why = "freeing cached memory did not help"
         context.verdict = f"out of memory in vLLM, which generates in this process: {why}; {figures_in_words(ran_out)}"
         context.incident.evidence["remedy"] = ENGINE_ADVICE
         self._stop(context, ran_out)

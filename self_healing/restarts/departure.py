@@ -80,7 +80,7 @@ class Departure:
                 has raised.
         """
         preemption, attempts = self.preemption, self._attempts
-        name = "another process was asked to leave" if preemption.requested is None else preemption.requested.name
+        name = "a signal to another process" if preemption.requested is None else preemption.requested.name
         checkpoint = checkpoint or newest_checkpoint_of(self._run.run_id, output_dir)
         code, saved_at = preemption.exit_code, 0 if checkpoint is None else step_of(checkpoint, default=step)
         with self._run.incident(step, "preempted", {"signal": name}) as opened:

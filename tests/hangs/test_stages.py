@@ -504,7 +504,7 @@ def test_a_look_that_fails_is_logged_once_and_looking_goes_on(
     monkeypatch.setattr(watched.watchdog, "_look", fail)
     watched.watchdog._watch(watched.stopping)
     assert len(looks) == 3
-    assert caplog.text.count("Watching for hangs failed once; it goes on") == 1
+    assert caplog.text.count("The watchdog for hangs failed once, and goes on") == 1
 
 
 def test_nothing_that_is_done_about_a_hang_is_waited_for_without_end(

@@ -475,7 +475,7 @@ def test_a_failure_of_the_watchdog_is_logged_and_harms_nothing(
         with desk.heartbeat.section("step"):
             time.sleep(0.3)
         assert desk.watchdog.running
-    assert caplog.text.count("Watching for hangs failed") == 1
+    assert caplog.text.count("The watchdog for hangs failed") == 1
 
 
 def test_stacks_that_cannot_be_written_do_not_stop_the_recovery(tmp_path: Path) -> None:

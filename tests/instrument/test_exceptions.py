@@ -377,7 +377,7 @@ def test_where_no_emergency_checkpoint_is_written_nothing_speaks_of_one(tmp_path
     postmortem = json.loads((tmp_path / "postmortem.json").read_text())
     assert postmortem["emergency_checkpoint"] is None
     assert "emergency checkpoint" not in postmortem["what_to_do"]
-    assert f"The checkpoint to go on from: {tmp_path / 'checkpoint-4'}." in postmortem["what_to_do"]
+    assert f"The checkpoint to resume from: {tmp_path / 'checkpoint-4'}." in postmortem["what_to_do"]
     assert str(tmp_path / "checkpoint-4") in postmortem["resume_with"]
     tried, _ = journal(tmp_path, "action")
     assert (tried["action"], tried["happened"]) == ("emergency_checkpoint", False)
@@ -551,7 +551,7 @@ def test_without_a_checkpoint_it_says_that_the_run_has_to_start_again(tmp_path: 
     RaisingForward(trainer.model, lambda forward: forward == 3, raise_value_error)
     with pytest.raises(ValueError, match="a bug") as caught:
         SelfHealingTrainer(trainer, HealingConfig(emergency_checkpoint=False)).train()
-    assert "has to start again" in caught.value.__notes__[0]
+    assert "please start it again" in caught.value.__notes__[0]
 
 
 class KeyErrorIn(TrainerCallback):

@@ -131,7 +131,7 @@ def test_several_damaged_ones_are_left_behind_together(
 def test_the_callback_alone_stops_and_names_the_older_one(whole: Any, run_dir: Path, tokenizer: Any) -> None:
     damage_weights(run_dir / "checkpoint-12")
     resumed = sft_trainer(run_dir, tokenizer, callbacks=[SelfHealingCallback()], **STEPS)
-    with pytest.raises(UnrecoverableTrainingError, match=r"The checkpoint to go on from: .*checkpoint-8") as raised:
+    with pytest.raises(UnrecoverableTrainingError, match=r"The checkpoint to resume from: .*checkpoint-8") as raised:
         resumed.train(resume_from_checkpoint=str(run_dir / "checkpoint-12"))
 
     assert raised.value.failure == "damaged_checkpoint"

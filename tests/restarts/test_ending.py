@@ -128,7 +128,7 @@ class TestAProcessThatIsAskedToLeave:
         (action,) = events(run, "action")
         # One whose marker cannot be read is as good as the step.
         assert (action["checkpoint"], run.journal.incidents[0].steps_repeated) == ("checkpoint-4", 0)
-        assert (run.journal.incidents[0].cause, action["exit_code"]) == ("another process was asked to leave", 143)
+        assert (run.journal.incidents[0].cause, action["exit_code"]) == ("a signal to another process", 143)
 
     def test_without_a_checkpoint_all_steps_are_done_again(self, tmp_path: Path) -> None:
         run = process(tmp_path)
@@ -210,7 +210,7 @@ class TestAnIncidentThatNothingCures:
         assert found["error"]["type"] == "builtins.ConnectionError"
         assert found["metric_tail"] == [{"loss": 2.5, "step": 6}]
         assert found["resume_with"] == "trainer.train(resume_from_checkpoint='checkpoint-4')"
-        advice = f"{FAILURE_RECIPES[FailureType.NETWORK].advice} The checkpoint to go on from: checkpoint-4."
+        advice = f"{FAILURE_RECIPES[FailureType.NETWORK].advice} The checkpoint to resume from: checkpoint-4."
         assert found["what_to_do"].startswith(advice)
         path = str(tmp_path / "postmortem.json")
         assert (error.failure, error.postmortem, run.attempts.postmortem) == (FailureType.NETWORK, path, path)
@@ -283,7 +283,7 @@ class TestAnExceptionThatEndsTheRun:
         advice = self.stop(run, point.path)
         found = written(tmp_path)
         assert found["emergency_checkpoint"] == str(tmp_path / "checkpoint-6")
-        assert advice.endswith(f"The checkpoint to go on from: {tmp_path / 'checkpoint-6'}.")
+        assert advice.endswith(f"The checkpoint to resume from: {tmp_path / 'checkpoint-6'}.")
         assert (found["verdict"], found["what_to_do"].startswith(advice)) == ("ConnectionError: refused", True)
         assert run.attempts.postmortem == str(tmp_path / "postmortem.json")
         assert [each.outcome for each in run.journal.incidents] == ["fatal"]

@@ -47,10 +47,10 @@ _OTHERWISE = (
 )
 
 _UNCLEAR = (
-    "Step %d: a part of the batch, computed again in the backward pass, does not give quite what it gave before: the "
-    "difference is more than that of repetitions, and no more than another choice of kernels may make. The step goes "
-    "on, and this is said once. If the loss looks odd from here on, look for what is switched in the model between "
-    "forward and backward, or lower per_device_train_batch_size, so that nothing has to be split."
+    "Step %d: a part of the batch, computed again in the backward pass, gave a slightly different result: more than "
+    "repetitions usually differ, but no more than another kernel explains. The step goes on, and this is logged "
+    "once. If the loss looks odd from here on, look for code that changes the model between forward and backward, or "
+    "lower per_device_train_batch_size, so that nothing is split."
 )
 
 
