@@ -115,7 +115,7 @@ def report(
         ),
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="One of several runs into the directory.", show_default="the newest")
+        str | None, typer.Option(help="Which run to show, if there are several.", show_default="the newest")
     ] = None,
 ) -> None:
     """
@@ -363,7 +363,7 @@ def chaos(
         console.print("No fault struck: the script made no Trainer, or did not get as far as train().")
     all_survived = bool(rows) and all(row.survived for row in rows)
     ending = "to its end" if code == 0 else f"out with exit code {code}"
-    verdict = "All of it was survived." if all_survived and code == 0 else "Not all of it was survived."
+    verdict = "Every fault was survived." if all_survived and code == 0 else "Not every fault was survived."
     if all_survived and code in (EXIT_FOR_RESTART, 143) and restarts == 0:
         verdict = "It left as it should, to be started again: --restarts 3 does that."
     console.print(f"The script came {ending}. {verdict}")

@@ -616,7 +616,7 @@ def test_a_script_that_is_not_there_and_faults_that_are_none_are_refused(tmp_pat
 def test_a_script_is_rehearsed_without_being_touched(tmp_path: Path) -> None:
     done = command(str(script(tmp_path)), "--faults", "nan_loss@2,oom@4", "--", "run", "6", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "All of it was survived." in done.stdout
+    assert "Every fault was survived." in done.stdout
     (ledger,) = tmp_path.glob("chaos-*.jsonl")
     assert [strike.kind for strike in Ledger(ledger).strikes()] == ["nan_loss", "oom"]
 
@@ -628,7 +628,7 @@ def test_a_script_that_is_not_protected_does_not_survive(tmp_path: Path) -> None
     path.write_text(path.read_text().replace('resume_from_checkpoint="auto"', ""))
     done = command(str(path), "--faults", "oom@2", "--", "run", "6", cwd=tmp_path)
     assert done.returncode == 1
-    assert "Not all of it was survived." in done.stdout
+    assert "Not every fault was survived." in done.stdout
 
 
 @pytest.mark.slow

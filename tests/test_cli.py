@@ -81,7 +81,7 @@ def test_report_of_one_incident_counts_it_in_the_singular(tmp_path: Path) -> Non
 def test_report_tells_incidents_of_earlier_runs_apart(tmp_path: Path) -> None:
     for name, incidents in (("first", 2), ("second", 1)):
         write_journal(tmp_path, incidents, run_id=name)
-    assert "Of these, 2 incidents of earlier runs into this directory." in run("report", str(tmp_path)).stdout
+    assert "Of these, 2 incidents of earlier runs in this directory." in run("report", str(tmp_path)).stdout
 
 
 def test_report_of_a_healthy_run_says_so(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def run_rehearsal(
             f"[bold red]Not as it should be:[/] {escape(problem)}. The job's own words: {log}", soft_wrap=True
         )
     if not result.problems:
-        console.print("[bold green]All of it was survived.[/]")
+        console.print("[bold green]Every fault was survived.[/]")
     console.print(f"Ledger: {ledger.path}", soft_wrap=True)
     return result
 

@@ -58,7 +58,7 @@ class Incident:
             Effects of the actions, in words with numbers.
         outcome (`str`):
             `"open"`, `"resolved"` (loss back within 2 scales of its trend), `"self_recovered"` (the same, without an
-            action), `"unresolved"`, `"reported"` (nothing was to be done) or `"fatal"`.
+            action), `"unresolved"`, `"reported"` (no action was taken) or `"fatal"`.
     """
 
     id: str

@@ -58,8 +58,8 @@ def next_steps(
     if found:
         return _once(found)
     if state.name == "running":
-        return [NextStep("Let it go on.", "Nothing is open, and no budget is short.")]
-    return [NextStep("Use the weights.", "The run came to its end, and nothing is open.")]
+        return [NextStep("Let it run.", "No incident is open, and no budget is nearly used up.")]
+    return [NextStep("Use the weights.", "The run ended, and no incident is open.")]
 
 
 def _about_the_state(
@@ -81,7 +81,7 @@ def _about_the_state(
         recipe = FAILURE_RECIPES[FailureType.PROCESS_DIED]
         yield NextStep(recipe.advice, recipe.diagnosis)
     elif state.name == "stopped":
-        yield NextStep("Fix what ended it, named in its last output.", state.why or "train() was left before its end.")
+        yield NextStep("Fix the error in its last output.", state.why or "train() was left before its end.")
     yield _resume(output_dir, state, checkpoints, postmortem)
 
 
@@ -101,14 +101,14 @@ def _resume(
         )
     if not usable:
         return NextStep(
-            "Start anew.",
-            "There is no complete checkpoint of this run by its marker; `self-healing check` reads them all through.",
+            "Start the run again.",
+            "No marker of this run names a complete checkpoint; `self-healing check` reads the files themselves.",
             f"self-healing check {shlex.quote(str(output_dir))}",
         )
     newest = usable[0]
     lost = max(state.step - newest.step, 0)
     return NextStep(
-        f"Resume: {newest.path} (step {newest.step}, {newest.standing}) is the newest that may be used.",
+        f"Resume: {newest.path} (step {newest.step}, {newest.standing}) is the newest usable checkpoint.",
         "No step is lost." if lost == 0 else f"{counted(lost, 'step')} {'is' if lost == 1 else 'are'} done again.",
         "trainer.train(resume_from_checkpoint=True)",
     )
@@ -144,7 +144,7 @@ def _about_incidents(directory: Path, incidents: Sequence[IncidentStory]) -> Ite
     if len(by_advice) > _ADVISED:
         others = sum(len(about) for about in list(by_advice.values())[:-_ADVISED])
         are = "1 incident that was" if others == 1 else f"{others} incidents that were"
-        yield NextStep(f"Look at the other {are} not resolved.", "What is said above is about the newest.")
+        yield NextStep(f"Look at the other {are} not resolved.", "The advice above is for the newest.")
 
 
 def _batch_of(incident: IncidentStory) -> bool:
@@ -198,4 +198,4 @@ def _about_rows(directory: Path, quarantine: Sequence[RowNamed]) -> Iterable[Nex
 
 def _about_the_rate(rate: float | None) -> Iterable[NextStep]:
     if rate is not None:
-        yield NextStep(f"Begin the next run with learning_rate={rate:.3g}.", "The rate of this one had to be reduced.")
+        yield NextStep(f"Start the next run with learning_rate={rate:.3g}.", "The rate of this one had to be reduced.")

@@ -202,7 +202,7 @@ class IncidentStory:
 @dataclass(frozen=True, slots=True)
 class Notice:
     """
-    Something worth knowing about which nothing was to be done: a plateau, overfitting, a checkpoint passed over.
+    Something worth knowing that needed no action: a plateau, overfitting, a checkpoint passed over.
 
     Args:
         step (`int`):

@@ -174,7 +174,7 @@ class _Reader:
         if status is None:
             last = max((event["step"] for event in self.events), default=0)
             seen = self.events[-1].get("time") if self.events else None
-            told = "Whether the run goes on is not known: its journal does not say that it began."
+            told = "Whether the run is still going is not known: its journal does not say that it began."
             return State("unknown", max(last, logged), None, seen, told=told)
         if status.state in (RunState.RUNNING, RunState.DIED, RunState.UNKNOWN) and logged > status.step:
             status = replace(status, step=logged)

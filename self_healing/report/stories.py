@@ -20,11 +20,11 @@ _COMMON = frozenset({"schema", "time", "run", "rank", "attempt", "step", "kind",
 # What an incident says by itself, in the keys of its events.
 _FIELDS = ("failure", "cause", "outcome", "steps_lost", "steps_repeated", "seconds_lost")
 _OUTCOMES = {
-    "open": "what comes of it is not known yet",
+    "open": "the outcome is not known yet",
     "resolved": "resolved",
-    "self_recovered": "it went by itself",
+    "self_recovered": "it passed by itself",
     "unresolved": "not resolved",
-    "reported": "nothing was to be done",
+    "reported": "no action was taken",
     "fatal": "it ended this process's part in the run",
 }
 # Files of an incident, by the key that names them in evidence or in an action.

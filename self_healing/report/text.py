@@ -49,7 +49,7 @@ def show(report: RunReport, summary: HealingReport, console: Console) -> None:
         _show_next_steps(report.next_steps, console)
     if report.other_runs:
         names = ", ".join(f"{each.run} ({each.state})" for each in report.other_runs[-_SHOWN:])
-        _line(console, f"Other runs into this directory (--run NAME): {names}.")
+        _line(console, f"Other runs in this directory (--run NAME): {names}.")
     _line(console, f"Journal: {summary.journal}")
 
 
@@ -68,7 +68,7 @@ def _show_incidents(summary: HealingReport, console: Console) -> None:
     lost = f"{counted(summary.steps_lost, 'step')} and {summary.seconds_lost:.1f} s lost"
     _line(console, f"{counted(len(summary.incidents), 'incident')}, {lost}{again}")
     if earlier := summary.of_earlier_runs:
-        _line(console, f"Of these, {counted(earlier, 'incident')} of earlier runs into this directory.")
+        _line(console, f"Of these, {counted(earlier, 'incident')} of earlier runs in this directory.")
 
 
 def _show_named(report: RunReport, console: Console) -> None:

@@ -95,12 +95,12 @@ class RunStatus:
         process = f"process {self.pid} on {self.host}"
         why = f": {self.why}" if self.why else ""
         told = {
-            RunState.RUNNING: f"The run is going on ({process}): {of}, last sign of life {at}.",
+            RunState.RUNNING: f"The run is in progress ({process}): {of}, last sign of life {at}.",
             RunState.ENDED: f"The run ended at {of}, {at}.",
-            RunState.STOPPED: f"The run did not come to its end: train() was left at {of}, {at}{why}",
+            RunState.STOPPED: f"The run stopped before its end: train() was left at {of}, {at}{why}",
             RunState.LEFT: f"The run left at {of}, {at}, to be started again{why}",
-            RunState.DIED: f"The run died at {of}: {process} is gone without a word, last sign of life {at}.",
-            RunState.UNKNOWN: f"Whether the run still goes on is not known: {of}, last sign of life {at}, {process}.",
+            RunState.DIED: f"The run died at {of}: {process} was killed or crashed, last sign of life {at}.",
+            RunState.UNKNOWN: f"Whether the run is still going is not known: {of}, last sign of life {at}, {process}.",
         }[self.state]
         return told if told.endswith((".", "!", "?")) else f"{told}."
 

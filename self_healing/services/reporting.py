@@ -155,8 +155,7 @@ class Reporting:
             if known.failing:
                 self._run.journal.event("noticed", step, symptom="not_told", service=service, missed=known.missed)
                 logger.warning(
-                    "%s was not told everything: %d of its calls failed or were left out. What was logged is in "
-                    "trainer_state.json.",
+                    "%s missed %d calls, which failed or were skipped. All logs are in trainer_state.json.",
                     service,
                     known.missed,
                 )

@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_is_running(made_up: MadeUpDirectory) -> None:
     made_up.steps(row(0), row(1))
     report = read_run(made_up.path)
     assert (report.state.name, report.state.step) == ("running", 2)
-    assert [step.text for step in report.next_steps] == ["Let it go on."]
+    assert [step.text for step in report.next_steps] == ["Let it run."]
 
 
 def test_a_run_that_died_names_the_checkpoint_to_go_on_from(made_up: MadeUpDirectory) -> None:

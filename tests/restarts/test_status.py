@@ -55,7 +55,7 @@ def change(keeper: StatusKeeper, **fields: Any) -> None:
 def test_a_run_whose_process_is_there_goes_on(tmp_path: Path) -> None:
     keeper = begun(tmp_path, step=13)
     result = report(tmp_path)
-    assert f"The run is going on (process {os.getpid()}" in result.stdout
+    assert f"The run is in progress (process {os.getpid()}" in result.stdout
     assert "step 13 of 40" in result.stdout
     assert result.exit_code == 3
     keeper.end(RunState.ENDED, 40)
@@ -80,7 +80,7 @@ def test_a_run_whose_process_is_gone_died(tmp_path: Path, number: str) -> None:
 def test_of_another_machine_nothing_is_known(tmp_path: Path) -> None:
     change(begun(tmp_path), host="elsewhere")
     result = report(tmp_path)
-    assert "Whether the run still goes on is not known" in result.stdout
+    assert "Whether the run is still going is not known" in result.stdout
     assert result.exit_code == 4
 
 

@@ -41,12 +41,12 @@ _MOST_LINKS = 5
 _MOST_MARKS = 1000
 
 _STATES = {
-    "running": ("busy", "The run is going on"),
+    "running": ("busy", "The run is in progress"),
     "ended": ("good", "The run reached its end"),
     "stopped": ("bad", "The run stopped before its end"),
     "left": ("warn", "The run left, to be started again"),
     "died": ("bad", "The run died"),
-    "unknown": ("calm", "It is not known whether the run goes on"),
+    "unknown": ("calm", "Whether the run is still going is not known"),
 }
 _ICON = {"good": "%2315803d", "bad": "%23b91c1c", "warn": "%23a84b05", "busy": "%231d4ed8", "calm": "%235b6473"}
 
@@ -240,8 +240,8 @@ def _about_charts(report: RunReport) -> str:
         "steps": "Every step, as it was applied.",
         "logs": "Only what the trainer logged: averages over its logging steps.",
     }.get(report.series.source, "")
-    undone = " Grey: steps that the run went back from, or did again." if report.series.discarded else ""
-    marks = " The numbers are incidents: follow one to its story." if report.incidents else ""
+    undone = " Grey: steps that were rolled back or repeated." if report.series.discarded else ""
+    marks = " The numbers are incidents: click one for its story." if report.incidents else ""
     return f"{source}{undone}{marks}".strip()
 
 

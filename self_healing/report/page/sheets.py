@@ -195,13 +195,13 @@ def _attempts(report: RunReport) -> Sheet:
     return Sheet(
         "restarts",
         "Processes and restarts",
-        "What each process did of the run, and how it ended.",
+        "What each process did, and how it ended.",
         (
             *(Column("process", True), Column("ending"), Column("steps", True), Column("began")),
             *(Column("lasted", True), Column("why it ended"), Column("went on from"), Column("where")),
         ),
         rows,
-        "Nothing is known of the processes of this run.",
+        "The processes of this run are not known.",
         f"And {wording.number(more)} before these." if more > 0 else "",
     )
 
@@ -210,7 +210,7 @@ def _ranks(report: RunReport) -> Sheet:
     return Sheet(
         "ranks",
         "Ranks",
-        "What each process of the distributed job has written down.",
+        "What each process of the distributed job has logged.",
         (
             *(Column("rank", True), Column("step", True), Column("last seen"), Column("incidents", True)),
             *(Column("what ended it"), Column("journal")),
@@ -232,7 +232,7 @@ def _ranks(report: RunReport) -> Sheet:
 def _other_runs(report: RunReport) -> Sheet:
     return Sheet(
         "runs",
-        "Other runs into this directory",
+        "Other runs in this directory",
         "Not on this page.",
         (Column("run"), Column("began"), Column("step", True), Column("incidents", True), Column("state")),
         [
