@@ -361,7 +361,10 @@ def test_the_ladder_of_a_spike_that_comes_again() -> None:
     # Two of the last ten are left out already.
     assert decide("co_spike", 4) == ["clip_gradient"]
     assert decide("gradient_explosion", 5, may_clip=False) == ["use_reexecuted_step"]
-    assert decide("co_spike", 14) == ["skip_step"]
+    assert decide("gradient_explosion", 6) == ["clip_gradient"]
+    # A norm that has exploded is skipped as long as it may be, also where there is a usual one.
+    assert decide("gradient_explosion", 14) == ["skip_step"]
+    assert decide("co_spike", 15) == ["skip_step"]
 
 
 def test_a_rare_kind_of_row_is_not_left_out_for_ever(tmp_path: Path, tokenizer: Any) -> None:
