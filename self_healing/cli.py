@@ -110,16 +110,14 @@ def report(
     ] = False,
     html: Annotated[
         Path | None,
-        typer.Option(
-            help="Write it to this file, as one page with charts that needs nothing else.", show_default=False
-        ),
+        typer.Option(help="Write it to this file, as one self-contained page with charts.", show_default=False),
     ] = None,
     run: Annotated[
         str | None, typer.Option(help="Which run to show, if there are several.", show_default="the newest")
     ] = None,
 ) -> None:
     """
-    Show what has become of a run, its incidents and what to do next, read from its files.
+    Show the state of a run, its incidents and what to do next, read from its files.
 
     Exit code 0: it ended; 1: it stopped, left or died before its end; 3: it goes on; 4: not known; 2: no journal.
     """
@@ -219,7 +217,9 @@ def replay(
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Weights to use instead of those kept, or of the newest checkpoint.", show_default=False),
+        typer.Option(
+            help="Whose weights to use, in place of those kept or of the newest checkpoint.", show_default=False
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -255,7 +255,7 @@ def replay(
     try:
         if show:
             typer.echo(
-                "\n".join(map(str, kept_incidents(run_dir))) or f"Of no incident in {run_dir} a batch was kept."
+                "\n".join(map(str, kept_incidents(run_dir))) or f"No batch was kept for any incident in {run_dir}."
             )
             return
         found = replayed(run_dir, incident, checkpoint=checkpoint, model=model)
@@ -279,7 +279,7 @@ def doctor(
     """
     Look at this machine before a run: versions, device, launcher, memory and disk, and what will be healed here.
 
-    Exit code 1 where something will not work; 2: nothing of the path exists.
+    Exit code 1: something will not work; 2: not even the first directory of the path exists.
     """
     from .doctor.checkup import check_up
 
@@ -287,7 +287,7 @@ def doctor(
     top = Path(*directory.parts[:2])
     if directory.is_absolute() and not top.exists():
         typer.echo(
-            f"{directory} does not exist, and nothing of its path does: there is no {top}. Please check the path, or "
+            f"{directory} does not exist, and neither does {top}. Please check the path, or "
             "make the directory first if a run is to write there.",
             err=True,
         )
@@ -360,13 +360,13 @@ def chaos(
     if rows:
         console.print(survival_table(rows))
     else:
-        console.print("No fault struck: the script made no Trainer, or did not get as far as train().")
+        console.print("No fault struck: the script made no Trainer, or never called train().")
     all_survived = bool(rows) and all(row.survived for row in rows)
-    ending = "to its end" if code == 0 else f"out with exit code {code}"
+    ending = "normally" if code == 0 else f"with exit code {code}"
     verdict = "Every fault was survived." if all_survived and code == 0 else "Not every fault was survived."
     if all_survived and code in (EXIT_FOR_RESTART, 143) and restarts == 0:
-        verdict = "It left as it should, to be started again: --restarts 3 does that."
-    console.print(f"The script came {ending}. {verdict}")
+        verdict = "It exited to be started again, as it should: --restarts 3 does that."
+    console.print(f"The script ended {ending}. {verdict}")
     if book.exists():
         console.print(f"Ledger: {book}", soft_wrap=True)
     if code != 0 or not all_survived:

@@ -58,13 +58,13 @@ KINDS: dict[str, Kind] = {
     "bad_sample": Kind("a sample of the dataset raises whenever it is loaded", {"index": None}, times="always"),
     "slow_step": Kind("a step takes much longer", {"seconds": 5.0, "where": "forward", "wait": "python"}),
     "hang": Kind(
-        "nothing moves any more: a wait in Python or in a C call",
+        "the run hangs: a wait in Python or in a C call",
         {"seconds": 3600.0, "where": "data", "wait": "python"},
     ),
-    "sigterm": Kind("the process is asked to end in the middle of a step"),
+    "sigterm": Kind("the process gets SIGTERM in the middle of a step"),
     "sigkill": Kind("the process is killed in the middle of a step"),
     "disk_full": Kind("writing a checkpoint fails half way (ENOSPC)", counts_calls=True),
-    "torn_checkpoint": Kind("the weights of the newest checkpoint are cut off", {"then": "nothing"}),
+    "torn_checkpoint": Kind("the weights file of the newest checkpoint is truncated", {"then": "nothing"}),
 }
 
 

@@ -110,7 +110,10 @@ def judge(machine: Machine, place: Place, setting: Setting, requirements: Iterab
         *_of_place(place),
         *_of_memory(machine, place),
         *_of_launch(machine, setting),
-        *(Problem("warning", f"Of the {what} nothing is known ({why}).", "") for what, why in machine.unknown.items()),
+        *(
+            Problem("warning", f"The {what} could not be determined ({why}).", "")
+            for what, why in machine.unknown.items()
+        ),
     ]
     found.sort(key=lambda problem: problem.severity != "problem")
     return Checkup(machine, place, setting, coverage_of(setting, machine.device.kind), found)
@@ -156,7 +159,7 @@ def _of_device(machine: Machine, setting: Setting) -> Iterable[Problem]:
         built = "without CUDA" if device.cuda is None else f"for CUDA {device.cuda}"
         yield Problem(
             "problem",
-            f"There is a driver of NVIDIA ({device.driver}), and torch ({built}) sees no device: a run would be on "
+            f"There is an NVIDIA driver ({device.driver}), and torch ({built}) sees no device: a run would be on "
             "the CPU.",
             "Install a torch for the CUDA of this driver (https://pytorch.org/get-started/locally), and look at "
             "CUDA_VISIBLE_DEVICES.",
@@ -205,7 +208,7 @@ def _of_place(place: Place) -> Iterable[Problem]:
     if not place.hard_links:
         yield Problem(
             "warning",
-            f"{place.path} has no hard links: the last good checkpoints are copied, which takes time and room.",
+            f"{place.path} has no hard links: the last good checkpoints are copied, which takes time and disk space.",
             "An output_dir on a local disk has them; keep_verified_checkpoints=0 does without.",
         )
 

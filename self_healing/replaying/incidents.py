@@ -155,17 +155,18 @@ def _none_kept(run_dir: Path, entries: Mapping[str, dict[str, Any]]) -> str:
             f"There is no incident in {run_dir}: nothing to replay. Please name the output_dir of a run that had one."
         )
     last = list(entries.values())[-1]
-    return f"Of no incident in {run_dir} a batch was kept. {_why_not_kept(last)}"
+    return f"No batch was kept for any incident in {run_dir}. {_why_not_kept(last)}"
 
 
 def _why_not_kept(entry: Mapping[str, Any]) -> str:
     if str(entry.get("failure", "")).startswith(("nonfinite", "gradient_spike")):
         return (
-            "Batches are kept with save_offending_batch=True and quarantine_text=True (both are the default), of 20 "
-            "incidents of a run at most, and of 5 that computing again has healed."
+            "Batches are kept with save_offending_batch=True and quarantine_text=True (both are the default), for at "
+            "most 20 incidents of a run, and 5 transient ones among them."
         )
     return (
-        "Batches are kept of steps whose loss or gradient is not finite, or spikes; other faults are not in a batch."
+        "Batches are kept for steps whose loss or gradient is not finite, or spikes; other faults do not depend on a "
+        "batch."
     )
 
 

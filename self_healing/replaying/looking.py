@@ -37,7 +37,7 @@ class RowFound:
     def __str__(self) -> str:
         known = [f"{name.replace('_', ' ')} {value}" for name, value in self.source.items() if value is not None]
         at = f"micro-batch {self.micro_batch}, row {self.row}" + (f" ({', '.join(known)})" if known else "")
-        return f"{at}: {'where it begins could not be seen' if self.origin is None else self.origin}"
+        return f"{at}: {'where it begins could not be found' if self.origin is None else self.origin}"
 
     def to_dict(self) -> dict[str, Any]:
         origin = None if self.origin is None else {**self.origin.to_dict(), "told": str(self.origin)}

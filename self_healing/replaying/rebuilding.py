@@ -178,7 +178,7 @@ def build_trainer(blueprint: Mapping[str, Any], model: Any, scratch: str, notes:
     names = [name for _, name in blueprint["classes"]]
     if blueprint["own_loss"]:
         raise ReplayError(
-            f"The loss was computed by code of your own ({names[0]}), which no file holds. {in_python()}"
+            f"The loss was computed by code of your own ({names[0]}), which is stored in no file. {in_python()}"
         )
     cls, known = next(
         (found, name) for module, name in blueprint["classes"] if (found := _library_class([module, name])) is not None

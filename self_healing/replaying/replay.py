@@ -68,8 +68,8 @@ class ReplayReport:
                     "fault was neither in the data nor in the model, but in the process or the machine it ran on."
                 )
             return (
-                "It did not come back: all of it is finite. It was not computed quite as it was (see above), so a "
-                "fault that needs just that could not show."
+                "It did not come back: all of it is finite. It was not computed exactly as before (see above), so a "
+                "fault that depends on the difference could not show."
             )
         look = self.look
         if look.rows:
@@ -78,7 +78,7 @@ class ReplayReport:
                 return f"It comes back: 1{of} rows of the step is not finite by itself."
             return f"It comes back: {look.poison}{of} rows of the step are not finite by themselves."
         if look.rows_in_step is None:
-            return "It comes back. Its rows cannot be told apart."
+            return "It comes back. It cannot be split into rows."
         return f"It comes back, and none of its {look.rows_in_step} rows is at fault by itself."
 
     def __str__(self) -> str:

@@ -92,7 +92,7 @@ def test_a_machine_that_is_well_has_no_problems() -> None:
         (WELL, PLACE, {"ACCELERATE_USE_DEEPSPEED": "true"}, "warning", "DeepSpeed runs the backward pass itself"),
         (WELL, PLACE, {"TORCHELASTIC_MAX_RESTARTS": "0"}, "warning", "torchrun will not start this job again"),
         (replace(WELL, ignored_signals=["SIGTERM"]), PLACE, {}, "warning", "SIGTERM is ignored"),
-        (replace(WELL, unknown={"driver": "OSError: gone"}), PLACE, {}, "warning", "nothing is known (OSError: gone)"),
+        (replace(WELL, unknown={"driver": "OSError: gone"}), PLACE, {}, "warning", "determined (OSError: gone)"),
     ],
 )
 def test_what_is_wrong_is_told_with_what_to_do(

@@ -332,7 +332,7 @@ def test_without_weights_the_newest_checkpoint_before_is_used_and_named(
     assert not found.exact
     assert found.weights == f"those of step 2, 1 step before the incident, from {directory / 'checkpoint-2'}"
     assert not found.came_back
-    assert "was not computed quite as it was" in found.verdict
+    assert "was not computed exactly as before" in found.verdict
 
 
 def test_a_checkpoint_that_is_not_finite_is_passed_by(finished: FinishedRun, tmp_path: Path, tokenizer: Any) -> None:
