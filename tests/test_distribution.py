@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hatchling.builders.plugin.interface import BuilderInterface
@@ -140,6 +142,26 @@ def test_what_is_built_works_in_a_fresh_environment(tmp_path: Path) -> None:
     self_healing_does("rules")
     self_healing_does("demo", "--output-dir", "demo")
     assert "transient" in self_healing_does("report", "demo")
+
+    # Of the process alone: what else the machine does is not counted.
+    costs = [cpu_seconds_of([commands / "self-healing", "report", "demo"], tmp_path, environment) for _ in range(5)]
+    assert min(costs) < 1.0, costs
+    imported = subprocess.run(
+        [commands / "python", "-X", "importtime", commands / "self-healing", "--help"],
+        **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": True},
+    ).stderr
+    names = {line.rpartition("|")[2].strip().partition(".")[0] for line in imported.splitlines()}
+    assert "self_healing" in names
+    assert names.isdisjoint({"torch", "transformers", "accelerate", "trl", "numpy"})
+
+
+def cpu_seconds_of(command: list[Any], directory: Path, environment: dict[str, str]) -> float:
+    """What a command costs, on all cores, with what it starts."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 # ---- beside its namesake ----

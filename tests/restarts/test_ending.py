@@ -218,6 +218,19 @@ class TestAnIncidentThatNothingCures:
             f"Training stopped at step 6: The line is dead. What to do: {advice} Postmortem: {path}."
         )
 
+    @pytest.mark.usefixtures("older")
+    def test_who_listens_is_told_once_and_knows_that_it_is_fatal(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        run = process(tmp_path)
+        told: list[tuple[str, str]] = []
+        run.journal.notify = lambda incident: told.append((incident.id, incident.outcome))
+        incident = fatal(run)
+        run.ending.stop(incident, "why")
+        assert told == [(incident.id, "fatal")]
+        (line,) = [record for record in caplog.records if getattr(record, "incident", None) is incident]
+        assert line.levelname == "ERROR"
+
     def test_the_emergency_checkpoint_of_this_step_is_what_to_go_on_from(
         self, tmp_path: Path, older: list[tuple[str, str, bool]]
     ) -> None:

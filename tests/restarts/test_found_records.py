@@ -66,6 +66,13 @@ class TestCheckpointsWithoutMarker:
         assert bookkeeping_of(record, checkpoint_in(tmp_path, 4)) is None
         assert bookkeeping_of(None, checkpoint) is None
 
+    @pytest.mark.parametrize("bookkeeping", ["{", "{}", "[1]", "3", "null", None, 3, {"loss": 2.5}])
+    def test_what_it_was_to_say_is_not_known_where_that_cannot_be_read(self, tmp_path: Path, bookkeeping: Any) -> None:
+        record, checkpoint = record_of(tmp_path), checkpoint_in(tmp_path, 8)
+        assert record.saving is not None
+        record.saving["bookkeeping"] = bookkeeping
+        assert bookkeeping_of(record, checkpoint) is None
+
 
 def test_a_record_that_another_process_is_told_of_keeps_all_but_what_is_open(tmp_path: Path) -> None:
     record = record_of(tmp_path)
