@@ -269,8 +269,8 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
             Action.EMERGENCY_CHECKPOINT,
             Action.STOP,
         ),
-        advice="One is nothing to worry about. If they come often, set zclip_mode='clip', lower the learning rate or "
-        "max_grad_norm, and look at the batches in incidents/.",
+        advice="One spike is nothing to worry about. If they come often, set zclip_mode='clip', lower the learning "
+        "rate or max_grad_norm, and look at the batches in incidents/.",
         severity="warning",
         references=("https://arxiv.org/abs/2204.02311", "https://arxiv.org/abs/2504.02507"),
     ),

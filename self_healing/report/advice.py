@@ -120,7 +120,7 @@ def _about_budgets(state: State, budgets: Sequence[Budget]) -> Iterable[NextStep
     for budget in budgets:
         if budget.used > 0 and budget.left <= 0.25 * budget.limit:
             yield NextStep(
-                f"Watch it: {budget.left:g} of {budget.limit:g} {budget.name} are left.",
+                f"Watch the budget, {budget.name}: {budget.left:g} of {budget.limit:g} left.",
                 f"{budget.told} Setting: {budget.setting}.",
             )
 

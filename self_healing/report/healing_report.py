@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -16,11 +18,13 @@ from ..journal.incident import Incident
 from ..own_files import EVENTS_FILE, POSTMORTEM_FILE
 from ..restarts.status import RunStatus
 from .journals import find_journal, read_events, status_in
-from .words import printable
+from .words import counted, printable
 
 
 logger = logging.getLogger("self_healing")
 
+# Of the table: "ConnectionError" and the like, and 80 columns in all.
+_FAULT_WIDTH = 18
 _OF_THE_RATE = ("lr_reductions", "learning_rate_scale", "learning_rate")
 
 
@@ -228,23 +232,31 @@ class HealingReport:
 
     def table(self) -> Table:
         """The incidents as a table for the terminal."""
-        table = Table(title="What happened", header_style="bold")
-        repeated = ("steps\ndone again",) if self.steps_repeated else ()
-        columns = ("step", "fault", "cause found", "remedy", "steps\nlost", *repeated, "seconds\nlost", "outcome")
-        for column in columns:
-            numeric = column.startswith(("step", "seconds"))
-            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        table = Table(title="What happened", header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for column in ("step", "fault", "cause found", "remedy", "cost", "outcome"):
+            # What is short is left whole, and of the fault its words: names of exceptions are searched for.
+            short = column not in ("cause found", "remedy")
+            table.add_column(column, justify="right" if column == "step" else "left", overflow="fold", no_wrap=short)
         for incident in self.incidents:
             cells = (
                 str(incident["step"]),
-                incident["symptom"].replace("_", " "),
+                textwrap.fill(incident["symptom"].replace("_", " "), _FAULT_WIDTH),
                 incident["cause"],
                 ", ".join(action.replace("_", " ") for action in incident["actions"]) or "-",
-                str(incident["steps_lost"]),
-                *([str(incident["steps_repeated"])] if repeated else ()),
-                f"{incident['seconds_lost']:.2f}",
-                incident["outcome"],
+                _cost(incident),
+                incident["outcome"].replace("_", "\n"),
             )
             # Not as markup: causes quote exceptions.
             table.add_row(*(Text(printable(cell)) for cell in cells))
         return table
+
+
+def _cost(incident: Mapping[str, Any]) -> str:
+    """Steps and seconds that it cost, below each other."""
+    lost, again, seconds = incident["steps_lost"], incident["steps_repeated"], incident["seconds_lost"]
+    told = [
+        *([f"{counted(lost, 'step')} lost"] if lost else []),
+        *([f"{again:,} repeated"] if again else []),
+        *([f"{seconds:.1f} s"] if seconds >= 0.05 else []),
+    ]
+    return "\n".join(told) or "-"

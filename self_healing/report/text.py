@@ -36,7 +36,7 @@ def show(report: RunReport, summary: HealingReport, console: Console) -> None:
     _line(console, "" if report.goodput is None else goodput_line(report.goodput))
     for budget in report.budgets:
         if budget.used:
-            _line(console, f"Budget: {budget.left:g} of {budget.limit:g} {budget.name} left ({budget.setting}).")
+            _line(console, f"Budget, {budget.name}: {budget.left:g} of {budget.limit:g} left ({budget.setting}).")
     _show_named(report, console)
     for table in _tables(report):
         if table.row_count:
