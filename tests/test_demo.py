@@ -7,19 +7,22 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import journal, quarantined
+from demo_output import FILES, OUTPUT_DIR, demo_in_terminal, in_every_run, torn_lines
 from PIL import Image
+from replayed_terminal import screen
 from rich.console import Console
 from rich.text import Text
 
 from self_healing import HealingConfig
-from self_healing.chaos import Survival
+from self_healing.chaos import Ledger, Survival
 from self_healing.demo import (
     BROKEN_CHARACTER,
     DemoFault,
@@ -29,19 +32,22 @@ from self_healing.demo import (
     demo_faults,
     faults,
     launch,
+    rehearsal,
     run_demo,
     run_rehearsal,
     stdlib_docstrings,
     text,
 )
-from self_healing.demo.events import Ended, Event, Loaded, Ready, Ruined, Stepped, Stopped, Struck
+from self_healing.demo.events import Ended, Event, Healed, Loaded, Ready, Ruined, Stepped, Stopped, Struck
 from self_healing.demo.launch import in_turn
 from self_healing.demo.picture import draw_curves
 from self_healing.demo.plot import braille_curve
 from self_healing.demo.record import RunRecord, first_difference
+from self_healing.demo.rehearsal import rehearsal_faults
 from self_healing.demo.runs import HEALED, PLAIN, TWIN
 from self_healing.demo.screen import Lines, SideBySide, screen_for
 from self_healing.demo.tiny import unigram_loss
+from self_healing.files import append_line
 
 
 SMALL = DemoSize(steps=12, rows=2, tokens=32, vocabulary=400, width=32, layers=1, held_out=16)
@@ -323,6 +329,185 @@ def test_a_job_that_learns_survives_chaos(tmp_path: Path) -> None:
     assert result.held_out_loss < result.unigram_loss - 0.5
     assert "goes on from the checkpoint of step 60" in terminal.getvalue()
     assert f"Ledger: {tmp_path / 'chaos.jsonl'}" in terminal.getvalue()
+
+
+# ---- what it prints, as it is kept in docs/img ----
+
+
+WIDTHS = pytest.mark.parametrize("columns", FILES, ids=str)
+
+
+def kept(columns: int | None) -> list[str]:
+    """The two halves of what is kept."""
+    text = FILES[columns].read_text(encoding="utf-8")
+    contrast, begins, rehearsed = text.partition("\nChaos:")
+    return [contrast, begins + rehearsed]
+
+
+def printed(show: Callable[[Console], Any], columns: int | None) -> str:
+    """What is on a terminal of some width in the end, or piped."""
+    console = Console(file=io.StringIO(), width=columns or 80, height=24, force_terminal=columns is not None)
+    show(console)
+    text = console.file.getvalue()
+    # A terminal begins the next line at its left edge.
+    return text if columns is None else "\n".join(screen(text.replace("\n", "\r\n"), columns))
+
+
+@pytest.fixture
+def in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the demo was when what is kept was printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@WIDTHS
+def test_no_line_of_what_is_kept_is_torn(columns: int | None) -> None:
+    text = FILES[columns].read_text(encoding="utf-8")
+    assert torn_lines(text, columns or 80) == []
+    assert "\x1b" not in text
+    for ending in ("Every fault was found and healed, and no step was lost.\n", "Every fault was survived.\n"):
+        assert text.count(ending) == 1
+
+
+def test_a_torn_line_is_found() -> None:
+    whole = "╭──╮\n│ x│\n╰──╯\nSome words"
+    assert torn_lines(whole, 10) == []
+    assert torn_lines(whole, 9) == ["Some words"]
+    for torn in ("│ x", "│  x│", " x│", "│ x│[self_healing] step 1"):
+        assert torn_lines(whole.replace("│ x│", torn), 30) == [torn]
+
+
+def incident(fault: DemoFault, cause: str, symptom: str, *actions: str, **evidence: Any) -> dict[str, Any]:
+    return {
+        "step": fault.step,
+        "symptom": symptom,
+        "failure": fault.failure.value,
+        "cause": cause,
+        "evidence": evidence,
+        "actions": list(actions),
+        "outcome": "resolved",
+        "steps_lost": 0,
+        "seconds_lost": 1.5,
+    }
+
+
+def made_up_runs(*_: Any) -> Iterator[tuple[str, Event]]:
+    """What the three runs of the demo tell when all is well."""
+    steps = DemoSize().steps
+    nan, poison, connection = demo_faults(steps)
+    rows = [{"dataset_index": 964}]
+    incidents = [
+        incident(nan, "transient", "nonfinite_loss", "use_reexecuted_step"),
+        incident(poison, "poison rows", "nonfinite_loss", "quarantine_rows", "drop_rows", rows=rows),
+        incident(connection, "network", "ConnectionError", "emergency_checkpoint", "wait_and_resume"),
+    ]
+    struck = frozenset(fault.kind for fault in (nan, poison, connection))
+    for name in (PLAIN, HEALED, TWIN):
+        yield name, Loaded()
+        yield name, Ready(1000)
+        for step in range(1, steps + 1):
+            ruined = name == PLAIN and step > nan.step
+            weights = f"{step} {name if ruined or step > poison.step else ''}"
+            yield name, Stepped(step, 0.0 if ruined else 6 - step / 150, math.nan if ruined else 1.0, weights)
+            for fault, healed in zip((nan, poison, connection), incidents, strict=True):
+                if step == fault.step and name != TWIN:
+                    yield name, Struck(step, fault.what)
+                    if name == HEALED:
+                        yield name, Healed(step, healed)
+            if name == PLAIN and step == nan.step + 1:
+                yield name, Ruined(step, "20 of 20 weight tensors")
+            if name == PLAIN and step == connection.step:
+                error = "[Errno 104] Connection reset by peer (rehearsed by self_healing.chaos)"
+                yield name, Stopped(step, "ConnectionError", error)
+                yield name, Ended(step, math.nan, struck, [])
+                break
+        else:
+            yield name, Ended(steps, 5.1784, struck, incidents if name == HEALED else [])
+
+
+def show_made_up_runs(console: Console) -> None:
+    started = {"schema": 1, "time": 0.0, "run": "20260101-000000-abcdef", "rank": 0, "attempt": 1, "step": 0}
+    Path(OUTPUT_DIR).mkdir(parents=True)
+    append_line(Path(OUTPUT_DIR) / "healing_events.jsonl", started | {"kind": "run_started"})
+    run_demo(OUTPUT_DIR, console=console, launch=made_up_runs)
+
+
+@WIDTHS
+def test_the_contrast_prints_what_is_kept(in_a_terminal: None, columns: int | None) -> None:
+    text = printed(show_made_up_runs, columns)
+    assert torn_lines(text, columns or 80) == []
+    assert in_every_run(text) == in_every_run(kept(columns)[0])
+
+
+def made_up_job(directory: Path, steps: int, seed: int, ledger: Ledger, log: Path) -> Iterator[dict[str, Any] | int]:
+    """What a job that survives tells, and writes down."""
+    directory.mkdir(parents=True)
+    asked_for = rehearsal_faults(steps).split(",")
+    ledger.write("run", run_dir=str(directory), faults=asked_for)
+    yield {"pid": 1000}
+    actions = {
+        "out_of_memory": ["free_memory"],
+        "hang": ["write_stacks", "interrupt", "emergency_checkpoint", "resume"],
+        "process_died": ["resume"],
+    }
+    due = dict(zip((20, 40, 62), zip(asked_for, actions.items(), strict=True), strict=True))
+    run = "20260101-000000-abcdef"
+    for step in range(steps + 1):
+        if step:
+            yield {"step": step, "loss": 6 - step / 50}
+        if step not in due:
+            continue
+        fault, (failure, done) = due[step]
+        ledger.strike(fault, fault.partition("@")[0], step, 1, {})
+        yield {}
+        if failure == "process_died":
+            yield {"pid": 1001}
+            yield from ({"step": again, "loss": 5.0} for again in (61, 62))
+        incident = {"time": time.time(), "step": step, "incident": f"{run}-{asked_for.index(fault) + 1:03}"}
+        events = [{"kind": "action", "action": action, "happened": True} for action in done]
+        for event in [*events, {"kind": "outcome", "failure": failure, "outcome": "resolved"}]:
+            append_line(directory / "healing_events.jsonl", incident | event)
+    yield {"held_out_loss": 4.0, "unigram_loss": 5.0}
+    yield 0
+
+
+def show_made_up_job(console: Console) -> None:
+    run_rehearsal(Path(OUTPUT_DIR) / "chaos", console=console)
+    console.print(f"Again: self-healing report {OUTPUT_DIR}")
+
+
+@WIDTHS
+def test_chaos_prints_what_is_kept(in_a_terminal: None, columns: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "_lines_of", made_up_job)
+    text = printed(show_made_up_job, columns)
+    assert torn_lines(text, columns or 80) == []
+    assert in_every_run(text) == in_every_run(kept(columns)[1])
+
+
+@pytest.mark.parametrize("columns", [60, 79, 100, 200])
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+def test_no_line_is_torn_in_other_terminals(
+    in_a_terminal: None, columns: int, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "_lines_of", made_up_job)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def show(console: Console) -> None:
+        show_made_up_runs(console)
+        show_made_up_job(console)
+
+    text = printed(show, columns)
+    assert torn_lines(text, columns) == []
+    assert ("with self_healing ─" in text) == (columns >= 80 and "TERM" not in environment)
+
+
+@pytest.mark.slow
+@WIDTHS
+def test_the_demo_prints_what_is_kept(columns: int | None, tmp_path: Path) -> None:
+    text = demo_in_terminal(columns, tmp_path)
+    assert torn_lines(text, columns or 80) == []
+    assert in_every_run(text) == in_every_run("".join(kept(columns)))
 
 
 # ---- all of it ----

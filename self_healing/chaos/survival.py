@@ -80,6 +80,8 @@ class Survival:
             rightly pass unnoticed.
         detail (`dict`):
             What it was done to.
+        actions (`tuple[str, ...]`):
+            What was done about it, as the journal names it.
     """
 
     fault: str
@@ -89,6 +91,7 @@ class Survival:
     outcome: str
     survived: bool
     detail: dict[str, Any] = field(default_factory=dict)
+    actions: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -100,6 +103,7 @@ class _Seen:
     step: int
     failure: str | None = None
     outcome: str = "open"
+    actions: list[str] = field(default_factory=list)
     taken: bool = False
     # Of the process that died, where the next one knows it.
     pid: int | None = None
@@ -158,6 +162,8 @@ def _incidents(events: Sequence[dict[str, Any]]) -> list[_Seen]:
         incident = found.setdefault(name, _Seen(name, event["time"], event["step"]))
         incident.failure = event.get("failure") or incident.failure
         incident.outcome = event.get("outcome") or incident.outcome
+        if event.get("kind") == "action" and event.get("happened"):
+            incident.actions.append(event["action"])
         if incident.pid is None and isinstance(event.get("evidence"), dict):
             incident.pid = event["evidence"].get("pid")
     return list(found.values())
@@ -184,7 +190,8 @@ def _survival(strike: Strike, incidents: Sequence[_Seen], passed_over: set[str])
         return Survival(strike.fault, strike.step, True, None, may or "no incident", may is not None, strike.detail)
     incident.taken = True
     outlived = incident.outcome != "fatal"
-    return Survival(strike.fault, strike.step, True, incident.id, incident.outcome, outlived, strike.detail)
+    done = tuple(incident.actions)
+    return Survival(strike.fault, strike.step, True, incident.id, incident.outcome, outlived, strike.detail, done)
 
 
 def _speaks_of(incident: _Seen, strike: Strike) -> bool:
@@ -215,13 +222,12 @@ def _matching(strike: Strike, incidents: Sequence[_Seen]) -> _Seen | None:
 def survival_table(rows: Sequence[Survival]) -> Table:
     """Puts the rows into a table for the terminal."""
     table = Table(title="What was survived", header_style="bold")
-    for column in ("fault", "step", "struck", "incident", "outcome", "survived"):
+    for column in ("fault", "step", "incident", "outcome", "survived"):
         table.add_column(column, justify="right" if column == "step" else "left", overflow="fold")
     for row in rows:
         table.add_row(
             row.fault,
             "-" if row.step is None else str(row.step),
-            "yes" if row.effect else "no",
             row.incident or "-",
             row.outcome,
             "[green]yes[/green]" if row.survived else "[bold red]no[/bold red]",

@@ -69,7 +69,7 @@ class RehearsalResult:
 
 def rehearsal_faults(steps: int) -> str:
     """Gives the faults of the rehearsal, a quarter of the run apart."""
-    return f"oom@{steps // 4},hang@{steps // 2}:seconds=600,sigkill@{3 * steps // 4 + 2}"
+    return f"oom@{steps // 4},hang@{steps // 2}:seconds=60,sigkill@{3 * steps // 4 + 2}"
 
 
 def run_rehearsal(
@@ -109,6 +109,7 @@ def run_rehearsal(
                 told.update(line)
                 picture.take_in(line)
             picture.strikes(ledger.strikes())
+            picture.outcomes(survived(ledger, ledger.run_dirs()))
     assert code is not None
     rows = survived(ledger, ledger.run_dirs())
     result = RehearsalResult(code, rows, told.get("held_out_loss"), told.get("unigram_loss"))
@@ -124,7 +125,7 @@ def run_rehearsal(
         )
     if not result.problems:
         console.print("[bold green]Every fault was survived.[/]")
-    console.print(f"Ledger: {ledger.path}", soft_wrap=True)
+    console.print(f"Ledger: {directory.parent / LEDGER_FILE}", soft_wrap=True)
     return result
 
 
@@ -180,6 +181,7 @@ class _Picture:
         self._console, self._steps = console, steps
         self._losses: dict[int, float] = {}
         self._step = self._processes = self._struck = 0
+        self._healed: set[str] = set()
         self._notes: list[Text] = []
         self._draws = can_draw(console)
         self._live = Live(console=console, get_renderable=self._drawn, refresh_per_second=8)
@@ -214,11 +216,20 @@ class _Picture:
             self._note("bold yellow", f"{strike.kind}: {KINDS[strike.kind].what}")
         self._struck = len(strikes)
 
+    def outcomes(self, rows: Sequence[Survival]) -> None:
+        for row in rows:
+            if row.incident is None or row.fault in self._healed or not row.survived or row.outcome == "open":
+                continue
+            self._healed.add(row.fault)
+            done = ", ".join(action.replace("_", " ") for action in row.actions)
+            self._note("bold green", f"healed {row.fault.partition('@')[0]}: {done}")
+
     def _note(self, style: str, text: str) -> None:
         if self._draws:
             self._notes.append(Text(f"{self._step:>4}  {text}", style, no_wrap=True, overflow="ellipsis"))
         else:
-            self._console.print(f"  {self._step:>4}/{self._steps}  [{style}]{escape(text)}[/]")
+            piped = not self._console.is_terminal
+            self._console.print(f"  {self._step:>4}/{self._steps}  [{style}]{escape(text)}[/]", soft_wrap=piped)
 
     def _drawn(self) -> RenderableType:
         width = max(self._console.width - 4, 1)

@@ -24,7 +24,7 @@ from .runs import HEALED, PLAIN, TWIN
 
 TITLES = {PLAIN: "plain trainer", HEALED: "with self_healing", TWIN: "fault-free twin"}
 # Panels side by side need this much; a notebook or a file has no room that could be drawn over.
-_NARROWEST = 76
+_NARROWEST = 80
 _CURVE_LINES, _NOTE_LINES = 6, 7
 
 
@@ -101,7 +101,9 @@ class Lines:
             self._say(name, getattr(event, "step", 0), f"[{style}]{word:<8}[/] {escape(text)}")
 
     def _say(self, name: str, step: int, text: str) -> None:
-        self._console.print(f"  {name:<6}  {step:>4}/{self._runs[name].steps}  {text}")
+        # In a file, a line that is searched for is in one piece.
+        piped = not self._console.is_terminal
+        self._console.print(f"  {name:<6}  {step:>4}/{self._runs[name].steps}  {text}", soft_wrap=piped)
 
 
 class SideBySide:

@@ -133,5 +133,5 @@ def _came_to(run: RunRecord) -> str:
 
 def _weights(run: RunRecord) -> str:
     if run.ruined is None:
-        return "all numbers"
+        return "all finite"
     return f"[bold red]{run.ruined.tensors}\nhold NaN since step {run.ruined.step}[/]"
