@@ -130,7 +130,8 @@ def report(
 
     try:
         found = read_run(run_dir, run, charts=as_json or briefing or html is not None)
-        summary = HealingReport.from_run_dir(run_dir) if run is None else HealingReport.of_run(run_dir, run)
+        # What cannot be read is among the remarks of the other.
+        summary, _ = HealingReport.read(run_dir, run)
     except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

@@ -98,6 +98,15 @@ def test_report_writes_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text(encoding="utf-8").count('class="incident ') == 2
 
 
+def test_report_says_once_that_lines_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_journal(tmp_path, 1)
+    with (tmp_path / "healing_events.jsonl").open("a") as file:
+        file.write("{torn")
+    result = run("report", str(tmp_path))
+    assert result.stdout.count("1 line of the journal cannot be read") == 1
+    assert (result.stderr, caplog.text) == ("", "")
+
+
 def test_report_does_not_print_two_forms_at_once(tmp_path: Path) -> None:
     write_journal(tmp_path, 1)
     result = run("report", str(tmp_path), "--json", "--agent")

@@ -17,7 +17,7 @@ from rich.text import Text
 from ..journal.incident import Incident
 from ..own_files import EVENTS_FILE, POSTMORTEM_FILE
 from ..restarts.status import RunStatus
-from .journals import find_journal, read_events, status_in
+from .journals import Damage, find_journal, read_events, status_in
 from .words import counted, printable
 
 
@@ -117,6 +117,29 @@ class HealingReport:
             ValueError: If the file is no journal. An empty one that bears a journal's name is that of a run to which
                 nothing has happened yet.
         """
+        report, damage = cls.read(directory)
+        if told := str(damage):
+            logger.warning("%s: %s", report.journal, told)
+        return report
+
+    @classmethod
+    def read(cls, directory: str | Path, run: str | None = None) -> tuple[HealingReport, Damage]:
+        """
+        Reads the same without a word, or only one of the runs.
+
+        Args:
+            directory (`str` or `Path`):
+                As for [`from_run_dir`].
+            run (`str`, *optional*):
+                Its name. Defaults to all of them.
+
+        Returns:
+            The report, and what of the journal cannot be read.
+
+        Raises:
+            FileNotFoundError: If there is no journal.
+            ValueError: If the file is no journal.
+        """
         path, status = find_journal(Path(directory))
         if not path.is_file():
             raise FileNotFoundError(
@@ -124,9 +147,10 @@ class HealingReport:
                 "had a SelfHealingCallback."
             )
         events, damage = read_events(path)
-        if told := str(damage):
-            logger.warning("%s: %s", path, told)
-        return cls.of_events(events, path, status or status_in(events))
+        if run is not None:
+            events = [event for event in events if event["run"] == run]
+            status = status if status is not None and status.run == run else None
+        return cls.of_events(events, path, status or status_in(events, run)), damage
 
     @classmethod
     def of_events(
@@ -164,27 +188,6 @@ class HealingReport:
             )
             incident["evidence"].update(event.get("evidence", {}))
         return cls(list(incidents.values()), str(path), **rate, status=status)
-
-    @classmethod
-    def of_run(cls, directory: str | Path, run: str) -> HealingReport:
-        """
-        Reads one of several runs that wrote to the same directory.
-
-        Args:
-            directory (`str` or `Path`):
-                As for [`from_run_dir`].
-            run (`str`):
-                Its name.
-
-        Raises:
-            FileNotFoundError: If there is no journal.
-            ValueError: If the file is no journal.
-        """
-        whole = cls.from_run_dir(directory)
-        assert whole.journal is not None
-        events = [event for event in read_events(Path(whole.journal))[0] if event["run"] == run]
-        status = whole.status if whole.status is not None and whole.status.run == run else status_in(events, run)
-        return cls.of_events(events, Path(whole.journal), status)
 
     def to_dict(self) -> dict[str, Any]:
         return {
