@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import consensus
 from .checkpoints.checksums import ChecksumQueue
 from .checkpoints.marker import Standing, write_marker
@@ -41,6 +43,8 @@ from .storage.healer import SaveHealer
 
 
 logger = logging.getLogger("self_healing")
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +194,7 @@ def assemble(
     sleep: Callable[[float], None] | None = None,
     run_id: str | None = None,
     may_enter_again: bool = False,
+    device: torch.device = HOST,
 ) -> Run:
     """
     Builds a run, with all the remedies it may need.
@@ -208,9 +213,11 @@ def assemble(
             here together.
         may_enter_again (`bool`, *optional*, defaults to `False`):
             Whether an exception may leave `train()` to be healed outside, where it is entered again.
+        device (`torch.device`, *optional*):
+            Where the run trains.
     """
     heartbeat = Heartbeat(config.hang_learning_steps)
-    run_id = run_id or new_run_id()
+    run_id = run_id or new_run_id(device)
     journal = Journal(directory, config, run_id, rank)
     outcomes = Outcomes(journal, config.outcome_steps, lambda: numerics.detector.trend(), lambda: numerics.early_limit)
     context = RunContext(
@@ -253,6 +260,7 @@ def assemble(
     return Run(context, numerics, rollback, memory, quarantine, attempts, departure, ending, saves, hangs)
 
 
-def new_run_id() -> str:
-    """A name for a run that begins: the same on every rank, so all of them have to ask. Collective."""
-    return str(consensus.from_first_rank(f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"))
+def new_run_id(device: torch.device) -> str:
+    """A name for a run that begins: the same on every rank, so all of them have to come."""
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+    return consensus.from_first_rank("name of the run", lambda: run_id, device)

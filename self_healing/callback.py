@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from .instrument import (
 )
 from .journal.incident import Incident
 from .own_files import hide_from_uploads, own_patterns
+from .rollback.trusted import TAKEN
 from .start_and_end import pause_speaking, start_speaking, stop_speaking, tell_start
 
 
@@ -108,6 +110,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         fault: TrainingFault | None = None
         try:
             self._attach(trainer, state, resumed_from)
+            consensus.wait_for_all_ranks("healing is attached", args.device)
         except TrainingFault as caught:
             fault = caught
         except (ConfigurationError, CheckpointError, UnrecoverableTrainingError):
@@ -118,6 +121,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             logger.error("self_healing could not attach; training goes on without it.", exc_info=error)
             self._detach()
             self._give_up_quietly()
+            if consensus.world_size() > 1:
+                with contextlib.suppress(consensus.AgreedFailure):
+                    consensus.tell_failure("healing is attached", error, args.device)
         finally:
             if self.run is not None:
                 pause_speaking(self.run)
@@ -139,7 +145,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if adopted is None:
             refuse_unwritable_output(args)
         self.run = run = adopted or assemble(
-            self.config, Path(self.config.healing_dir or args.output_dir), rank=args.process_index
+            self.config,
+            Path(self.config.healing_dir or args.output_dir),
+            rank=args.process_index,
+            device=args.device,
         )
         if self.config != run.context.config:
             # restore_callback_states_from_checkpoint=True has built this object from a checkpoint.
@@ -184,12 +193,16 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         run, left_by = self.run, None
         if run is None or run.instrument is None:
             return
+        instrument = run.instrument
         try:
-            end_run(run, run.instrument, int(state.global_step))
+            # All is trained: what fails here is no reason to lose it.
+            with instrument.failsafe.contained():
+                end_run(run, instrument, int(state.global_step))
         except BaseException as error:
             left_by = error
             raise
         finally:
+            instrument.detach()
             stop_speaking(run, left_by)
 
     def _detach(self) -> None:
@@ -224,8 +237,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         run, instrument = self.run, self._instrument
         if run is not None and instrument is not None and instrument.attached:
             instrument.step_begins()
-            with instrument.failsafe.contained():
-                run.rollback.states.step_begins(int(state.global_step), run.numerics.calm)
+            states, failsafe, due = run.rollback.states, instrument.failsafe, False
+            with failsafe.contained(), failsafe.alike("a snapshot is due"):
+                due = states.step_begins(int(state.global_step), run.numerics.calm)
+            if due:
+                with failsafe.contained(), failsafe.together("a snapshot is taken", ends_with=TAKEN):
+                    states.take_snapshot(int(state.global_step))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -271,7 +288,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # The others may still be writing their parts (rng_state_N.pth) of what is about to be called complete. Before
         # anything that a rank may see otherwise than the others: all of them save, whatever they think of us.
-        consensus.wait_for_all_ranks(args.device)
+        consensus.wait_for_all_ranks("all have written their part of the checkpoint", args.device)
         run = self.run
         if run is None or run.instrument is None or run.broken or not args.should_save:
             return

@@ -1,11 +1,79 @@
-"""Collectives by which all ranks see the same step and decide the same."""
+"""
+Votes by which all ranks see the same step and decide the same.
+
+Every vote is the same operation on a tensor of the same shape, a ballot, whatever is asked. So a rank whose own code
+has failed anywhere between two votes casts one ballot that says so, whichever vote the others are in, and all of them
+learn it there, at the same moment, and take the same way out: each vote raises [`AgreedFailure`] on all ranks or on
+none. An answer may be a function: what it raises is cast in place of its answer.
+
+Ranks come to each vote together: no condition that holds on one rank alone (bytes, memory, files, exceptions that were
+contained, threads) may stand before one.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import pickle
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from .log_safely import log_safely
+
+
+logger = logging.getLogger("self_healing")
+
+_T = TypeVar("_T")
+_Answers = Sequence[float] | torch.Tensor
+
+# A ballot: which question, whether this rank's own code has failed, whether its training code has raised in an
+# experiment, and the answers.
+_QUESTION, _FAILED, _RAISED, _FIRST_ANSWER = 0, 1, 2, 3
+_ANSWERS = 5
+# Sums of such numbers over some thousand ranks are exact in single precision, which every device has.
+_QUESTIONS = 4096
+# How long a rank that failed waits for the others: to fail alike, or to be through what they compute.
+_MEETING_SECONDS, _COMPUTING_SECONDS = 10.0, 20.0
+
+
+class AgreedFailure(Exception):
+    """Raised on all ranks in the same vote."""
+
+
+class RankFailed(AgreedFailure):
+    """Reports that code of this library has failed on a rank, maybe this one."""
+
+
+class RankRaised(AgreedFailure):
+    """Reports that training code has raised on a rank, maybe this one, in an experiment."""
+
+
+class RanksDisagree(AgreedFailure):
+    """Reports that ranks have come to different votes at the same time."""
+
+
+class Stranded(Exception):
+    """
+    Ends the process of a rank that can neither go on with the others nor tell them so: they may wait for it in a
+    collective of the training, and learn from its end that it is gone.
+    """
+
+
+class _Votes:
+    """Counts the votes of this process, the same on all ranks as long as they go together."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = ""
+
+
+_votes = _Votes()
 
 
 def world_size() -> int:
@@ -13,47 +81,238 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set on any rank. Collective: every rank must call it, in the same order."""
-    if world_size() == 1:
-        return flag
-    vote = torch.tensor(float(flag), device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    return bool(vote.item())
-
-
-def wait_for_all_ranks(device: torch.device) -> None:
-    """Returns once every rank has called it. Collective."""
-    # A barrier returns before the others have called it where the device works asynchronously; a value that is read
-    # on the host does not.
-    any_rank(False, device)
-
-
-def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Sum of a small tensor over all ranks; a NaN or Inf of any rank stays one. Collective."""
-    if world_size() > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.SUM)
-    return values
-
-
-def largest_of_ranks(value: float, device: torch.device) -> float:
-    """The largest value of any rank. Collective."""
-    if world_size() == 1:
-        return value
-    largest = torch.tensor(value, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return float(largest.item())
-
-
 def is_first_rank() -> bool:
     """Whether this process is the one that decides about files."""
     return world_size() == 1 or dist.get_rank() == 0
 
 
-def from_first_rank(value: Any) -> Any:
-    """Returns the value of the first rank on every rank. Collective."""
+# ---- votes: every rank has to come ----
+
+
+def sum_over_ranks(question: str, answers: _Answers | Callable[[], _Answers], device: torch.device) -> list[float]:
+    """
+    Sums numbers over all ranks; a NaN or Inf of any rank stays one.
+
+    Args:
+        question (`str`):
+            What is asked, the same on all ranks.
+        answers (`Sequence[float]`, `torch.Tensor`, or a function that gives them):
+            Up to five numbers of this rank, in single precision.
+        device (`torch.device`):
+            Where the run trains.
+
+    Raises:
+        AgreedFailure: On all ranks, if one has failed, or is in another vote.
+    """
     if world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+        given = answers() if callable(answers) else answers
+        return given.tolist() if isinstance(given, torch.Tensor) else [float(each) for each in given]
+    try:
+        ballot = _ballot(question, answers() if callable(answers) else answers, device)
+    except Exception as error:
+        tell_failure(question, error, device)
+    return _cast(question, ballot)
+
+
+def any_rank(question: str, flag: bool | Callable[[], bool], device: torch.device) -> bool:
+    """Whether a flag, or what a function gives, is true on any rank. As [`sum_over_ranks`]."""
+    return sum_over_ranks(question, lambda: [float(_answer(flag))], device)[0] > 0
+
+
+def all_ranks(question: str, flag: bool | Callable[[], bool], device: torch.device) -> bool:
+    """Whether a flag, or what a function gives, is true on all ranks. As [`sum_over_ranks`]."""
+    return not any_rank(question, lambda: not _answer(flag), device)
+
+
+def wait_for_all_ranks(question: str, device: torch.device) -> None:
+    """Returns once every rank has come, and none has failed. As [`sum_over_ranks`]."""
+    # A barrier returns before the others have come where the device works asynchronously; a value that is read on the
+    # host does not.
+    sum_over_ranks(question, (), device)
+
+
+def largest(question: str, answers: _Answers | Callable[[], _Answers], device: torch.device) -> list[float]:
+    """Takes the largest of each number over all ranks. As [`sum_over_ranks`]."""
+    if world_size() == 1:
+        return sum_over_ranks(question, answers, device)
+    found: torch.Tensor | None = None
+
+    def prepare() -> tuple[()]:
+        nonlocal found
+        found = torch.as_tensor(_answer(answers), dtype=torch.float32).to(device)
+        return ()
+
+    sum_over_ranks(question, prepare, device)
+    assert found is not None
+    # All are here, and nothing can come between.
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [float(each) for each in found.tolist()]
+
+
+def smallest(question: str, value: float | Callable[[], float], device: torch.device) -> float:
+    """The smallest of a number over all ranks. As [`sum_over_ranks`]."""
+    return -largest(question, lambda: [-_answer(value)], device)[0]
+
+
+def from_first_rank(question: str, find: Callable[[], _T], device: torch.device) -> _T:
+    """Calls a function on the first rank alone, and gives what it gives to all. As [`sum_over_ranks`]."""
+    if world_size() == 1:
+        return find()
+    content = b""
+
+    def size() -> list[float]:
+        nonlocal content
+        content = pickle.dumps(find()) if dist.get_rank() == 0 else b""
+        return [float(len(content))]
+
+    length = int(sum_over_ranks(question, size, device)[0])
+    box = torch.tensor(list(content or bytes(length)), dtype=torch.uint8, device=device)
+    dist.broadcast(box, src=0)
+    received: _T = pickle.loads(bytes(box.tolist()))
+    return received
+
+
+# ---- a rank that failed ----
+
+
+def tell_failure(question: str, error: Exception, device: torch.device) -> NoReturn:
+    """
+    Tells the other ranks, in the vote they are in or come to next, that code of this library has failed here.
+
+    Args:
+        question (`str`):
+            What this rank was about.
+        error (`Exception`):
+            The failure.
+        device (`torch.device`):
+            Where the run trains.
+
+    Raises:
+        RankFailed: On all ranks.
+    """
+    if isinstance(error, AgreedFailure | Stranded):
+        raise error
+    log_failure(question, error)
+    _cast(question, _ballot(question, (), device, failed=True))
+    raise AssertionError("a ballot that says so raises")
+
+
+def log_failure(question: str, error: Exception) -> None:
+    """Logs a failure of this library on one of several ranks."""
+    # Not raised from it: what it is (memory that ran out) holds on this rank alone, and all have to do the same.
+    text = "self_healing failed on rank %d (%s), and says so to the other ranks. Please report this traceback."
+    log_safely(logger, logging.ERROR, text, dist.get_rank(), question, exc_info=error)
+
+
+def tell_raised(question: str, device: torch.device) -> NoReturn:
+    """
+    Tells the other ranks, in the vote they are in or come to next, that training code has raised here in an
+    experiment.
+
+    Raises:
+        RankRaised: On all ranks, unless one of them has failed.
+    """
+    _cast(question, _ballot(question, (), device, raised=True))
+    raise AssertionError("a ballot that says so raises")
+
+
+def came_through() -> None:
+    """Notes that this rank is through what may have been a collective of the training, entered after the last vote."""
+    store = _store() if world_size() > 1 else None
+    if store is not None:
+        store.set(f"self_healing/through/{dist.get_rank()}", str(_votes.count))
+
+
+def all_came_through(seconds: float = _COMPUTING_SECONDS) -> bool:
+    """
+    Waits for all ranks to be through what this one is through, by [`came_through`]. For a rank that has left it early,
+    and cannot know whether others wait for it there.
+
+    Args:
+        seconds (`float`, *optional*):
+            How long to wait for them.
+    """
+    came_through()
+    store, until, behind = _store(), time.monotonic() + seconds, list(range(world_size()))
+    while store is not None:
+        keys = {rank: f"self_healing/through/{rank}" for rank in behind}
+        behind = [rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < _votes.count]
+        if not behind or time.monotonic() > until:
+            return not behind
+        time.sleep(0.05)
+    return world_size() == 1
+
+
+def all_fail_alike(why: str, seconds: float = _MEETING_SECONDS) -> bool:
+    """
+    Waits for all other ranks to have failed at the same place: between the same two votes. For a rank that cannot cast
+    a ballot, because the others may be in a collective of the training.
+
+    Args:
+        why (`str`):
+            What failed.
+        seconds (`float`, *optional*):
+            How long to wait for them.
+    """
+    store = _store()
+    if store is None:
+        return False
+    place = f"self_healing/failed/{_votes.count}/{zlib.crc32(why.encode())}"
+    try:
+        store.set(f"{place}/{dist.get_rank()}", b"")
+        store.wait([f"{place}/{rank}" for rank in range(world_size())], timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _store() -> Any:
+    """What the job keeps for all its processes, beside collectives; `None` where there is none (one process, MPI)."""
+    return dist.distributed_c10d._get_default_store() if world_size() > 1 else None
+
+
+# ---- the ballot ----
+
+
+def votes_cast() -> tuple[int, str]:
+    """Number of votes this process has taken part in, and the question of the last one."""
+    return _votes.count, _votes.last
+
+
+def _answer(value: Any) -> Any:
+    return value() if callable(value) else value
+
+
+@lru_cache(maxsize=256)
+def _number_of(question: str) -> int:
+    return zlib.crc32(question.encode()) % _QUESTIONS
+
+
+def _ballot(
+    question: str, answers: _Answers, device: torch.device, failed: bool = False, raised: bool = False
+) -> torch.Tensor:
+    if len(answers) > _ANSWERS:
+        raise ValueError(f"{question!r} has {len(answers)} answers; a ballot holds {_ANSWERS}")
+    if isinstance(answers, torch.Tensor):
+        # Without a look from the host, for which it would have to wait.
+        ballot = torch.zeros(_FIRST_ANSWER + _ANSWERS, device=device)
+        ballot[_QUESTION] = _number_of(question)
+        ballot[_FIRST_ANSWER : _FIRST_ANSWER + len(answers)] = answers
+        return ballot
+    blank = [0.0] * (_ANSWERS - len(answers))
+    return torch.tensor([_number_of(question), failed, raised, *answers, *blank], dtype=torch.float32, device=device)
+
+
+def _cast(question: str, ballot: torch.Tensor) -> list[float]:
+    expected = world_size() * _number_of(question)
+    _votes.count, _votes.last = _votes.count + 1, question
+    dist.all_reduce(ballot)
+    found: list[float] = ballot.tolist()
+    if found[_FAILED] > 0:
+        raise RankFailed(f"{question}: code of self_healing has failed on a rank")
+    if found[_RAISED] > 0:
+        raise RankRaised(f"{question}: the training code has raised on a rank")
+    # Where some ranks ask one question and the others another, the sum is what none of them expects.
+    if found[_QUESTION] != expected:
+        raise RanksDisagree(f"{question}: other ranks are in another vote")
+    return found[_FIRST_ANSWER:]

@@ -34,7 +34,8 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
     context, args, leaves = run.context, instrument.trainer.args, run.departure.begun
     healers = context.attachment.healers
     if not run.broken and instrument.attached:
-        with instrument.failsafe.contained(), context.heartbeat.section("judge"):
+        failsafe = instrument.failsafe
+        with failsafe.contained(), failsafe.together("the end is looked at"), context.heartbeat.section("judge"):
             healers.last_step_taken()
     run.numerics.close_outcomes(unfollowed="resolved")
     healers.run_ends(step)

@@ -37,7 +37,7 @@ def refuse_unwritable_output(args: Any) -> None:
             refuse_unwritable(args)
         except ConfigurationError as error:
             refusal = str(error)
-    refusal = consensus.from_first_rank(refusal)
+    refusal = consensus.from_first_rank("checkpoints can be written", lambda: refusal, args.device)
     if refusal is not None:
         raise ConfigurationError(refusal)
 
@@ -63,7 +63,9 @@ def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
             told = check_resumed(checkpoint, str(context.instrument.trainer.args.output_dir))
         except CheckpointError as error:
             refusal = error
-    told, reason = consensus.from_first_rank((told, None if refusal is None else str(refusal)))
+    found = told, None if refusal is None else str(refusal)
+    device = context.instrument.view.device
+    told, reason = consensus.from_first_rank("the checkpoint can be resumed from", lambda: found, device)
     if reason is not None:
         context.journal.event("checkpoint_passed_over", context.step, path=str(checkpoint), reason=reason)
         raise refusal or CheckpointError(reason)
@@ -90,7 +92,7 @@ def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> b
     """
     instrument = context.instrument
     found = instrument.view.nonfinite_tensors()
-    if not consensus.any_rank(bool(found), instrument.view.device):
+    if not consensus.any_rank("what training begins with is not finite", bool(found), instrument.view.device):
         return True
     step, names = instrument.view.step, ", ".join(found[:5]) or "on another rank"
     origin = "the model was given" if resumed_from is None else f"resumed from {resumed_from}"

@@ -193,7 +193,13 @@ class SelfHealingTrainer:
         start = find_start(self.trainer, self.config, requested)
         directory = Path(self.config.healing_dir or args.output_dir)
         self._run = run = assemble(
-            self.config, directory, args.process_index, self._sleep, start.run, consensus.world_size() == 1
+            self.config,
+            directory,
+            args.process_index,
+            self._sleep,
+            start.run,
+            may_enter_again=consensus.world_size() == 1,
+            device=args.device,
         )
         run.context.attachment.trainer = self.trainer
         record = start.record or RunRecord(Path(args.output_dir), run.context.run_id, kept=not start.beside)

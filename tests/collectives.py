@@ -1,4 +1,4 @@
-"""Run by test_collectives.py under torchrun: counts the collectives of healthy runs, without and with the callback."""
+"""Run by test_collectives.py under torchrun: counts the collectives of healthy runs, without and with healing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch.distributed
-from conftest import build_tokenizer, leave_together, sft_trainer
+from conftest import VOTES, build_tokenizer, leave_together, sft_trainer
 from torch.profiler import ProfilerActivity, profile
 from transformers import set_seed
 
@@ -21,31 +20,13 @@ from self_healing import SelfHealingCallback
 SHORT, LONG = 3, 5
 
 
-class Callers:
-    """Which function of this package asks for a collective, by name."""
-
-    NAMES = ("all_reduce", "broadcast_object_list", "barrier", "all_gather_object")
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        for name in self.NAMES:
-            setattr(torch.distributed, name, self._counting(getattr(torch.distributed, name)))
-
-    def _counting(self, original: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1)
-            if str(caller.f_globals.get("__name__")).startswith("self_healing"):
-                self.counts[caller.f_code.co_name] += 1
-            return original(*args, **kwargs)
-
-        return counted
-
-
 def main(directory: Path) -> None:
-    tokenizer, callers = build_tokenizer(), Callers()
+    tokenizer = build_tokenizer()
+    assert VOTES is not None
+    asked = VOTES.questions
 
     def counts(healed: bool, steps: int) -> tuple[Counter[str], Counter[str]]:
-        """Of a whole run: by operation, and by function of this package."""
+        """Of a whole run: by operation, and by what was asked."""
         set_seed(1234)
         trainer = sft_trainer(
             directory / f"{healed}-{steps}",
@@ -54,11 +35,11 @@ def main(directory: Path) -> None:
             ddp_backend="gloo",
             max_steps=steps,
         )
-        callers.counts.clear()
+        before = len(asked)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             trainer.train()
         by_operation = Counter(event.name for event in profiled.events() if event.name.startswith("c10d::"))
-        return by_operation, Counter(callers.counts)
+        return by_operation, Counter(asked[before:])
 
     counts(healed=False, steps=1)
     results: dict[str, Any] = {}
@@ -66,9 +47,9 @@ def main(directory: Path) -> None:
         (short, short_by), (long, long_by) = counts(healed, SHORT), counts(healed, LONG)
         results[name] = {
             "per_step": {each: (long[each] - short[each]) / (LONG - SHORT) for each in long},
-            "per_step_by_function": {each: (long_by[each] - short_by[each]) / (LONG - SHORT) for each in long_by},
+            "per_step_by_question": {each: (long_by[each] - short_by[each]) / (LONG - SHORT) for each in long_by},
             "run": long,
-            "run_by_function": long_by,
+            "run_by_question": long_by,
         }
     (directory / f"results.{os.environ['RANK']}.json").write_text(json.dumps(results))
 

@@ -20,6 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from recorded_votes import RecordedVotes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
@@ -71,6 +72,8 @@ except ImportError as _missing:
 
 
 torch.set_num_threads(1)
+# In a process of several, started by torchrun.
+VOTES = RecordedVotes() if "RANK" in os.environ else None
 # Where the models of all tests are trained, and in which precision: `make test-gpu` has them on a GPU.
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 PRECISION = os.environ.get("TEST_PRECISION", "fp32")
@@ -535,7 +538,12 @@ def losses(trainer: Trainer) -> list[float]:
 
 
 def leave_together() -> None:
-    """Ends a process of several: gloo threads that outlive the others, or the interpreter, abort it now and then."""
+    """
+    Ends a process of several, which have all taken part in the same votes. Gloo threads that outlive the others, or
+    the interpreter, abort it now and then.
+    """
+    if VOTES is not None:
+        VOTES.compare()
     torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)

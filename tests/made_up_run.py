@@ -14,6 +14,9 @@ import torch
 from self_healing import Action, HealingConfig, UnrecoverableTrainingError
 from self_healing.actions import HealingContext
 from self_healing.detectors import DetectorPanel
+from self_healing.instrument import Hooks
+from self_healing.instrument.failsafe import Failsafe
+from self_healing.instrument.replacing import Replacements
 from self_healing.journal.journal import Journal
 from self_healing.numerics.state import NumericsState
 from self_healing.run.budget import RecoveryBudget
@@ -117,9 +120,14 @@ class MadeUpStates:
     def early(self, step: int) -> bool:
         return False
 
-    def step_taken(self, window: Any, loss: float, healthy: bool) -> list[str]:
+    def keep_batch(self, window: Any, loss: float) -> None:
+        """Nothing to be computed again."""
+
+    def step_taken(self, step: int, healthy: bool, control: Any) -> bool:
         self.streak = self.streak + 1 if healthy else 0
-        return []
+        return False
+
+    def verify_checkpoints(self, step: int) -> None: ...
 
 
 class MadeUpActions:
@@ -193,6 +201,7 @@ class MadeUpRun:
             reentry=SimpleNamespace(interrupted=None),
             saves=SimpleNamespace(disown_best=lambda: None),
             trainer=SimpleNamespace(args=SimpleNamespace(output_dir=str(directory), should_save=True), optimizer=None),
+            failsafe=Failsafe(None, Hooks(), Replacements(), lambda: None),
         )
         self.stop = StopRequest()
         self.attachment = Attachment()

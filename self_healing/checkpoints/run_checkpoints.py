@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import consensus
 from ..config import HealingConfig
 from ..journal.journal import Journal
@@ -40,6 +42,7 @@ class RunCheckpoints:
         # The step of the last search for NaN and Inf before a save, and whether the state was finite.
         self._searched: tuple[int, bool] | None = None
         self._output_dir = ""
+        self._device = torch.device("cpu")
         self._resumed_from: str | None = None
 
     def begin(self, args: Any, resumed_from: str | None, step: int, finite: bool) -> None:
@@ -56,7 +59,7 @@ class RunCheckpoints:
             finite (`bool`):
                 Whether the state the run begins with was found to be finite.
         """
-        self._output_dir = str(args.output_dir)
+        self._output_dir, self._device = str(args.output_dir), args.device
         self._resumed_from = resumed_from
         if not args.should_save or not consensus.is_first_rank():
             return
@@ -141,9 +144,8 @@ class RunCheckpoints:
 
     def newest(self) -> str | None:
         """Finds the newest one that the run can go back to, or else the one it was resumed from. Collective."""
-        found = None
-        if consensus.is_first_rank():
-            newest = newest_checkpoint_of(self._journal.run_id, self._output_dir, verified=True)
-            found = newest or self._resumed_from
-        chosen: str | None = consensus.from_first_rank(found)
-        return chosen
+        return consensus.from_first_rank("newest checkpoint to go back to", self._newest_here, self._device)
+
+    def _newest_here(self) -> str | None:
+        newest = newest_checkpoint_of(self._journal.run_id, self._output_dir, verified=True)
+        return newest or self._resumed_from

@@ -21,7 +21,6 @@ from .reentry import Reentry
 from .replacing import Replacements
 from .step_engine import Call, StepEngine
 from .training_call import TrainingCall
-from .training_fault import TrainingFault
 from .view import TrainerView
 
 
@@ -75,15 +74,8 @@ class AccelerateEngine(StepEngine):
         self._rates = rates
         self._reentry = reentry
 
-    @contextlib.contextmanager
-    def _raising_faults(self) -> Iterator[None]:
-        """Marks what training code raises as such; that the device is lost concerns everything."""
-        try:
-            yield
-        except Exception as error:
-            if self._failsafe.tells_of_lost_device(error):
-                raise
-            raise TrainingFault(error) from error
+    def is_fatal(self, error: Exception) -> bool:
+        return self._failsafe.tells_of_lost_device(error)
 
     def compute(
         self, call: Call, last: bool, on_nonfinite: Callable[[], None], synchronise: bool = True
@@ -92,11 +84,15 @@ class AccelerateEngine(StepEngine):
         accelerator = self.trainer.accelerator
         accelerator.gradient_state._set_sync_gradients(last)
         alone = contextlib.nullcontext() if last and synchronise else accelerator.no_sync(model=model)
-        with alone, self._raising_faults():
+        if not synchronise and hasattr(model, "require_forward_param_sync"):
+            # DistributedDataParallel sends the buffers of the first rank to the others in the first forward after one
+            # whose gradients were synchronised (torch 2.13, `_pre_forward`). One that raises would do so once more.
+            model.require_forward_param_sync = False
+        with self.with_all_ranks("a micro-batch is computed again"), alone:
             return self._training_call.run((model, copy.copy(inputs), args, kwargs), on_nonfinite)
 
     def prepare_inputs(self, inputs: Any) -> Any:
-        with self._raising_faults():
+        with self.with_all_ranks("a batch is prepared again"):
             self.trainer.model.train()
             return self.trainer._prepare_inputs(inputs)
 
@@ -143,7 +139,7 @@ class AccelerateEngine(StepEngine):
     def step_again(
         self, rates: Sequence[Any], scaled_by: float = 1.0, options: Sequence[Mapping[str, Any]] = ()
     ) -> float | None:
-        with self._raising_faults():
+        with self.with_all_ranks("a step is applied again"):
             norm = self._clip()
             if scaled_by != 1.0:
                 self.scale_gradients(scaled_by)

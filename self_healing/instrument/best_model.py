@@ -91,14 +91,14 @@ class BestModel:
         if not args.load_best_model_at_end:
             return
         theirs = state.best_model_checkpoint
-        choice: BestChoice | None = None
+        mine: BestChoice | None = None
         if consensus.is_first_rank() and theirs is not None:
             try:
-                choice = self._choose()
+                mine = self._choose()
             except Exception:
                 # The other ranks wait for the answer.
                 logger.warning("The best checkpoint could not be looked at.", exc_info=True)
-        choice = consensus.from_first_rank(choice)
+        choice = consensus.from_first_rank("best model", lambda: mine, args.device)
         if choice is None or not choice.refused or theirs is None:
             return
         state.best_model_checkpoint = choice.path

@@ -113,7 +113,8 @@ class EarlierSteps:
         with self._engine.accumulating(len(control.calls)):
             losses = [self._window.compute(call, last=index == last) for index, call in enumerate(control.calls)]
         total = torch.stack([loss.detach().float() for loss in losses]).sum()
-        return float(consensus.sum_over_ranks(total)) / consensus.world_size()
+        ranks = consensus.sum_over_ranks("loss of an earlier step", total.reshape(1), total.device)
+        return ranks[0] / consensus.world_size()
 
     def _until_it_fits(self, compute: Callable[[], float]) -> float:
         return self._engine.until_it_fits(compute, self._window.discard)

@@ -85,5 +85,9 @@ def _count_items(
             batches.append(select_rows(batch, layout, rows))
     if step.objective.online:
         carried = any(isinstance(batch, Mapping) and "num_items_in_batch" in batch for batch in step.prepared.values())
-        return None, consensus.sum_over_ranks(dropped) if carried else None
-    return trainer._get_num_items_in_batch(batches, trainer.args.device), None
+        if not carried:
+            return None, None
+        on_all_ranks = consensus.sum_over_ranks("tokens left out", dropped.reshape(1), dropped.device)
+        return None, dropped.new_tensor(on_all_ranks[0])
+    with engine.among_ranks("items without the rows that go"):
+        return trainer._get_num_items_in_batch(batches, trainer.args.device), None

@@ -102,6 +102,10 @@ class Hooks:
 
     # ---- the run cannot go on as it was ----
 
+    def state_displaced(self) -> bool:
+        """Whether other weights may be in place than those the run goes on with: of an experiment, or gone back to."""
+        return False
+
     def left_by(self, error: BaseException) -> None:
         """Called with an exception on its way out of `train()`; what is done about it is done outside."""
 

@@ -113,12 +113,12 @@ class MemoryRetry:
             try:
                 result = compute()
             except TrainingFault as fault:
-                error = fault.error
+                error, others_wait = fault.error, fault.others_wait
             except Exception as ours:
                 # What is computed around the training step: rows picked, buffers put back, the gradient norm.
                 if not is_out_of_memory(ours):
                     raise
-                error = ours
+                error, others_wait = ours, False
             else:
                 self.on_success()
                 return result
@@ -129,7 +129,7 @@ class MemoryRetry:
             if ran_out is not None and self.handled(ran_out):
                 continue
             if repeated or not self._may_have_passed(error):
-                raise TrainingFault(error) from error
+                raise TrainingFault(error, others_wait) from error
             repeated = True
 
     def _may_have_passed(self, error: Exception) -> bool:
@@ -153,17 +153,40 @@ class MemoryRetry:
     @contextlib.contextmanager
     def experiment(self) -> Iterator[None]:
         """
-        Marks what is computed inside as not needed by the run: where memory runs out in it, it is given up.
+        Marks what is computed inside as not needed by the run: where memory runs out in it, it is given up. Of several
+        ranks all give it up, or none.
 
         Raises:
-            TrainingFault: Also where memory ran out in this library.
+            TrainingFault: Also where memory ran out in this library, or training code has raised on another rank.
+            Stranded: If it has raised on this rank alone, and the others may wait for it in a collective of the
+                training.
         """
         before, self.experimenting = self.experimenting, True
         try:
             yield
+            consensus.wait_for_all_ranks("an experiment is over", self._view.device)
+        except TrainingFault as fault:
+            self._give_up_together(fault)
+            raise
+        except consensus.RankRaised as error:
+            raise TrainingFault(error, others_know=True) from error
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise TrainingFault(error) from error
+            in_ours = TrainingFault(error)
+            self._give_up_together(in_ours)
+            raise in_ours from error
         finally:
             self.experimenting = before
+
+    def _give_up_together(self, fault: TrainingFault) -> None:
+        """Has all ranks give up an experiment in which training code has raised on this one."""
+        question = "an experiment is given up"
+        if consensus.world_size() == 1 or fault.others_know:
+            return
+        fault.others_know = True
+        if not fault.others_wait:
+            with contextlib.suppress(consensus.RankRaised):
+                consensus.tell_raised(question, self._view.device)
+        elif not consensus.all_fail_alike(question):
+            raise consensus.Stranded("an experiment failed on this rank alone") from fault.error

@@ -98,7 +98,10 @@ class OptimizerStep:
         with self._failsafe.contained():
             self._hooks.before_optimizer_step()
             self._hooks.about_to_step()
-            scale = self._rates.scale()
+        if self._failsafe.attached:
+            # With another rate on each rank the weights would be others, too.
+            with self._failsafe.contained(), self._failsafe.alike("the learning rate"):
+                scale = self._rates.scale()
         if scale == 1.0:
             return self._until_it_fits(original, *args, **kwargs)
         with self._rates.set(self._rates.in_force(scale)):

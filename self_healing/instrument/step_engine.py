@@ -9,9 +9,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from .. import consensus
 from ..repeatability import lowest_precision
 from .origin import Origin, watching_gradients, watching_outputs
 from .preparing import preparing
+from .training_fault import TrainingFault
 from .view import TrainerView
 
 
@@ -69,6 +71,37 @@ class StepEngine(ABC):
         self.view = view
 
     # ---- compute ----
+
+    @contextlib.contextmanager
+    def with_all_ranks(self, question: str) -> Iterator[None]:
+        """
+        Marks a block of training code, which may be a collective wherever it is (a loss that gathers its metrics). All
+        ranks come to it together: one whose own code has failed tells them before, and not while they wait in there.
+
+        Args:
+            question (`str`):
+                Names the vote in which they meet.
+
+        Raises:
+            AgreedFailure: On all ranks, if one has failed.
+            TrainingFault: An exception of the training code.
+        """
+        consensus.wait_for_all_ranks(question, self.view.device)
+        try:
+            yield
+        except Exception as error:
+            if self.is_fatal(error):
+                raise
+            raise TrainingFault(error, others_wait=not consensus.all_came_through()) from error
+        consensus.came_through()
+
+    def among_ranks(self, question: str) -> contextlib.AbstractContextManager[None]:
+        """As [`with_all_ranks`], where there are several; on one process an exception is what it is."""
+        return contextlib.nullcontext() if self.view.world_size == 1 else self.with_all_ranks(question)
+
+    @abstractmethod
+    def is_fatal(self, error: Exception) -> bool:
+        """Whether an exception concerns everything, and not only what was computed: the device is lost."""
 
     @abstractmethod
     def compute(

@@ -48,6 +48,8 @@ class StepRecord:
         self.grad_norm: Any = None
         self.stop_wanted = self.rollback_wanted = self.leave_wanted = False
         self.prepared: dict[int, Any] = {}
+        # Whether all ranks have its numbers, so that none waits for them.
+        self.agreed = False
         self._position = position
         self._began = time.perf_counter()
         self._calls: list[Call] = []
@@ -98,7 +100,8 @@ class StepRecord:
 
     def measure_again(self) -> None:
         """Measures the gradient norm of the step computed again, as it was measured before."""
-        self.grad_norm = self._measure()
+        with self.engine.among_ranks("the gradient is measured again"):
+            self.grad_norm = self._measure()
 
     # ---- what came out of it ----
 
@@ -119,10 +122,11 @@ class StepRecord:
             loss, norm = with_room(self._read_loss_and_norm, self.engine.view.device)
         else:
             # Not tried twice: the norm may be a collective, which one of the processes cannot begin again.
-            numbers = self._loss_and_norm()
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
-            wishes = [torch.full_like(numbers[0], wish) for wish in (stop, roll_back, leave)]
-            loss, norm, *votes = consensus.sum_over_ranks(torch.stack([*numbers, *wishes])).tolist()
+            wishes = stop, roll_back, leave
+            found = consensus.sum_over_ranks("the step", lambda: self._ballot(*wishes), self.engine.view.device)
+            self.agreed = True
+            loss, norm, *votes = found
             stop, roll_back, leave = (vote > 0 for vote in votes)
         self.stop_wanted, self.rollback_wanted = stop, roll_back
         # Numbers that are taken a second time carry no wish, and do not take one back.
@@ -133,6 +137,10 @@ class StepRecord:
             grad_norm=None if self.grad_norm is None else norm / ranks,
             seconds=time.perf_counter() - self._began,
         )
+
+    def _ballot(self, *wishes: bool) -> torch.Tensor:
+        numbers = self._loss_and_norm()
+        return torch.stack([*numbers, *(torch.full_like(numbers[0], wish) for wish in wishes)])
 
     def _read_loss_and_norm(self) -> Sequence[float]:
         loss, norm = self._loss_and_norm()

@@ -119,7 +119,7 @@ class TrainerView:
         """Whether micro-batches may be left out; not on one of several ranks, as a loss may contain collectives."""
         if self.world_size == 1:
             return True
-        return not consensus.any_rank(any(not rows for rows in keep.values()), self.device)
+        return not consensus.any_rank("a micro-batch is emptied", any(not rows for rows in keep.values()), self.device)
 
     def engine_is_free_of_requests(self) -> bool:
         """Whether a vLLM engine in this process can be called again after a call that raised."""

@@ -47,7 +47,7 @@ class Window(StepRecord):
         self.judged = False
         self.skipped = False
         self._trainer = engine.trainer
-        self._touched = False
+        self.touched = False
         self._recordable = True
         self._scaled_by = 1.0
 
@@ -207,7 +207,7 @@ class Window(StepRecord):
 
     def discard(self) -> None:
         """Drops its gradients: it is computed again, or left out."""
-        self._touched = True
+        self.touched = True
         self.engine.discard()
 
     def rewind(self, to: Bookkeeping | None = None) -> None:
@@ -317,7 +317,7 @@ class Window(StepRecord):
     @property
     def sound(self) -> bool:
         """Whether it is as the Trainer has computed it, and finite. Takes no memory."""
-        if self._touched:
+        if self.touched:
             return False
         # Of a sharded norm each process has a part, and all of it only together.
         norms = [] if self.grad_norm is None or hasattr(self.grad_norm, "full_tensor") else [self.grad_norm]
@@ -331,8 +331,12 @@ class Window(StepRecord):
             leave_out_nonfinite (`bool`):
                 Whether one that is not finite is left out as well.
         """
-        if self._touched or (leave_out_nonfinite and not self.sound):
+        if self.unfit(leave_out_nonfinite):
             self.skip(None)
+
+    def unfit(self, leave_out_nonfinite: bool) -> bool:
+        """Whether its gradients are not the Trainer's, or, if asked, not finite."""
+        return self.touched or (leave_out_nonfinite and not self.sound)
 
     def _set_running_loss(self, losses: Sequence[torch.Tensor]) -> None:
         assert self.start is not None

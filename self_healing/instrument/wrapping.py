@@ -12,11 +12,13 @@ from typing import Any, TypeGuard
 import torch
 from transformers import Trainer
 
+from ..consensus import AgreedFailure, Stranded
 from ..random_state import RandomState
 from .accelerate_engine import AccelerateEngine
 from .best_model import BestModel
 from .bookkeeping import Bookkeeper
 from .failsafe import Failsafe
+from .gradients import discard_gradients
 from .hooks import Hooks
 from .interception import Interception
 from .leaving import Leaving
@@ -168,18 +170,19 @@ class Instrument:
 
     def detach(self) -> None:
         """Gives the trainer back as it was."""
-        self.leaving.detach()
         undoing, self.on_detach = self.on_detach, []
-        for undo in reversed(undoing):
+        own = (
+            self._replaced.give_back,
+            self.optimizer_step.detach,
+            self.position.release,
+            self._worker_deaths.release,
+            self.activation_checkpointing.switch_off,
+        )
+        for undo in (self.leaving.detach, *reversed(undoing), *own):
             try:
                 undo()
             except Exception:
                 logger.warning("A part of self_healing could not be taken off the trainer.", exc_info=True)
-        self._replaced.give_back()
-        self.optimizer_step.detach()
-        self.position.release()
-        self._worker_deaths.release()
-        self.activation_checkpointing.switch_off()
         self.window = None
 
     def _in_section(self, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,6 +257,9 @@ class Instrument:
             # The trainer did not clip through the accelerator: gradients on mixed meshes.
             window.measured_by(lambda: self.trainer._get_grad_norm(self.trainer.model_wrapped))
             self._judge(window)
+        elif self.failsafe.failure is not None and (window is None or not window.judged):
+            self.trainer._get_grad_norm(self.trainer.model_wrapped)
+            self._tell_without_window()
         if self.attached:
             with self.failsafe.contained():
                 self.reentry.about_to_step()
@@ -362,8 +368,12 @@ class Instrument:
 
     def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         window = self.window
-        if self._call.running or not self._ready(window):
+        if self._call.running:
             return original(parameters, *args, **kwargs)
+        if not self._ready(window):
+            norm = original(parameters, *args, **kwargs)
+            self._tell_without_window()
+            return norm
         # A generator could not be gone through again.
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         window.measured_by(lambda: original(parameters, *args, **kwargs))
@@ -379,19 +389,45 @@ class Instrument:
         fault: TrainingFault | None = None
         self.heartbeat.enter("judge")
         try:
+            if self.failsafe.failure is not None:
+                raise self.failsafe.failure
             self._hooks.judge(window)
         except TrainingFault as caught:
             fault = caught
         except Exception as error:
             if self.failsafe.lets_pass(error):
                 raise
-            window.abandon(self.leaves_out_nonfinite)
-            self.failsafe.switch_off(error)
+            self._give_up(error, window)
         finally:
             self.heartbeat.leave()
         if fault is not None:
             # Outside the handler, so that the exception keeps the cause and context it came with.
             raise fault.error
+
+    def _give_up(self, error: Exception, window: Window) -> None:
+        """Goes on without this library after a failure in judging a step."""
+        if self.view.world_size == 1:
+            window.abandon(self.leaves_out_nonfinite)
+            self.failsafe.switch_off(error)
+            return
+        if not window.agreed and not isinstance(error, AgreedFailure):
+            # The others have come to this step, and wait for its numbers.
+            error = self.failsafe.told("the step", error)
+        if isinstance(error, AgreedFailure):
+            self.failsafe.give_up_together(
+                error, lambda: window.unfit(self.leaves_out_nonfinite), lambda: window.skip(None)
+            )
+        elif window.touched:
+            self.detach()
+            raise Stranded("self_healing failed in the middle of a step that others may be computing") from error
+        else:
+            self.failsafe.note_failure(error)
+
+    def _tell_without_window(self) -> None:
+        """Has a rank that could not follow the step come to the vote in which the others judge it."""
+        if self.failsafe.failure is not None and (self.window is None or not self.window.judged):
+            error = self.failsafe.told("the step", self.failsafe.failure)
+            self.failsafe.give_up_together(error, leave_out=lambda: discard_gradients(self.trainer.model))
 
     def _prediction_step(
         self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -435,8 +471,9 @@ class Instrument:
             if "train_runtime" in logs:
                 self.reentry.finalizing()
                 self._cover_the_whole_run(logs)
-                if self.best_model is not None:
-                    self.best_model.choose()
+        if "train_runtime" in logs and self.best_model is not None and self.trainer.args.load_best_model_at_end:
+            with self.failsafe.contained(), self.failsafe.together("the best model is chosen"):
+                self.best_model.choose()
         return original(logs, *args, **kwargs)
 
     def _load_best_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

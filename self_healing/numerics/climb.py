@@ -96,8 +96,12 @@ class RollbackClimb(NumericsHealer):
     def _try_rates(self, context: HealingContext) -> float | None:
         """A run that fails in its first steps: the factor with which it learns, if there is one within reach."""
         instrument, panel = self.instrument, self.panel
-        start, steps = self.rollback.ring.initial, self.rollback.batches.first_steps
-        if start is None or len(steps) < _LEAST_TRIAL_STEPS or context.window is None:
+        start, kept = self.rollback.ring.initial, self.rollback.batches.first_steps
+        if start is None or context.window is None:
+            return None
+        on_all_ranks = consensus.smallest("first steps that are kept", len(kept), instrument.view.device)
+        steps = kept[: round(on_all_ranks)]
+        if len(steps) < _LEAST_TRIAL_STEPS:
             return None
         step = instrument.view.step
         control = self.numerics.learning_rate
@@ -116,14 +120,16 @@ class RollbackClimb(NumericsHealer):
             logger.warning("Learning rates could not be tried out.", exc_info=fault.error)
             return None
         finally:
-            self.rollback.trials.try_snapshot(start)
+            # No vote: an experiment may have been left by one that has raised.
+            self.rollback.trials.put_back(start)
         found = {f"{scale:.4g}": loss for scale, loss in trial.losses.items()}
         context.incident.evidence["loss_by_rate_scale"] = found
         return trial.scale
 
     def owe_checkpoint(self, went: WentBack | None) -> None:
         """Checkpoints that are suspect now have to be replaced as soon as the loss is back."""
-        if consensus.from_first_rank(went is not None and bool(went.suspects)):
+        suspects = went is not None and bool(went.suspects)
+        if consensus.from_first_rank("checkpoints are suspect", lambda: suspects, self.instrument.view.device):
             self.numerics.watch.owed = True
 
 

@@ -31,7 +31,7 @@ class CorruptedStateHealer(NumericsHealer):
         """Goes back from a state that is not finite, which no loss has shown yet: a row of an embedding, a mean."""
         instrument = self.instrument
         found = instrument.view.nonfinite_tensors()
-        if self.config.on_nonfinite != "heal" or not self.on_any_rank(bool(found)):
+        if self.config.on_nonfinite != "heal" or not self.on_any_rank("the state is not finite", bool(found)):
             return
         with self._open(window.step, found[:20] or tensors) as opened:
             context = HealingContext(opened.incident, instrument, window)
@@ -44,12 +44,13 @@ class CorruptedStateHealer(NumericsHealer):
         if self.config.on_nonfinite != "heal" or not instrument.view.can_reexecute or window is None:
             return
         found = instrument.view.nonfinite_tensors()
-        if not self.on_any_rank(bool(found)):
+        if not self.on_any_rank("the state at the end is not finite", bool(found)):
             return
         best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
         with self._open(step, found[:20]) as opened:
             incident = opened.incident
-            if best is not None and not self.on_any_rank(any(not name.startswith("optimizer:") for name in found)):
+            in_weights = any(not name.startswith("optimizer:") for name in found)
+            if best is not None and not self.on_any_rank("the best model is not finite", in_weights):
                 self._report(
                     opened,
                     f"The best model ({best}) is loaded, and finite: nothing was changed. A checkpoint that was "
@@ -68,7 +69,8 @@ class CorruptedStateHealer(NumericsHealer):
                     f"The best model ({best}) was not finite: the weights are those of step {reached}"
                 )
             opened.close("resolved")
-        if consensus.from_first_rank(bool(went.suspects) and not self.rollback.checkpoints.has_good(step)):
+        owed = bool(went.suspects) and not self.rollback.checkpoints.has_good(step)
+        if consensus.from_first_rank("a checkpoint is owed", lambda: owed, instrument.view.device):
             # Otherwise a resume would go back to before the fault.
             instrument.saves.write_checkpoint()
 
@@ -100,7 +102,7 @@ class CorruptedStateHealer(NumericsHealer):
             # The engine holds the optimizer's state, and parts of the weights, where they cannot be looked at.
             return
         found = instrument.view.nonfinite_tensors()
-        finite = not self.on_any_rank(bool(found))
+        finite = not self.on_any_rank("the state to be saved is not finite", bool(found))
         if not finite:
             finite = self._heal_state_to_be_saved(found)
         if not finite:
@@ -147,7 +149,7 @@ class CorruptedStateHealer(NumericsHealer):
         return True
 
     def _open(self, step: int, tensors: list[str]) -> OpenIncident:
-        opened = self.run.incident(step, "nonfinite_state", {"tensors": tensors})
+        opened = self.incident(step, "nonfinite_state", {"tensors": tensors})
         opened.diagnosed(FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE)
         return opened
 

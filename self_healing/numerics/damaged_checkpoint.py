@@ -84,9 +84,9 @@ class DamagedCheckpointHealer(NumericsHealer):
     def _older_than(self, checkpoint: str) -> Iterator[str]:
         """Older checkpoints, as the first rank sees them."""
         output_dir = str(self.args.output_dir)
-        found = older_checkpoints(checkpoint, output_dir) if consensus.is_first_rank() else iter(())
+        found, device = older_checkpoints(checkpoint, output_dir), self.instrument.view.device
         for _ in range(_OLDER_CHECKPOINTS):
-            older: str | None = consensus.from_first_rank(next(found, None))
+            older = consensus.from_first_rank("an older checkpoint", lambda: next(found, None), device)
             if older is None:
                 return
             yield older

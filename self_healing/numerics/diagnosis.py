@@ -59,7 +59,7 @@ def diagnose(window: Window, instrument: Instrument, config: HealingConfig, heal
     # Whatever comes of the step, these are not applied; what is done next may need their memory.
     window.discard()
     corrupted = instrument.view.nonfinite_tensors()
-    if consensus.any_rank(bool(corrupted), device):
+    if consensus.any_rank("the state is corrupted", bool(corrupted), device):
         return Diagnosis(
             FailureType.CORRUPTED_STATE,
             Cause.CORRUPTED_STATE,
@@ -81,7 +81,7 @@ def _transient(computed: int) -> Diagnosis:
 def _look_at_rows(window: Window, config: HealingConfig, healthy_inputs: Any, device: torch.device) -> Diagnosis:
     """Finds out whether some rows are non-finite by themselves, and others are not."""
     layouts = [window.layout(index) for index in range(window.size)]
-    if consensus.any_rank(any(layout is None for layout in layouts), device):
+    if consensus.any_rank("rows cannot be told apart", any(layout is None for layout in layouts), device):
         return _numerical("the rows of this batch cannot be told apart")
     sizes = [layout.rows for layout in layouts if layout is not None]
     try:
@@ -101,14 +101,16 @@ def _poison_rows(
     sizes: Sequence[int],
 ) -> Diagnosis:
     poison = find_poison_rows(experiments, sizes, device)
-    counts = torch.tensor([sum(sizes), sum(len(rows) for rows in poison.values())], device=device)
-    total, count = consensus.sum_over_ranks(counts).tolist()
+    counts = [sum(sizes), sum(len(rows) for rows in poison.values())]
+    total, count, *_ = map(round, consensus.sum_over_ranks("rows, and poison among them", counts, device))
     if count == 0:
         return _numerical("no row is non-finite by itself")
+    if not consensus.all_ranks("has a healthy batch", healthy_inputs is not None, device):
+        healthy_inputs = None
     if count > config.max_poison_fraction * total:
         # Many bad rows look the same as a model that overflows on most of them. Rows that are fine tell.
         controls = experiments.rows_elsewhere(_CONTROL_ROWS) if healthy_inputs is None else [healthy_inputs]
-        tried = _fewest_of_ranks(len(controls), device)
+        tried = round(consensus.smallest("controls", len(controls), device))
         if not any(_is_finite_on_all_ranks(experiments, control, device) for control in controls[:tried]):
             found = _numerical(f"{count} of {total} rows are non-finite, and {_compared(healthy_inputs, tried)}")
             # Where an earlier batch was finite with weights like these, it may pass.
@@ -129,12 +131,8 @@ def _compared(healthy_inputs: Any, tried: int) -> str:
     return f"so are {tried} others of the data" if healthy_inputs is None else "so is an earlier batch"
 
 
-def _fewest_of_ranks(count: int, device: Any) -> int:
-    return -round(consensus.largest_of_ranks(-count, device))
-
-
 def _is_finite_on_all_ranks(experiments: StepExperiments, inputs: Any, device: Any) -> bool:
-    return not consensus.any_rank(not experiments.probe_batch(inputs), device)
+    return consensus.all_ranks("another batch is finite", experiments.probe_batch(inputs), device)
 
 
 def diagnose_start(window: Window, why: str) -> Diagnosis:
@@ -222,7 +220,7 @@ def _probe_in_lockstep(
     found: list[list[int]] = [[] for _ in candidates]
     for index, rows in enumerate(candidates):
         place = 0
-        while consensus.any_rank(place < len(rows), device):
+        while consensus.any_rank("there is another row", place < len(rows), device):
             # A rank with fewer of them computes one all the same.
             finite = _is_finite_alone(experiments, index, rows[place] if place < len(rows) else 0)
             if not finite and place < len(rows):

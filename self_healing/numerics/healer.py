@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from .. import consensus
@@ -60,19 +61,26 @@ class NumericsHealer:
         """Whether anything is done about a step that is not finite."""
         return self.config.on_nonfinite != "warn" and self.instrument.view.can_reexecute
 
-    def on_any_rank(self, flag: bool) -> bool:
-        """Whether something is so on any rank. Collective."""
-        return consensus.any_rank(flag, self.instrument.view.device)
+    def on_any_rank(self, question: str, flag: bool) -> bool:
+        """Whether something is so on any rank. Every rank has to come."""
+        return consensus.any_rank(question, flag, self.instrument.view.device)
 
     def clip(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Clips the gradient of a step that is about to be applied by what is usual, if that is asked for."""
         if self.numerics.clipping is not None:
             ceiling = min(self.instrument.view.max_grad_norm or math.inf, clipped_to)
-            self.numerics.clipping.apply(window, signals, ceiling, may_clip=self.instrument.view.can_reexecute)
+            # A gradient that is clipped on some ranks and not on others makes other weights of each.
+            with self.instrument.failsafe.alike("the gradient is clipped"):
+                self.numerics.clipping.apply(window, signals, ceiling, may_clip=self.instrument.view.can_reexecute)
+
+    def incident(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Any = None) -> OpenIncident:
+        """Opens an incident of this family ([`RunContext.incident`]): what is seen in a step, by all ranks alike."""
+        self.numerics.opened += 1
+        return self.run.incident(step, symptom, evidence, severity)
 
     def open(self, symptom: Symptom, failure: FailureType, cause: str) -> OpenIncident:
         """Opens an incident whose failure and cause are clear from what was seen."""
-        opened = self.run.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity)
+        opened = self.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity)
         opened.diagnosed(failure, cause)
         return opened
 

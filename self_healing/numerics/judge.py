@@ -7,6 +7,7 @@ from typing import Any
 
 from ..instrument import Window
 from ..rollback.rollback import Rollback
+from ..rollback.trusted import TRUSTED
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
 from ..run.healer import Healer
@@ -58,15 +59,30 @@ class StepJudge(Healer):
         self.memory.contain(lambda: self._judge(window), window)
 
     def _judge(self, window: Window) -> None:
-        run, numerics = self.run, self.numerics
+        failsafe = self.run.instrument.failsafe
         signals = self._signals(window)
+        if not signals.finite or window.stop_wanted or window.rollback_wanted:
+            with failsafe.together("a step is healed"):
+                undisturbed = self._look(window, signals)
+                self._take(window, signals, undisturbed)
+            return
+        undisturbed = True
+        # What the detectors see is the same on all ranks; one that fails here takes the step for what it is to most:
+        # nothing to meet for.
+        with failsafe.noted():
+            undisturbed = self._look(window, signals)
+        self._take(window, signals, undisturbed)
+
+    def _look(self, window: Window, signals: StepSignals) -> bool:
+        """Looks at a step, and heals it; returns whether it was left as it is."""
+        numerics = self.numerics
         if window.stop_wanted:
             self.red_flags.stop(window)
         if numerics.repeatability.owed and signals.finite:
             numerics.repeatability.measure(window)
             signals = self._signals(window)
         self.observer.step_begins(signals)
-        incidents = len(run.journal.incidents)
+        opened = numerics.opened + numerics.watch.opened
         symptom = numerics.detector.judge(signals, window.scaler_active)
         if symptom is not None:
             self.nonfinite.heal(window, symptom)
@@ -74,11 +90,25 @@ class StepJudge(Healer):
             self.red_flags.roll_back(window)
         elif signals.finite:
             self._judge_finite(window, signals)
-        undisturbed = signals.finite and not window.skipped and len(run.journal.incidents) == incidents
-        tensors = self.rollback.states.step_taken(window, signals.loss, healthy=undisturbed and numerics.calm)
-        self.damaged_checkpoint.end_trial()
+        return signals.finite and not window.skipped and numerics.opened + numerics.watch.opened == opened
+
+    def _take(self, window: Window, signals: StepSignals, undisturbed: bool) -> None:
+        """Takes in a step that is about to be applied."""
+        states, failsafe, tensors = self.rollback.states, self.run.instrument.failsafe, list[str]()
+        control = None
+        with failsafe.noted():
+            control = states.keep_batch(window, signals.loss)
+        with failsafe.alike("a snapshot is to be trusted"):
+            due = states.step_taken(window.step, undisturbed and self.numerics.calm, control)
+        if due:
+            with failsafe.together("a snapshot is trusted", ends_with=TRUSTED):
+                tensors = states.promote(window.step)
+        with failsafe.noted():
+            states.verify_checkpoints(window.step)
+            self.damaged_checkpoint.end_trial()
         if tensors:
-            self.corrupted_state.heal_silent(window, tensors)
+            with failsafe.together("the state is looked at"):
+                self.corrupted_state.heal_silent(window, tensors)
 
     def _signals(self, window: Window) -> StepSignals:
         return window.signals(
@@ -90,12 +120,16 @@ class StepJudge(Healer):
     def _judge_finite(self, window: Window, signals: StepSignals) -> None:
         symptom = self.observer.panel.alarming(signals)
         if symptom is not None and self.spikes.heals:
-            self.spikes.heal(window, symptom)
+            with self.run.instrument.failsafe.together("a spike is healed"):
+                self.spikes.heal(window, symptom)
             return
         self.observer.remember_spike(signals)
         if symptom is not None:
             self.spikes.report(symptom)
         self.observer.take_in(window, signals)
+
+    def state_displaced(self) -> bool:
+        return self.rollback.in_place.displaced
 
     def rate_scale(self, step: int) -> float:
         return self.numerics.learning_rate.scale(step)

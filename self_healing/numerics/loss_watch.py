@@ -49,6 +49,7 @@ class LossWatch:
         self.journal = journal
         self._outcomes = outcomes
         self.incident: Incident | None = None
+        self.opened = 0
         self.owed = False
         self._back = 0
         self._steps = 0
@@ -80,6 +81,7 @@ class LossWatch:
             symptom.evidence["widened_at"] = symptom.step
         if self.incident is None:
             self._before = sorted(self._last)[len(self._last) // 4] if self._last else None
+            self.opened += 1
             self.incident = self.journal.open(symptom.step, symptom.name, symptom.evidence)
         self._back = self._steps = 0
         cause = "spike that widened" if widened else symptom.evidence.get("test", "one step")

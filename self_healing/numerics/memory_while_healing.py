@@ -71,9 +71,12 @@ class MemoryWhileHealing(NumericsHealer):
 
     def _memory_ran_out(self, error: Exception) -> Exception | None:
         """The out-of-memory error in which healing has ended; `None` for any other, and where somebody heals it."""
+        if consensus.world_size() > 1:
+            # The others go on, and are told of it.
+            return None
         if isinstance(error, TrainingFault):
-            # Of several processes, or handed to the wrapper, which enters `train()` again.
-            if consensus.world_size() > 1 or self.run.attachment.healers.has_claim:
+            # Handed to the wrapper, which enters `train()` again.
+            if self.run.attachment.healers.has_claim:
                 return None
             error = error.error
         return error if is_out_of_memory(error) else None

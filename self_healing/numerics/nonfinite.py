@@ -56,7 +56,7 @@ class NonfiniteHealer(NumericsHealer):
             self.numerics.reported_step = symptom.step
             return
         self.numerics.reported_step = symptom.step
-        with self.run.incident(symptom.step, symptom.name, symptom.evidence) as opened:
+        with self.incident(symptom.step, symptom.name, symptom.evidence) as opened:
             self._heal(opened, window)
 
     def _heal(self, opened: OpenIncident, window: Window) -> None:

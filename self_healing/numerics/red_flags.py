@@ -72,6 +72,6 @@ class RedFlagHealer(NumericsHealer):
 
     def _seen_elsewhere(self, window: Window) -> Incident:
         """A red flag that another rank has seen, in a metric that is not the same everywhere."""
-        opened = self.run.incident(window.step, "red_flag_on_another_rank", {})
+        opened = self.incident(window.step, "red_flag_on_another_rank", {})
         opened.diagnosed(FailureType.RED_FLAG, "seen by another rank")
         return opened.incident

@@ -41,7 +41,7 @@ class SpikeHealer(NumericsHealer):
 
     def heal(self, window: Window, symptom: Symptom) -> None:
         """Computes the step again before anything is decided about it."""
-        with self.run.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity) as opened:
+        with self.incident(symptom.step, symptom.name, symptom.evidence, symptom.severity) as opened:
             self._heal(opened, window, symptom)
 
     def _heal(self, opened: OpenIncident, window: Window, symptom: Symptom) -> None:

@@ -74,6 +74,8 @@ class NumericsState:
         self.detector = NonFiniteDetector(scaler_patience=config.scaler_patience)
         self.policy = StepPolicy(config)
         self.watch = LossWatch(config, self.journal, self.outcomes)
+        # Incidents of this family, which all ranks open alike; a thread, or a service, opens others on one of them.
+        self.opened = 0
         self.schedule = ScheduleWatch()
         self.missing = MissingSteps()
         self.roll_back_for: Incident | None = None

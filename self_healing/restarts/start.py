@@ -127,8 +127,8 @@ def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike
         for verdict in passed_over:
             logger.warning("%s is passed over: %s.", verdict.path, verdict.reason)
         start = replace(start, passed_over=tuple(passed_over))
-    found: tuple[Start, str | None] = consensus.from_first_rank((start, None if failed is None else str(failed)))
-    start, refusal = found
+    found = start, None if failed is None else str(failed)
+    start, refusal = consensus.from_first_rank("where the run begins", lambda: found, trainer.args.device)
     if refusal is not None:
         raise failed or CheckpointError(refusal)
     return start

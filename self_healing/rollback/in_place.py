@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 
@@ -116,7 +117,15 @@ class StateInPlace:
         reload_checkpoint(self.instrument.trainer, checkpoint)
 
     def try_to_load(self, checkpoint: str) -> bool:
-        """Writes a checkpoint over it; returns whether it was loaded and is finite, on all ranks. Collective."""
+        """
+        Writes a checkpoint over it, if all ranks have it: nodes may have disks of their own.
+
+        Returns:
+            Whether it was loaded and is finite, on all ranks. All of them have to come.
+        """
+        if not consensus.all_ranks("the checkpoint is here", Path(checkpoint).is_dir, self.device):
+            logger.warning("%s is not there on all ranks, and is not loaded.", checkpoint)
+            return False
         failed = False
         try:
             self.load(checkpoint)
@@ -138,7 +147,11 @@ class StateInPlace:
         Returns:
             Whether it was put in place and is finite, on all ranks.
         """
-        return not consensus.any_rank(failed or bool(self.instrument.view.nonfinite_tensors()), self.device)
+        return consensus.all_ranks(
+            "the state put in place is sound",
+            lambda: not failed and not self.instrument.view.nonfinite_tensors(),
+            self.device,
+        )
 
     def is_known_to_be_finite(self) -> bool:
         """Whether a search of this rank finds it finite; `False` where there is no memory to search it."""

@@ -8,9 +8,6 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-import torch
-
-from .. import consensus
 from ..config import HealingConfig
 from .snapshots import Snapshot
 
@@ -73,25 +70,25 @@ class SnapshotInterval:
         """Leaves the copy that was just made out of the time of the step it is held against."""
         self._step_began = time.perf_counter()
 
-    def choose(self, snapshot: Snapshot, device: torch.device) -> IntervalChoice | None:
-        """
-        Chooses the interval by what the last copy cost, the same on all ranks. Collective.
-
-        Args:
-            snapshot ([`Snapshot`]):
-                The one whose copy is measured.
-            device (`torch.device`):
-                Where the run trains.
-
-        Returns:
-            [`IntervalChoice`]; `None` where the one in force is near enough.
-        """
+    def share_of_step(self, snapshot: Snapshot) -> float:
+        """Measures what the copy into a snapshot cost on this rank, in steps."""
         typical = median(self._step_seconds) if self._step_seconds else math.inf
         if not snapshot.allocated or not self._copy_seconds:
             # The first copies into new memory take several times as long, and are few.
             self._copy_seconds.append(snapshot.seconds)
-        seconds = median(self._copy_seconds)
-        share = consensus.largest_of_ranks(seconds / typical, device)
+        return median(self._copy_seconds) / typical
+
+    def choose(self, share: float) -> IntervalChoice | None:
+        """
+        Chooses the interval by what copies cost.
+
+        Args:
+            share (`float`):
+                Cost of a copy in steps, of the rank where it is highest.
+
+        Returns:
+            [`IntervalChoice`]; `None` where the one in force is near enough.
+        """
         steps = self._config.snapshot_interval
         if not steps:
             steps = max(math.ceil(share / self._config.snapshot_overhead_budget), _LEAST_STEPS)
@@ -99,4 +96,4 @@ class SnapshotInterval:
         if self._chosen is not None and 0.5 <= steps / self._steps <= 2:
             return None
         self._steps = self._chosen = steps
-        return IntervalChoice(steps, seconds, share)
+        return IntervalChoice(steps, median(self._copy_seconds), share)

@@ -39,11 +39,12 @@ class KeptBatches:
         self.tape: deque[Recording] = deque()
         self._tape_bytes = 0
         self._on_host = False
+        self._gap = False
 
     def release(self) -> None:
         """Lets go of all of them."""
         self.newest_healthy = self.healthy_inputs = None
-        self.first_steps = []
+        self.first_steps, self._gap = [], False
         self.cut_tape()
 
     def copy_of(self, window: Window, loss: float) -> Control | None:
@@ -74,10 +75,12 @@ class KeptBatches:
     # ---- the beginning of the run ----
 
     def keep_first(self, control: Control | None) -> None:
-        """Keeps a step of the beginning of the run, unless there are enough."""
-        if control is None or len(self.first_steps) >= _TRIAL_STEPS or not math.isfinite(control.loss):
+        """Keeps a step of the beginning of the run, unless there are enough, or one was left out for its size."""
+        if len(self.first_steps) >= _TRIAL_STEPS or (control is not None and not math.isfinite(control.loss)):
             return
-        if control.nbytes <= _LARGEST_CONTROL // _TRIAL_STEPS:
+        # Without a gap: those that several ranks have in common are the first of each.
+        self._gap |= control is None or control.nbytes > _LARGEST_CONTROL // _TRIAL_STEPS
+        if control is not None and not self._gap:
             self.first_steps.append(control)
 
     def forget_first(self) -> None:
@@ -150,7 +153,7 @@ class KeptBatches:
             return sum(control.leave_device() for control in kept)
         if device.type != "cpu" and not self._on_host:
             return 0
-        self.first_steps, self.newest_healthy = [], None
+        self.first_steps, self.newest_healthy, self._gap = [], None, True
         self.cut_tape()
         for snapshot in snapshots:
             snapshot.extras.pop("control", None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .. import consensus
 from ..checkpoint_files import number_of
 from ..checkpoints.marker import step_of
 from ..checkpoints.run_checkpoints import RunCheckpoints
@@ -232,7 +233,8 @@ class Rollback:
         if snapshot is None:
             return Replayed(None, why="the state gone back to is a checkpoint, and steps are kept for those in memory")
         recordings = self.batches.recorded(range(snapshot.as_of, self.in_place.instrument.view.step))
-        if recordings is None:
+        # One that lacks some (its batches were larger, or memory ran out) replays nothing, and the others do neither.
+        if not consensus.all_ranks("can replay", recordings is not None, self.in_place.device) or recordings is None:
             why = "not all of the steps since then are kept: their rows were generated, left out, or too many"
             return Replayed(None, why=why)
 

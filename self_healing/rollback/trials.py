@@ -61,6 +61,10 @@ class StateTrials:
             control = self._batches.first_steps[0]
         return self._on_all_ranks(control)
 
+    def put_back(self, snapshot: Snapshot) -> None:
+        """Puts a state in place that the run goes on from, whatever an experiment was left by."""
+        self._in_place.put(snapshot)
+
     def try_checkpoint(self, checkpoint: str) -> bool:
         """Puts a checkpoint in place; returns `False` if it cannot be loaded, or is not finite. Collective."""
         self._in_place.displaced = True
@@ -72,7 +76,8 @@ class StateTrials:
 
     def _on_all_ranks(self, control: Control | None) -> Control | None:
         """Returns a step that all ranks have kept; else `None`, for all of them compute it again or none does."""
-        return None if consensus.any_rank(control is None, self._in_place.device) else control
+        kept = consensus.all_ranks("has a control", control is not None, self._in_place.device)
+        return control if kept else None
 
     def prefer(self, snapshot: Snapshot) -> None:
         """Drops the states that are newer than one that was found to be better."""

@@ -10,6 +10,7 @@ from .. import consensus
 from ..checkpoints.run_checkpoints import RunCheckpoints
 from ..config import HealingConfig
 from ..instrument import Control, Window, is_out_of_memory, optimizer_in_training_mode, with_room
+from ..instrument.live_state import LiveState
 from ..journal.journal import Journal
 from ..random_state import RandomState
 from .copied_state import size_of
@@ -25,6 +26,9 @@ logger = logging.getLogger("self_healing")
 
 # A run that fails this early has not got far: it goes back to where it began.
 EARLY_STEPS = 50
+# Votes after which ranks do not meet any more in what they are about.
+TAKEN, TRUSTED = "there is no memory for a snapshot", "a snapshot is sound"
+SET_ASIDE = "there is no memory to set the state aside"
 
 
 class TrustedStates:
@@ -69,6 +73,8 @@ class TrustedStates:
         self._entry_step = 0
         self._cold = False
         self._optimizer: Any = None
+        # The step in which a candidate was refused.
+        self._refused_at = -1
 
     # ---- a run begins and ends ----
 
@@ -135,59 +141,45 @@ class TrustedStates:
 
     # ---- steps ----
 
-    def step_begins(self, step: int, calm: bool) -> None:
+    def step_begins(self, step: int, calm: bool) -> bool:
         """
-        Called between two steps; takes a snapshot if one is due.
+        Called between two steps.
 
         Args:
             step (`int`):
                 Optimizer steps finished.
             calm (`bool`):
                 Whether nothing is wrong with the loss.
+
+        Returns:
+            `bool`: whether a snapshot is due, on all ranks.
         """
         due = self.interval.step_begins(step)
-        if not due or not calm or self._on_disk_only or self._ring.candidate is not None:
-            return
+        return due and calm and not self._on_disk_only and self._ring.candidate is None
+
+    def take_snapshot(self, step: int) -> None:
+        """Takes a snapshot between two steps. All ranks have to come."""
         if self._make_room():
             self._take(step)
             self.interval.copied()
 
-    def step_taken(self, window: Window, loss: float, healthy: bool) -> list[str]:
+    def keep_batch(self, window: Window, loss: float) -> Control | None:
         """
-        Takes in a step that is about to be applied; states that have stood the test become trusted.
+        Keeps the batch of a step that is about to be applied.
 
         Args:
             window ([`Window`]):
                 The step.
             loss (`float`):
                 Its loss.
-            healthy (`bool`):
-                Whether nothing was wrong with it, nor with the loss lately.
 
         Returns:
-            `list[str]`: the tensors of a state that was not finite, though no loss has shown it.
+            [`Control`], or `None` if it is not kept.
         """
-        # What comes now, if only that a step is left out, may change what is still being copied.
-        self._ring.join()
         # Whatever was put in place while it was judged: the run goes on from there.
         self._in_place.displaced = False
-        control = self._keep_batch(window, loss)
-        self.streak = self.streak + 1 if healthy else 0
-        if not healthy:
-            return []
-        self._batches.newest_healthy = control
-        if self.streak < self._config.snapshot_verify_steps:
-            return []
-        verified = window.step + 1 - self._config.snapshot_verify_steps
-        candidate = self._ring.candidate
-        if candidate is not None and candidate.step <= verified:
-            bad = self._promote(candidate, window.step)
-            if bad:
-                return bad
-        self._checkpoints.verify_up_to(verified)
-        return []
-
-    def _keep_batch(self, window: Window, loss: float) -> Control | None:
+        # What comes now, if only that a step is left out, may change what is still being copied.
+        self._ring.join()
         batches = self._batches
         control = batches.copy_of(window, loss)
         if self.early(window.step):
@@ -197,6 +189,40 @@ class TrustedStates:
         batches.record(window, None if self._on_disk_only else control)
         return control
 
+    def step_taken(self, step: int, healthy: bool, control: Control | None) -> bool:
+        """
+        Takes in a step that is about to be applied.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished before it.
+            healthy (`bool`):
+                Whether nothing was wrong with it, nor with the loss lately.
+            control ([`Control`], *optional*):
+                What was kept of it.
+
+        Returns:
+            `bool`: whether the candidate has stood the test, on all ranks, and is to be trusted now.
+        """
+        self.streak = self.streak + 1 if healthy else 0
+        if not healthy:
+            return False
+        self._batches.newest_healthy = control
+        candidate = self._ring.candidate
+        return self._verifies and candidate is not None and candidate.step <= self._verified(step)
+
+    @property
+    def _verifies(self) -> bool:
+        return self.streak >= self._config.snapshot_verify_steps
+
+    def _verified(self, step: int) -> int:
+        return step + 1 - self._config.snapshot_verify_steps
+
+    def verify_checkpoints(self, step: int) -> None:
+        """Has the healthy steps up to one that was taken in verify what is on disk, too."""
+        if self._verifies and self._refused_at != step:
+            self._checkpoints.verify_up_to(self._verified(step))
+
     # ---- taking snapshots ----
 
     def set_aside(self, step: int) -> bool:
@@ -204,19 +230,17 @@ class TrustedStates:
         self._ring.discard()
         if self._on_disk_only or not self.generations() or not self._make_room():
             return False
-        try:
-            # Waited for: the forward passes of an experiment are not those of training, and may write to it.
-            with_room(lambda: self._ring.take(self._in_place.live, step, {}).wait(), self._in_place.device)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            logger.warning("Step %d: there is no memory to set the state aside for an experiment: %s", step, error)
+        live, device = self._in_place.live, self._in_place.device
+        # Waited for: the forward passes of an experiment are not those of training, and may write to it.
+        if consensus.any_rank(SET_ASIDE, lambda: self._lacks_memory(live, step, {}, wait=True), device):
+            self._ring.discard()
+            logger.warning("Step %d: there is no memory to set the state aside for an experiment.", step)
             return False
         return True
 
     def _make_room(self) -> bool:
         live = self._in_place.live
-        while consensus.any_rank(not self._ring.fits(live), self._in_place.device):
+        while not consensus.all_ranks("a snapshot fits", lambda: self._ring.fits(live), self._in_place.device):
             if not self._ring.shrink():
                 self._rely_on_disk(size_of(live))
                 return False
@@ -242,23 +266,53 @@ class TrustedStates:
         extras = self._remember() | {"rng": RandomState.capture(device), "control": self._batches.newest_healthy}
         live = self._in_place.live
         self.interval.last_taken = step
+        # On Linux memory that is promised is not always there.
+        if consensus.any_rank(TAKEN, lambda: self._lacks_memory(live, step, extras), device):
+            self._rely_on_disk(size_of(live))
+
+    def _lacks_memory(self, live: LiveState, step: int, extras: dict[str, Any], wait: bool = False) -> bool:
+        """Takes a snapshot; returns whether memory ran out on this rank."""
         try:
-            with_room(lambda: self._ring.take(live, step, extras), device)
+            taken = with_room(lambda: self._ring.take(live, step, extras), self._in_place.device)
+            if wait:
+                taken.wait()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # On Linux memory that is promised is not always there.
-            self._rely_on_disk(size_of(live))
+            logger.info("Step %d: there is no memory for a copy of the state: %s", step, error)
+            return True
+        return False
 
     # ---- trusting them ----
 
-    def _promote(self, candidate: Snapshot, step: int) -> list[str]:
-        device = self._in_place.device
-        if consensus.any_rank(candidate.torn, device):
+    def promote(self, step: int) -> list[str]:
+        """
+        Trusts the candidate, if it is whole and finite on all ranks. All of them have to come.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+
+        Returns:
+            `list[str]`: the tensors of a state that was not finite, though no loss has shown it.
+        """
+        candidate = self._ring.candidate
+        if candidate is None:
+            raise RuntimeError("there is no snapshot to be trusted")
+        bad: list[str] = []
+
+        def look() -> tuple[float, float, float]:
+            if candidate.torn:
+                return 1.0, 0.0, 0.0
+            bad.extend(self._search(candidate))
+            return 0.0, float(bool(bad)), 0.0 if bad else self.interval.share_of_step(candidate)
+
+        torn, unsound, share = consensus.largest(TRUSTED, look, self._in_place.device)
+        if torn:
             self._begin_to_wait(candidate, step)
             return []
-        bad = self._search(candidate)
-        if consensus.any_rank(bool(bad), device):
+        if unsound:
+            self._refused_at = step
             self._ring.discard()
             self._journal.event("snapshot_refused", step, taken_at=candidate.step, tensors=bad[:20])
             logger.warning(
@@ -272,7 +326,7 @@ class TrustedStates:
         self._batches.forget_before(candidate.step)
         if not self.early(step + 1):
             self._ring.forget_initial()
-        self._choose_interval(candidate, step)
+        self._choose_interval(share, step)
         return []
 
     def _begin_to_wait(self, torn: Snapshot, step: int) -> None:
@@ -296,8 +350,8 @@ class TrustedStates:
                 raise
             return ["it could not be searched: out of memory"]
 
-    def _choose_interval(self, snapshot: Snapshot, step: int) -> None:
-        choice = self.interval.choose(snapshot, self._in_place.device)
+    def _choose_interval(self, share: float, step: int) -> None:
+        choice = self.interval.choose(share)
         if choice is None:
             return
         verify_steps = self._config.snapshot_verify_steps

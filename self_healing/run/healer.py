@@ -178,6 +178,9 @@ class Healers(Hooks):
         for each in self._with["before_save"]:
             each.before_save(step)
 
+    def state_displaced(self) -> bool:
+        return any(each.state_displaced() for each in self._with["state_displaced"])
+
     def left_by(self, error: BaseException) -> None:
         for each in self._with["left_by"]:
             each.left_by(error)

@@ -122,6 +122,9 @@ class Engine(StepEngine):
     def prepare_inputs(self, inputs: Any) -> Any:
         return inputs
 
+    def is_fatal(self, error: Exception) -> bool:
+        return False
+
     def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
         try:
             return compute()

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from self_healing import HealingConfig
 from self_healing.checkpoint_files import STATE_FILE
@@ -273,7 +274,9 @@ class TestFinding:
 
         def find(requested: Any = None, launch: Launch = PLAIN, **settings: Any) -> Start:
             monkeypatch.setattr(module, "launch_of", lambda: launch)
-            trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path), process_index=0))
+            trainer = SimpleNamespace(
+                args=SimpleNamespace(output_dir=str(tmp_path), process_index=0, device=torch.device("cpu"))
+            )
             return find_start(trainer, HealingConfig(**settings), requested)
 
         return find
@@ -337,8 +340,8 @@ class TestFinding:
         with pytest.raises(CheckpointError) as caught:
             find(True)
         assert caught.value is error
-        trainer = SimpleNamespace(args=SimpleNamespace(process_index=1))
-        monkeypatch.setattr(module.consensus, "from_first_rank", lambda mine: (Start(None), "there is none"))
+        trainer = SimpleNamespace(args=SimpleNamespace(process_index=1, device=torch.device("cpu")))
+        monkeypatch.setattr(module.consensus, "from_first_rank", lambda *_: (Start(None), "there is none"))
         with pytest.raises(CheckpointError, match="there is none"):
             find_start(trainer, HealingConfig(), True)
 

@@ -55,7 +55,9 @@ class SmallRun:
         self.journal: Any = Events()
         self.recalled: list[dict[str, Any]] = []
         self.rollback = Rollback(config, self.journal, lambda: {"missing": 0}, self.recalled.append)
-        arguments = SimpleNamespace(output_dir=str(directory), should_save=True, push_to_hub=False)
+        arguments = SimpleNamespace(
+            output_dir=str(directory), should_save=True, push_to_hub=False, device=torch.device("cpu")
+        )
         device = torch.device("cpu")
         trainer = SimpleNamespace(
             state=self.state, args=arguments, optimizer=self.optimizer, accelerator=SimpleNamespace(device=device)
@@ -87,8 +89,12 @@ class SmallRun:
             window = SimpleNamespace(
                 step=step, control=lambda *_, kept=control: kept, recording=lambda _, kept=recording: kept
             )
-            self.rollback.states.step_begins(step, calm=healthy)
-            found = self.rollback.states.step_taken(window, 1.0, healthy)
+            states, found = self.rollback.states, []
+            if states.step_begins(step, calm=healthy):
+                states.take_snapshot(step)
+            if states.step_taken(step, healthy, states.keep_batch(window, 1.0)):
+                found = states.promote(step)
+            states.verify_checkpoints(step)
             self.layer.weight.data += 1
             self.state.global_step += 1
         return found
@@ -360,7 +366,7 @@ class TestInterval:
         return interval
 
     def chosen(self, interval: SnapshotInterval, seconds: float, allocated: bool = False) -> int | None:
-        choice = interval.choose(Snapshot(seconds=seconds, allocated=allocated), torch.device("cpu"))
+        choice = interval.choose(interval.share_of_step(Snapshot(seconds=seconds, allocated=allocated)))
         return None if choice is None else choice.steps
 
     def test_keeps_copies_within_their_share(self, interval: SnapshotInterval) -> None:
@@ -403,7 +409,9 @@ class TestRunCheckpoints:
     def checkpoints(self, tmp_path: Path) -> RunCheckpoints:
         journal: Any = Events()
         checkpoints = RunCheckpoints(HealingConfig(), journal)
-        arguments = SimpleNamespace(output_dir=str(tmp_path), should_save=True, push_to_hub=False)
+        arguments = SimpleNamespace(
+            output_dir=str(tmp_path), should_save=True, push_to_hub=False, device=torch.device("cpu")
+        )
         checkpoints.begin(arguments, resumed_from=None, step=0, finite=True)
         for step in (2, 4):
             self.save(checkpoints, tmp_path, step)
@@ -436,7 +444,9 @@ class TestRunCheckpoints:
     def test_to_go_back_to_can_be_the_one_resumed_from(self, tmp_path: Path) -> None:
         journal: Any = Events()
         checkpoints = RunCheckpoints(HealingConfig(), journal)
-        arguments = SimpleNamespace(output_dir=str(tmp_path), should_save=False, push_to_hub=False)
+        arguments = SimpleNamespace(
+            output_dir=str(tmp_path), should_save=False, push_to_hub=False, device=torch.device("cpu")
+        )
         checkpoints.begin(arguments, "elsewhere/checkpoint-8", 8, finite=True)
         assert checkpoints.newest() == "elsewhere/checkpoint-8"
         assert not checkpoints.has_good(8)

@@ -1,0 +1,42 @@
+"""Records the votes in which a process takes part, and compares them with those of the other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from self_healing import consensus
+
+
+ANY = "any"
+
+
+class RecordedVotes:
+    """
+    Notes the question of every vote of this process, from here on to its end.
+
+    That ranks are in two votes at one time is noticed by the votes themselves. What is compared here is the sequence
+    as a whole: a vote that a rank has taken part in alone, after all others.
+    """
+
+    def __init__(self) -> None:
+        self.questions: list[str] = []
+        self._cast = consensus._cast
+        consensus._cast = self._recorded  # type: ignore[assignment]
+
+    def _recorded(self, question: str, ballot: torch.Tensor) -> list[float]:
+        # One that tells of a failure takes part in whatever vote the others are in.
+        tells = bool(ballot[consensus._FAILED] or ballot[consensus._RAISED])
+        self.questions.append(ANY if tells else question)
+        return self._cast(question, ballot)
+
+    def compare(self) -> None:
+        """Compares them with those of all other ranks, at the end of each."""
+        of_all: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(of_all, self.questions)
+        for rank, questions in enumerate(of_all):
+            for number, (mine, theirs) in enumerate(zip(self.questions, questions, strict=False)):
+                same = mine == theirs or ANY in (mine, theirs)
+                assert same, f"vote {number}: {mine!r} here, {theirs!r} on rank {rank}"
+            assert len(questions) == len(self.questions), f"{len(self.questions)} votes here, {len(questions)} there"
