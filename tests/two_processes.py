@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,15 @@ from self_healing import (
 from self_healing.checkpoints.choice import CheckpointError
 
 
-def digest(trainer: Any) -> str:
+def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
     content = hashlib.sha256()
-    for value in trainer.model.state_dict().values():
+    for value in weights.values():
         content.update(value.numpy().tobytes())
     return content.hexdigest()
+
+
+def digest(trainer: Any) -> str:
+    return digest_of(trainer.model.state_dict())
 
 
 def main(directory: Path) -> None:

@@ -181,12 +181,10 @@ class MemoryRetry:
 
     def _give_up_together(self, fault: TrainingFault) -> None:
         """Has all ranks give up an experiment in which training code has raised on this one."""
-        question = "an experiment is given up"
         if consensus.world_size() == 1 or fault.others_know:
             return
-        fault.others_know = True
-        if not fault.others_wait:
-            with contextlib.suppress(consensus.RankRaised):
-                consensus.tell_raised(question, self._view.device)
-        elif not consensus.all_fail_alike(question):
+        if fault.others_wait:
             raise consensus.Stranded("an experiment failed on this rank alone") from fault.error
+        fault.others_know = True
+        with contextlib.suppress(consensus.RankRaised):
+            consensus.tell_raised("an experiment is given up", self._view.device)

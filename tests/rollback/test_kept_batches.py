@@ -16,6 +16,7 @@ from transformers import BatchEncoding, TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.instrument import Control, kept_step, on_host
+from self_healing.rollback.kept_batches import KeptBatches
 
 
 # Quick to take snapshots, which keep a batch as well.
@@ -137,3 +138,12 @@ def test_one_that_has_left_the_device_is_nested_as_it_was(inputs: Any, monkeypat
     assert calls[0][1] is inputs, "those of the step itself stay"
     assert control.leave_device() == 0
     assert on_host("text") == "text"
+
+
+def test_steps_of_the_beginning_are_kept_without_a_gap() -> None:
+    # Several ranks try learning rates on those they have in common: the first of each.
+    batches = KeptBatches()
+    kept = [Control([], 1.0, 0) for _ in range(3)]
+    for control in (*kept[:2], None, kept[2]):
+        batches.keep_first(control)
+    assert batches.first_steps == kept[:2]

@@ -1,0 +1,110 @@
+"""Where something fails on one of two ranks that train together, both go on, or both end: none waits for ever."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def run_script(directory: Path, part: str, seconds: float) -> dict[str, Any]:
+    script = Path(__file__).parents[1] / "failing_ranks.py"
+    subprocess.run([sys.executable, str(script), str(directory), part], check=True, timeout=seconds)
+    outcomes: dict[str, Any] = json.loads((directory / "outcomes.json").read_text())
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_script(tmp_path_factory.mktemp("failing"), "findings", 2500)
+
+
+def both(outcomes: dict[str, Any], scenario: str) -> list[dict[str, Any]]:
+    """The results of both ranks, which came to the end together."""
+    outcome = outcomes[scenario]
+    assert not outcome["hung"]
+    assert [rank.get("error") for rank in outcome["ranks"]] == [None, None]
+    ranks: list[dict[str, Any]] = outcome["ranks"]
+    return ranks
+
+
+def trained_alike(ranks: list[dict[str, Any]]) -> bool:
+    return all(rank["steps"] == 14 and rank["finite"] for rank in ranks) and ranks[0]["weights"] == ranks[1]["weights"]
+
+
+def test_all_ranks_are_given_the_same_answers(outcomes: dict[str, Any]) -> None:
+    for rank in both(outcomes, "votes"):
+        assert rank["sum"] == [-4.0]
+        assert (rank["any"], rank["all"]) == (True, False)
+        assert (rank["largest"], rank["smallest"]) == ([3.0, 7.0], -7.0)
+        assert rank["first"] == {"rank": 0, "text": "x" * 1000}
+
+
+def test_a_vote_raises_on_all_ranks_or_on_none(outcomes: dict[str, Any]) -> None:
+    for rank in both(outcomes, "votes"):
+        assert (rank["fails"], rank["raises"], rank["apart"]) == ("RankFailed", "RankRaised", "RanksDisagree")
+        assert rank["still"] == 2.0
+
+
+@pytest.mark.parametrize("where", ["between_steps", "before_the_vote", "after_the_vote"])
+def test_a_failure_of_our_own_on_one_rank_switches_healing_off_on_both(outcomes: dict[str, Any], where: str) -> None:
+    ranks = both(outcomes, where)
+    assert [rank["broken"] for rank in ranks] == [True, True]
+    assert trained_alike(ranks)
+
+
+def test_snapshots_that_one_rank_has_no_memory_for_are_off_on_both(outcomes: dict[str, Any]) -> None:
+    ranks = both(outcomes, "snapshot_without_memory")
+    assert [rank["broken"] for rank in ranks] == [False, False]
+    assert trained_alike(ranks)
+
+
+def test_steps_that_one_rank_has_not_kept_are_replayed_on_neither(outcomes: dict[str, Any]) -> None:
+    ranks = both(outcomes, "batches_too_large")
+    assert [(rank["failures"], rank["lost"]) for rank in ranks] == [(["corrupted_state"], [5])] * 2
+    assert trained_alike(ranks)
+
+
+def test_an_experiment_that_raises_on_one_rank_is_given_up_on_both(outcomes: dict[str, Any]) -> None:
+    ranks = both(outcomes, "experiment_raises")
+    assert [rank["broken"] for rank in ranks] == [False, False]
+    assert {failure for rank in ranks for failure in rank["failures"]} == {"nonfinite_numerical"}
+    assert trained_alike(ranks)
+
+
+def test_an_experiment_that_leaves_a_rank_in_a_collective_ends_both(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["experiment_strands"]
+    assert not outcome["hung"]
+    waiting, raising = (rank["error"] for rank in outcome["ranks"])
+    assert raising.startswith("Stranded")
+    assert "Connection closed by peer" in waiting or "Connection reset by peer" in waiting
+
+
+def test_a_checkpoint_that_one_rank_does_not_have_is_loaded_on_neither(outcomes: dict[str, Any]) -> None:
+    for rank in both(outcomes, "checkpoint_elsewhere"):
+        assert rank["loaded"] == []
+        assert rank["ended"] == "UnrecoverableTrainingError"
+
+
+def test_an_incident_that_a_thread_opens_does_not_make_a_step_unhealthy(outcomes: dict[str, Any]) -> None:
+    ranks = both(outcomes, "incident_of_a_thread")
+    assert len(ranks[1]["failures"]) > len(ranks[0]["failures"])
+    assert trained_alike(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_any_call_of_ours_that_fails_on_one_rank_leaves_none_behind(tmp_path: Path, strategy: str) -> None:
+    fuzzed = run_script(tmp_path, f"{strategy}:0-20", 6000)
+    recorded = fuzzed.pop("recorded")
+    assert trained_alike(both({"": recorded}, ""))
+    assert len(fuzzed) == 20
+    for outcome in fuzzed.values():
+        assert not outcome["hung"], outcome["failed"]
+        errors = [rank.get("error") for rank in outcome["ranks"]]
+        assert all(errors) or not any(errors), outcome
+        assert errors[0] or outcome["ranks"][0]["weights"] == outcome["ranks"][1]["weights"], outcome["failed"]
