@@ -9,10 +9,14 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+
+_RANK = re.compile(r"\.rank(\d+)\b")
 
 
 def jsonable(value: Any) -> Any:
@@ -60,6 +64,17 @@ def replace_file(path: Path, text: str, *, sync: bool = False, make_directory: b
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def of_rank(path: Path, rank: int) -> Path:
+    """Names the file that a rank has for itself, beside that of the first one: `name.rank1.json`."""
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def rank_in(path: Path) -> int:
+    """Reads which rank a file is of from its name, as [`of_rank`] has put it there; 0 if none is named."""
+    found = _RANK.search(path.name)
+    return 0 if found is None else int(found[1])
 
 
 def append_line(path: str | os.PathLike[str], line: Mapping[str, Any], sync: bool = False) -> None:

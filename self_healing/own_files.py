@@ -26,7 +26,7 @@ RUN_FILES = (
     "quarantine.jsonl",
     "postmortem*.json",
     "postmortem*.tmp",
-    "memory_snapshot.pickle",
+    "memory_snapshot*.pickle",
     "incidents/*",
     "hangs/*",
     f"{PINNED_DIR}/*",
@@ -37,7 +37,7 @@ REPORT_FILES = {REPORT_FILE: '{\n "schema": "self_healing.report/', BRIEFING_FIL
 # In each checkpoint.
 CHECKPOINT_FILES = (MARKER_FILE, f"{MARKER_FILE}.tmp", GENERATED_FILE)
 # Left by a process that is killed while it writes or removes one of them; and in each checkpoint.
-LEFTOVERS = ("healing_*.tmp", ".healing_*.tmp", "postmortem*.tmp", ".checkpoint-*.gone")
+LEFTOVERS = ("healing_*.tmp", ".healing_*.tmp", "postmortem*.tmp", "incidents/*.pt.tmp", ".checkpoint-*.gone")
 CHECKPOINT_LEFTOVERS = (f"{MARKER_FILE}.tmp",)
 GITIGNORE = ".gitignore"
 

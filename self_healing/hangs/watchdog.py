@@ -18,6 +18,7 @@ from typing import Any
 from ..config import HealingConfig
 from ..exceptions import Interruption
 from ..failures import Action, FailureType
+from ..files import of_rank
 from ..instrument.loader_workers import end_awaited_workers
 from ..instrument.sections import BETWEEN, Heartbeat
 from ..journal.incident import Incident
@@ -415,7 +416,8 @@ class Watchdog:
         }
         journal = self._journal
         alarm.incident = incident = journal.open(self._step(), "hang", evidence)
-        path = journal.directory / "hangs" / f"{incident.id}-stacks.txt"
+        # Ranks hang together, and number their incidents alike.
+        path = of_rank(journal.directory / "hangs" / f"{incident.id}-stacks.txt", journal.rank)
         waker = self._waker
         workers = {} if waker is None else waker.stacks_of_workers()
         written = False

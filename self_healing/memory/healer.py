@@ -10,6 +10,7 @@ from typing import Any
 from .. import consensus
 from ..classify import classify_exception
 from ..failures import Action, FailureType
+from ..files import of_rank
 from ..instrument import (
     CannotReduce,
     Instrument,
@@ -423,7 +424,7 @@ class MemoryHealer(Healer):
         if window is not None:
             evidence["batch"] = window.shapes()
         if self.config.oom_memory_snapshot and not self._snapshot_written:
-            path = str(self.run.directory / "memory_snapshot.pickle")
+            path = str(of_rank(self.run.directory / "memory_snapshot.pickle", self.run.journal.rank))
             self._snapshot_written = write_memory_snapshot(path, instrument.view.device)
             evidence["memory_snapshot"] = path if self._snapshot_written else "only for CUDA"
         self._opened = self.run.incident(instrument.view.step, "out_of_memory", evidence)

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..files import replace_file
+from ..files import of_rank, replace_file
 from ..run.context import RunContext
 from .remedies import MemoryState
 
@@ -36,8 +36,7 @@ class SizesFile:
     @property
     def path(self) -> Path:
         """The file of this rank."""
-        rank = self._run.journal.rank
-        return self._run.directory / (SIZES_FILE if rank == 0 else f"healing_sizes.rank{rank}.json")
+        return of_rank(self._run.directory / SIZES_FILE, self._run.journal.rank)
 
     def write(self) -> None:
         """Writes down what is known to fit this model on this device."""

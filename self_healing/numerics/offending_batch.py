@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ import torch
 
 from ..classify import classify_exception
 from ..failures import FailureType
+from ..files import of_rank, rank_in
 from ..instrument import Window, blueprint_of, kept_weights
 from ..journal.incident import Incident
 
 
 logger = logging.getLogger("self_healing")
 
-# Batches kept for replay in one run directory: enough to see a pattern, too few to fill a disk.
+# Batches kept for replay in one run directory, of each rank: enough to see a pattern, too few to fill a disk.
 KEPT_BATCHES = 20
 # Of faults that passed: they leave room for those that did not.
 KEPT_OF_TRANSIENT = 5
@@ -44,9 +46,11 @@ def save_offending_batch(window: Window, directory: Path, incident: Incident, ra
     Returns:
         The path; `None` if nothing was kept.
     """
-    path = directory / "incidents" / (f"{incident.id}.pt" if rank == 0 else f"{incident.id}.rank{rank}.pt")
+    path = of_rank(directory / "incidents" / f"{incident.id}.pt", rank)
     passed = incident.failure is FailureType.NONFINITE_TRANSIENT
-    if len(list(path.parent.glob("*.pt"))) >= (KEPT_OF_TRANSIENT if passed else KEPT_BATCHES):
+    # Those of this rank: what the others keep at the same moment must not decide about it.
+    own = [each for each in path.parent.glob("*.pt") if rank_in(each) == rank]
+    if len(own) >= (KEPT_OF_TRANSIENT if passed else KEPT_BATCHES):
         return None
     content = _contained(window.export, f"The batch of incident {incident.id} could not be kept.")
     if not content:
@@ -58,7 +62,13 @@ def save_offending_batch(window: Window, directory: Path, incident: Incident, ra
 
     def write() -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, path)
+        # Whole or not at all: a process that is killed meanwhile leaves nothing that a replay takes for a batch.
+        temporary = path.with_name(f"{path.name}.tmp")
+        try:
+            torch.save(content, temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
         return {"path": str(path)}
 
     return _contained(write, f"The batch of incident {incident.id} could not be written.").get("path")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..files import rank_in
 from ..report import HealingReport
 
 
@@ -61,7 +63,7 @@ def find_incident(run_dir: Path, wanted: str | int | None = None) -> KeptInciden
         run_dir (`Path`):
             The `output_dir` or `healing_dir` of a run.
         wanted (`str` or `int`, *optional*):
-            Its id or its step. Defaults to the newest one whose batch was kept.
+            Its id or its step; that of a rank is `<id>.rank<rank>`. Defaults to the newest one whose batch was kept.
 
     Raises:
         ReplayError: If there is none, or more than one.
@@ -73,11 +75,16 @@ def find_incident(run_dir: Path, wanted: str | int | None = None) -> KeptInciden
             raise ReplayError(_none_kept(run_dir, entries))
         return kept[-1]
     name = str(wanted)
-    found = [each for each in kept if each.id == name] or [each for each in kept if str(each.step) == name]
+    found = (
+        [each for each in kept if each.id == name]
+        or [each for each in kept if each.id.startswith(f"{name}.rank")]
+        or [each for each in kept if str(each.step) == name]
+    )
     if len(found) == 1:
         return found[0]
     if found:
-        raise ReplayError(f"{len(found)} incidents are of step {name}. Please name one by its id:{_listed(found)}")
+        of_it = f"step {name}" if str(found[0].step) == name else name
+        raise ReplayError(f"{len(found)} incidents are of {of_it}. Please name one by its id:{_listed(found)}")
     for entry in entries.values():
         if name in (entry["incident"], str(entry["step"])):
             raise ReplayError(
@@ -96,7 +103,8 @@ def kept_incidents(run_dir: Path, entries: Mapping[str, dict[str, Any]] | None =
     found = {}
     for _, file in files:
         name = file.name.removesuffix(".pt")
-        entry = entries.get(name.partition(".rank")[0], {})
+        # Each rank numbers its incidents by itself: those that it has seen alone are in its own journal only.
+        entry = entries.get(name) or entries.get(name.partition(".rank")[0], {})
         step = entry.get("step")
         found[name] = KeptIncident(name, _load(file)["step"] if step is None else int(step), file, entry)
     return list(found.values())
@@ -142,11 +150,17 @@ def _folders(run_dir: Path) -> list[Path]:
 
 
 def _journaled(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Incidents by the name of the file that their batch would be kept in."""
     try:
-        incidents = HealingReport.from_run_dir(run_dir).incidents
+        first = HealingReport.from_run_dir(run_dir)
     except (OSError, ValueError):
         return {}
-    return {entry["incident"]: entry for entry in incidents}
+    found = {entry["incident"]: entry for entry in first.incidents}
+    for other in sorted(Path(str(first.journal)).parent.glob("healing_events.rank*.jsonl")):
+        with contextlib.suppress(OSError, ValueError):
+            incidents = HealingReport.from_run_dir(other).incidents
+            found |= {f"{entry['incident']}.rank{rank_in(other)}": entry for entry in incidents}
+    return found
 
 
 def _none_kept(run_dir: Path, entries: Mapping[str, dict[str, Any]]) -> str:

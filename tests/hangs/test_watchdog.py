@@ -558,6 +558,15 @@ def test_the_first_time_of_a_part_that_hangs_is_told_of_and_left_alone(
     assert "test_watchdog.py" in stacks(tmp_path)
 
 
+def test_ranks_that_hang_together_write_their_stacks_side_by_side(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        with Desk(tmp_path, ending=True) as desk:
+            desk.journal.rank = rank
+            desk.wait_between(lambda journal=desk.journal: journal.incidents and journal.incidents[0].actions)
+    names = sorted(path.name for path in (tmp_path / "hangs").iterdir())
+    assert names == ["run-001-stacks.rank1.txt", "run-001-stacks.txt"]
+
+
 def test_where_an_exit_has_not_helped_the_next_process_is_not_ended_again(tmp_path: Path) -> None:
     HangExits(tmp_path).note_exit(7, "between", 0.1)
     with Desk(tmp_path, recovers=False, launcher_restarts="yes") as desk:

@@ -7,6 +7,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -411,6 +412,62 @@ def test_a_trainer_that_is_given_is_used_and_put_back(finished: FinishedRun, tmp
     assert trainer.get_train_dataloader == loader
     after = weights(trainer)
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_each_rank_keeps_its_own_batch_of_an_incident_and_both_are_found(tmp_path: Path) -> None:
+    class Window:
+        engine: Any = None
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def export(self) -> dict[str, Any]:
+            return {"step": 7, "micro_batches": {0: torch.tensor([self.rank])}}
+
+    for rank, cause in enumerate(("poison_rows", "transient")):
+        incident = Incident(
+            "a-001", 7 + rank, "nonfinite_loss", failure=FailureType.NONFINITE_POISON_ROWS, cause=cause
+        )
+        line = {
+            "time": 1.0,
+            "run": "a",
+            "rank": rank,
+            "step": 7 + rank,
+            "kind": "detected",
+            "symptom": "nonfinite_loss",
+        }
+        journal = tmp_path / ("healing_events.jsonl" if rank == 0 else "healing_events.rank1.jsonl")
+        journal.write_text(json.dumps({**line, "incident": "a-001", "cause": cause}) + "\n")
+        window: Any = Window(rank)
+        window.engine = SimpleNamespace(trainer=None)
+        save_offending_batch(window, tmp_path, incident, rank)
+    for name, rank, step in (("a-001", 0, 7), ("a-001.rank1", 1, 8)):
+        found = find_incident(tmp_path, name)
+        assert (found.step, torch.load(found.path)["micro_batches"][0].item()) == (step, rank)
+    assert [path.name for path in tmp_path.glob("incidents/*.tmp")] == []
+
+
+def test_a_batch_that_only_another_rank_has_kept_is_found_by_the_incident(tmp_path: Path) -> None:
+    keep(tmp_path, "a-001.rank1", 3)
+    assert find_incident(tmp_path, "a-001").id == "a-001.rank1"
+    keep(tmp_path, "a-001.rank2", 3)
+    with pytest.raises(ReplayError, match=r"2 incidents are of a-001\."):
+        find_incident(tmp_path, "a-001")
+
+
+def test_the_batches_of_one_rank_take_no_room_from_another(tmp_path: Path) -> None:
+    class Window:
+        engine = SimpleNamespace(trainer=None)
+
+        def export(self) -> dict[str, Any]:
+            return {"step": 1, "micro_batches": {}}
+
+    for number in range(KEPT_BATCHES):
+        keep(tmp_path, f"a-{number:03d}.rank1", 1)
+    window: Any = Window()
+    incident = Incident("a-900", 1, "nonfinite_loss", failure=FailureType.NONFINITE_POISON_ROWS)
+    assert save_offending_batch(window, tmp_path, incident, rank=1) is None
+    assert save_offending_batch(window, tmp_path, incident, rank=12) is not None
 
 
 # ---- what is kept ----
