@@ -200,7 +200,9 @@ def check(
             print(name, step, told.plain, verdict.standing, verdict.reason, sep="\t")
     if verdicts and console.is_terminal:
         console.print(picture)
-    chosen = next((verdict for verdict in verdicts if verdict.usable), None)
+    # As a resume chooses: one that lacks the part of a process only if there is no other.
+    usable = [verdict for verdict in verdicts if verdict.usable]
+    chosen = next((verdict for verdict in usable if verdict.whole), usable[0] if usable else None)
     if chosen is None:
         none = "None can be resumed from." if verdicts else f"There is no checkpoint in {run_dir}."
         console.print(none, soft_wrap=True)

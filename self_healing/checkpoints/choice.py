@@ -59,13 +59,20 @@ def find_trusted_checkpoint(output_dir: str | Path, passed_over: list[Verdict] |
 def _newest_usable(
     output_dir: str | Path, passed_over: list[Verdict], model: ModelNames | None = None
 ) -> Verdict | None:
-    for checkpoint in checkpoints_in(output_dir):
-        # Vetting reads every byte: those older than the first usable one are not looked at.
-        verdict = vet(checkpoint, model)
-        if verdict.usable:
+    # Vetting reads every byte: those older than the first whole one are not looked at.
+    return _first_whole((vet(checkpoint, model) for checkpoint in checkpoints_in(output_dir)), passed_over)
+
+
+def _first_whole(verdicts: Iterator[Verdict], passed_over: list[Verdict]) -> Verdict | None:
+    """The first one that can be used, of those to which every process has written its part if there is any."""
+    for verdict in verdicts:
+        if verdict.usable and verdict.whole:
             return verdict
         passed_over.append(verdict)
-    return None
+    torn = next((verdict for verdict in passed_over if verdict.usable), None)
+    if torn is not None:
+        passed_over.remove(torn)
+    return torn
 
 
 def resolve_checkpoint(
@@ -207,24 +214,25 @@ def newest_verdict_of(
         wrote (`Callable[[Path], bool]`, *optional*):
             Whether a checkpoint without a marker is of this run all the same.
     """
+    passed_over = [] if passed_over is None else passed_over
+    return _first_whole(_verdicts_of(run, output_dir, verified, passed_over, wrote), passed_over)
+
+
+def _verdicts_of(
+    run: str, output_dir: str, verified: bool, passed_over: list[Verdict], wrote: Callable[[Path], bool]
+) -> Iterator[Verdict]:
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)
         damage = damage_of_marker(checkpoint) if marker is None else None
-        if damage is not None and passed_over is not None:
+        if damage is not None:
             reason = f"its marker {MARKER_FILE} cannot be believed ({damage}), so whose it is is not known"
             passed_over.append(Verdict(str(checkpoint), number_of(checkpoint), False, reason, "unmarked"))
         if marker is None:
             wanted = damage is None and not verified and wrote(checkpoint)
         else:
             wanted = marker.get("run") == run and (not verified or marker.get("standing") == "verified")
-        if not wanted:
-            continue
-        verdict = vet(checkpoint)
-        if verdict.usable:
-            return verdict
-        if passed_over is not None:
-            passed_over.append(verdict)
-    return None
+        if wanted:
+            yield vet(checkpoint)
 
 
 def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from .findings import Findings, Unusable, few, json_object_in, reading
@@ -11,6 +12,7 @@ from .stored_tensors import read_header
 _SENTINEL = "checkpoint-is-incomplete.txt"
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -39,13 +41,21 @@ def weight_files(checkpoint: Path, findings: Findings) -> list[Path]:
         else:
             findings.notes.append(f"{index.name} was not looked at, because a resume reads {whole.name}")
     files += sorted(checkpoint.glob("pytorch_model_fsdp*.bin"))
-    unscanned = [
-        folder for pattern in ("pytorch_model_fsdp_*", "global_step*") for folder in _folders(checkpoint, pattern)
-    ]
-    if not files and not unscanned:
+    unscanned = _folders(checkpoint, "global_step*")
+    if not files and not unscanned and not sharded_weights(checkpoint):
         raise Unusable("no weights: there is no model.safetensors, adapter_model.safetensors or other file with them")
     findings.notes += [f"{folder.name} was not scanned" for folder in unscanned]
     return files
+
+
+def sharded_weights(checkpoint: Path) -> list[Path]:
+    """Lists the directories with weights that all ranks have written together."""
+    return _folders(checkpoint, "pytorch_model_fsdp_*")
+
+
+def sharded_optimizers(checkpoint: Path) -> list[Path]:
+    """Lists the directories with optimizer state that all ranks have written together."""
+    return _folders(checkpoint, "optimizer_*")
 
 
 def _indexes(checkpoint: Path) -> list[Path]:
@@ -81,9 +91,17 @@ def _folders(checkpoint: Path, pattern: str) -> list[Path]:
     return sorted(folder for folder in checkpoint.glob(pattern) if folder.is_dir() and any(folder.iterdir()))
 
 
-def other_archives(checkpoint: Path, findings: Findings) -> tuple[list[Path], list[Path]]:
+def other_archives(checkpoint: Path, findings: Findings, ranks: int = 1) -> tuple[list[Path], list[Path]]:
     """
     Lists the torch archives beside the weights, and refuses a checkpoint without optimizer or schedule.
+
+    Args:
+        checkpoint (`Path`):
+            The directory.
+        findings ([`Findings`]):
+            Gets the parts of ranks that are missing.
+        ranks (`int`, *optional*, defaults to 1):
+            How many processes it was written by at least, if by several.
 
     Returns:
         Those of the optimizer, and the others.
@@ -91,15 +109,27 @@ def other_archives(checkpoint: Path, findings: Findings) -> tuple[list[Path], li
     deepspeed = bool(_folders(checkpoint, "global_step*"))
     patterns = ("optimizer.pt", "optimizer.bin", "optimizer.pt_*", "rank*-of-*-optimizer.pt")
     optimizers = [file for pattern in patterns for file in sorted(checkpoint.glob(pattern)) if file.is_file()]
-    sharded = _folders(checkpoint, "optimizer_*")
-    if not optimizers and not sharded and not deepspeed:
+    if not optimizers and not sharded_optimizers(checkpoint) and not deepspeed:
         raise Unusable("optimizer.pt is missing: no optimizer state, a resume would silently start with fresh moments")
-    findings.notes.extend(f"{folder.name} was not scanned" for folder in sharded)
     scheduler = checkpoint / "scheduler.pt"
     if not scheduler.is_file() and not deepspeed:
         raise Unusable("scheduler.pt is missing: a resume would silently start the learning rate's schedule anew")
     random_states = sorted(checkpoint.glob("rng_state*.pth"))
     if not random_states:
         findings.doubts.append("no rng_state.pth, so a resume draws other random numbers")
+    findings.missing += _missing_parts(random_states, ranks)
     others = [scheduler, checkpoint / "scaler.pt", checkpoint / "training_args.bin"]
     return optimizers, [*(file for file in others if file.is_file()), *random_states]
+
+
+def _missing_parts(random_states: list[Path], ranks: int) -> list[str]:
+    """
+    Names the random states of ranks that had not written theirs when they were killed: the first rank writes the state
+    of the Trainer, last of all, without waiting for them.
+    """
+    numbers = {int(match[1]) for file in random_states if (match := _OF_RANK.fullmatch(file.name)) is not None}
+    if not numbers:
+        return []
+    # One process alone writes rng_state.pth.
+    there_were = max(max(numbers) + 1, ranks, 2)
+    return [f"rng_state_{number}.pth" for number in range(there_were) if number not in numbers]

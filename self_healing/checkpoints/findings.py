@@ -24,10 +24,13 @@ class Findings:
             What was not looked at.
         doubts (`list[str]`):
             What the user who resumes from it is warned of.
+        missing (`list[str]`):
+            Files of ranks that had not written their part.
     """
 
     notes: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
 
 @contextmanager

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import consensus
 from ..checkpoint_files import MARKER_FILE, ModelNames, number_of
-from .expected_files import check_directory, check_indexes, other_archives, weight_files
+from .expected_files import (
+    check_directory,
+    check_indexes,
+    other_archives,
+    sharded_optimizers,
+    sharded_weights,
+    weight_files,
+)
 from .findings import Findings, Unusable, few, in_short
 from .marker import CHECKSUMS, damage_of_marker, load_marker
+from .shards import check_shards
 from .stored_tensors import check_archive, check_checksum, check_safetensors, first_bad, load_archive, read_header
 from .tensor_names import check_names
 from .trainer_files import check_configs, check_mapping, finished_steps
@@ -41,6 +50,8 @@ class Verdict:
             this library).
         doubts (`tuple[str, ...]`):
             Warnings for the user who resumes from it.
+        whole (`bool`):
+            Whether every rank had written its part; one that is not is resumed from if there is no other.
     """
 
     path: str
@@ -49,6 +60,7 @@ class Verdict:
     reason: str
     standing: str
     doubts: tuple[str, ...] = ()
+    whole: bool = True
 
 
 def vet(checkpoint: Path, model: ModelNames | None = None) -> Verdict:
@@ -77,8 +89,15 @@ def vet(checkpoint: Path, model: ModelNames | None = None) -> Verdict:
     except Exception as error:
         # What the file system or a torn file makes a reader raise is a verdict as well.
         return Verdict(str(checkpoint), step, False, f"cannot be read ({in_short(error)})", standing)
-    reason = "; ".join(["complete", *findings.notes, *findings.doubts])
-    return Verdict(str(checkpoint), step, True, reason, standing, tuple(findings.doubts))
+    if findings.missing:
+        what = "is missing" if len(findings.missing) == 1 else "are missing"
+        findings.doubts.insert(
+            0,
+            f"{few(findings.missing)} {what}: not every process had written its part, and draws other random numbers",
+        )
+    whole = not findings.missing
+    reason = "; ".join(["complete"] * whole + [*findings.notes, *findings.doubts])
+    return Verdict(str(checkpoint), step, True, reason, standing, tuple(findings.doubts), whole)
 
 
 def vet_weights(checkpoint: Path) -> str | None:
@@ -96,6 +115,8 @@ def vet_weights(checkpoint: Path) -> str | None:
             if file.suffix != ".safetensors":
                 check_archive(file, expected)
             _check_weights(file, expected, findings)
+        for folder in sharded_weights(checkpoint):
+            check_shards(folder, findings, masks=True)
     except Unusable as refusal:
         return str(refusal)
     except Exception as error:
@@ -137,7 +158,7 @@ def _examine(checkpoint: Path, marker: Mapping[str, Any] | None, model: ModelNam
         if file.suffix == ".safetensors":
             read_header(file)
     check_indexes(checkpoint, weights)
-    optimizers, others = other_archives(checkpoint, findings)
+    optimizers, others = other_archives(checkpoint, findings, consensus.world_size() if marker is None else 1)
     checksums: dict[Path, int] = {}
     if marker is not None:
         checksums = _check_marker(checkpoint, marker, weights, findings)
@@ -152,6 +173,10 @@ def _examine(checkpoint: Path, marker: Mapping[str, Any] | None, model: ModelNam
         _check_weights(file, checksums.pop(file, None), findings)
     for file in optimizers:
         _check_optimizer(file, findings)
+    for folder in sharded_weights(checkpoint):
+        check_shards(folder, findings, masks=True)
+    for folder in sharded_optimizers(checkpoint):
+        check_shards(folder, findings)
     for file in others:
         check_mapping(file)
     for file, checksum in checksums.items():

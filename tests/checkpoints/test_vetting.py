@@ -16,12 +16,18 @@ import torch
 from conftest import sft_trainer, tiny_model
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemWriter
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner, Result
 
 from self_healing import SelfHealingCallback
 from self_healing.checkpoints.checksums import ChecksumQueue, MarkedCheckpoint
-from self_healing.checkpoints.choice import find_trusted_checkpoint, newest_checkpoint_of, vet_all
+from self_healing.checkpoints.choice import (
+    find_trusted_checkpoint,
+    newest_checkpoint_of,
+    resolve_checkpoint,
+    vet_all,
+)
 from self_healing.checkpoints.marker import load_marker, set_standing, write_marker
 from self_healing.checkpoints.vetting import Verdict, vet
 from self_healing.cli import app
@@ -607,15 +613,93 @@ def test_missing_random_states_are_mentioned(plain: Path) -> None:
 # ---- sharded engines ----
 
 
-def test_sharded_fsdp_is_accepted_and_said_not_to_be_scanned(plain: Path) -> None:
-    checkpoint = plain / "checkpoint-4"
-    for file, folder in (("model.safetensors", "pytorch_model_fsdp_0"), ("optimizer.pt", "optimizer_0")):
-        (checkpoint / file).unlink()
-        (checkpoint / folder).mkdir()
-        (checkpoint / folder / "__0_0.distcp").write_bytes(b"shard")
+def shard_fsdp(checkpoint: Path, value: float = 1.0) -> Path:
+    """As FSDP2 saves with SHARDED_STATE_DICT: weights and optimizer state in directories of their own."""
+    state = {"exp_avg": torch.full((3,), value), "step": torch.tensor(4.0), "lr": float("inf")}
+    for file, folder, content in (
+        ("model.safetensors", "pytorch_model_fsdp_0", {"model": {"weight": torch.full((2, 3), value)}}),
+        ("optimizer.pt", "optimizer_0", {"optimizer": state}),
+    ):
+        (checkpoint / file).unlink(missing_ok=True)
+        shutil.rmtree(checkpoint / folder, ignore_errors=True)
+        # Two ranks would write two files: here one with each value.
+        writer = FileSystemWriter(checkpoint / folder, single_file_per_rank=False, sync_files=False)
+        torch.distributed.checkpoint.save(content, storage_writer=writer, no_dist=True)
+    return checkpoint
+
+
+def test_sharded_fsdp_is_whole_and_finite(plain: Path) -> None:
+    verdict = vet(shard_fsdp(plain / "checkpoint-4"))
+    assert (verdict.usable, verdict.reason) == (True, "complete")
+
+
+@pytest.mark.parametrize("folder", ["pytorch_model_fsdp_0", "optimizer_0"])
+def test_the_part_of_each_rank_has_to_be_there_whole(plain: Path, folder: str) -> None:
+    checkpoint = shard_fsdp(plain / "checkpoint-4")
+    part = f"{folder}/{sorted(file.name for file in (checkpoint / folder).glob('*.distcp'))[-1]}"
+    flipped(part)(checkpoint)
+    assert not vet(checkpoint).usable
+    truncated(part)(shard_fsdp(checkpoint))
+    assert vet(checkpoint).reason.startswith(f"{part} is truncated")
+    removed(part)(shard_fsdp(checkpoint))
+    assert vet(checkpoint).reason == f"{part} is missing (.metadata names it): the part of one rank"
+    removed(f"{folder}/.metadata")(shard_fsdp(checkpoint))
+    assert vet(checkpoint).reason.startswith(f"{folder}/.metadata is missing")
+
+
+def test_shards_that_are_not_finite_are_named(plain: Path) -> None:
+    reason = vet(shard_fsdp(plain / "checkpoint-4", float("nan"))).reason
+    assert reason.startswith("model.weight in pytorch_model_fsdp_0/__0_0.distcp holds NaN or Inf")
+
+
+def test_the_metadata_of_shards_runs_no_code(plain: Path, tmp_path: Path) -> None:
+    class Malicious:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "executed",))
+
+    checkpoint = shard_fsdp(plain / "checkpoint-4")
+    (checkpoint / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Malicious()))
     verdict = vet(checkpoint)
-    assert verdict.usable
-    assert verdict.reason == "complete; pytorch_model_fsdp_0 was not scanned; optimizer_0 was not scanned"
+    assert not (tmp_path / "executed").exists()
+    assert "optimizer_0 was not scanned" in verdict.reason
+
+
+def by_ranks(checkpoint: Path, *ranks: int) -> Path:
+    """As if several processes had written it, and these had come to the end."""
+    state = torch.load(checkpoint / "rng_state.pth", weights_only=False)
+    (checkpoint / "rng_state.pth").unlink()
+    for rank in ranks:
+        torch.save(state, checkpoint / f"rng_state_{rank}.pth")
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("ranks", "missing"), [((0,), "rng_state_1.pth"), ((0, 2), "rng_state_1.pth"), ((1,), "rng_state_0.pth")]
+)
+def test_an_older_checkpoint_is_preferred_to_one_without_the_part_of_a_rank(
+    plain: Path, ranks: tuple[int, ...], missing: str
+) -> None:
+    by_ranks(plain / "checkpoint-4", *ranks)
+    by_ranks(plain / "checkpoint-2", 0, 1)
+    passed_over: list[Verdict] = []
+    assert find_trusted_checkpoint(plain, passed_over) == str(plain / "checkpoint-2")
+    assert [verdict.reason for verdict in passed_over] == [
+        f"{missing} is missing: not every process had written its part, and draws other random numbers"
+    ]
+
+
+def test_one_without_the_part_of_a_rank_is_better_than_none(plain: Path) -> None:
+    by_ranks(plain / "checkpoint-4", 0)
+    removed("trainer_state.json")(plain / "checkpoint-2")
+    chosen = resolve_checkpoint(True, plain, [])
+    assert chosen is not None
+    assert chosen.path == str(plain / "checkpoint-4")
+    assert "rng_state_1.pth is missing" in chosen.doubts[0]
+
+
+def test_the_command_names_what_a_resume_takes(plain: Path) -> None:
+    by_ranks(plain / "checkpoint-4", 0)
+    assert f"takes {plain / 'checkpoint-2'} (step 2)" in check(str(plain)).output
 
 
 def test_deepspeed_is_accepted_and_said_not_to_be_scanned(plain: Path) -> None:
