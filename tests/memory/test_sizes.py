@@ -410,3 +410,96 @@ def test_an_evaluation_that_failed_says_nothing_about_training() -> None:
     sizes.failed(CallShape("forward", 64, 512), with_gradients=False)
     assert sizes.rows_for(CallShape("forward", 64, 512)) == 32
     assert sizes.rows_for(train(8)) == 8
+
+
+# ---- where a failure ends the job ----
+
+
+def restarts(steps: int, room: int, rows: int = 8, ranks: int = 2) -> int:
+    """How often a job of several processes has to be started again, where one of them has less memory."""
+    left: dict[int, str] = {}
+    step = count = 0
+    while step < steps:
+        known = [KnownSizes(probe_steps=50) for _ in range(ranks)]
+        for sizes in known:
+            sizes.failure_is_fatal = True
+            for state in left.values():
+                sizes.load_state_dict(json.loads(state))
+        devices = [Device(sizes, train=(room if rank == 1 else 64) * 512) for rank, sizes in enumerate(known)]
+        while step < steps:
+            step += 1
+            for rank, device in enumerate(devices):
+                device.sizes.begin_step(step)
+                if device._attempt((train(rows),)) is None:
+                    break
+                device.sizes.on_success()
+                left[rank] = json.dumps(device.sizes.state_dict())
+            else:
+                continue
+            left[rank] = json.dumps(device.sizes.state_dict())
+            count += 1
+            step -= 1
+            break
+        assert count < 20
+    return count
+
+
+@pytest.mark.parametrize(("room", "at_most"), [(1, 2), (2, 2), (3, 2), (4, 1), (7, 1), (8, 0)])
+def test_a_job_of_several_processes_is_hardly_started_again_for_memory(room: int, at_most: int) -> None:
+    assert restarts(170, room) <= at_most
+    assert restarts(3000, room) <= at_most + (room == 1)
+
+
+def test_what_failed_on_one_rank_counts_on_all() -> None:
+    one, other = begun(), begun()
+    for sizes, fits, fails in ((one, 4, 8), (other, 2, 3)):
+        sizes.failed(train(fails))
+        sizes.ran(train(fits))
+        sizes.on_success()
+    for order in ((one, other), (other, one)):
+        merged = begun()
+        for sizes in order:
+            merged.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
+        merged.begin_step(2)
+        assert merged.known_rows(train(8)) == 2
+
+
+def test_how_long_is_waited_outlives_the_process() -> None:
+    sizes = KnownSizes(probe_steps=4)
+    device = Device(sizes, train=4 * 512)
+    for _ in range(60):
+        device.train_step(train(8))
+    later = KnownSizes(probe_steps=4)
+    later.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
+    again = Device(later, train=4 * 512)
+    for _ in range(31):
+        again.train_step(train(8))
+    assert again.failures == 0
+
+
+def test_with_room_to_spare_what_failed_is_tried_again_though_a_failure_ends_the_job() -> None:
+    class Room:
+        now, total = 0, 0
+
+        def held(self) -> int:
+            return self.now
+
+        def left(self) -> int:
+            return self.total
+
+    room = Room()
+    sizes = KnownSizes(probe_steps=2, room=room)
+    sizes.failure_is_fatal = True
+    sizes.begin_step(1)
+    sizes.failed(train(8))
+    sizes.begins(train(4))
+    room.now = 4 * 512 * 100
+    sizes.ran(train(4))
+    sizes.on_success()
+    # As much as 8 rows hold, and something for backward: they failed with that.
+    room.total = 10 * 512 * 100
+    for step in range(2, 20):
+        sizes.begin_step(step)
+        assert sizes.rows_for(train(8)) == 4
+    room.total *= 2
+    assert sizes.rows_for(train(8)) == 8

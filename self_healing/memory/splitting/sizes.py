@@ -19,6 +19,9 @@ class Room(Protocol):
         """Bytes that could be taken beyond them."""
 
 
+# Where a failure ends the job, how often the memory that rows were seen to hold has to be there: what backward needs
+# beyond it is open. More for what is known to have failed, or is nearly as large.
+_MARGIN, _WIDE_MARGIN = 1.25, 2.0
 # Larger than any size: it says that something did fail, and so that only what is known to fit is safe.
 _BEYOND_ALL = 1 << 30
 
@@ -109,6 +112,9 @@ class KnownSizes:
     rows, and half-way to what failed. A size that failed is tried again after `probe_steps` optimizer steps, later
     after twice as many whenever that failed. Each kind of call waits by itself.
 
+    Where a failure ends the job, what may fail is not tried: up to half of what failed is, and beyond it what the
+    device has room for with a wide margin.
+
     Args:
         probe_steps (`int`):
             Optimizer steps until a size that failed is tried again.
@@ -129,7 +135,7 @@ class KnownSizes:
         self._trying: _Try | None = None
         self._held_before = 0
         self.room = room
-        # Where a failure ends the job (several processes): one row where nothing is known, and no tries in between.
+        # Where a failure ends the job (several processes): one row where nothing is known.
         self.failure_is_fatal = False
         self.begun: dict[Kind, CallShape] = {}
         self.last_begun: CallShape | None = None
@@ -208,6 +214,8 @@ class KnownSizes:
             (rows for rows in (each.fewest(shape.length) for each in self._frontiers_for(shape.kind)) if rows),
             default=shape.rows + 1,
         )
+        if self.failure_is_fatal:
+            larger = [rows for rows in larger if self._will_fit(shape, rows)]
         untried, others = [rows for rows in larger if rows < failed], [rows for rows in larger if rows >= failed]
         if untried and self._step >= (frontier.next_retry if self.failure_is_fatal else frontier.next_try):
             # Half-way to what failed.
@@ -222,6 +230,15 @@ class KnownSizes:
         """Whether there is memory for at least what so many rows were seen to hold; what they need beyond is open."""
         needed = self._frontiers[shape.kind].bytes_per_token * rows * shape.length
         return self.room is None or needed == 0 or needed <= self.room.left()
+
+    def _will_fit(self, shape: CallShape, rows: int) -> bool:
+        """Whether it is as good as known that so many rows fit: a failure ends the job, and is paid by all of it."""
+        needed = self._frontiers[shape.kind].bytes_per_token * rows * shape.length
+        halves = [frontier.half_of_what_failed(shape.length) for frontier in self._frontiers_for(shape.kind)]
+        small = all(half is None or rows <= half for half in halves)
+        if self.room is None or needed == 0:
+            return small
+        return needed * (_MARGIN if small else _WIDE_MARGIN) <= self.room.left()
 
     def begins(self, shape: CallShape) -> None:
         """A call of this size begins; if it does not fit, this is the one."""
@@ -328,12 +345,28 @@ class KnownSizes:
 
     def state_dict(self) -> dict[str, Any]:
         """Gives what is known, as JSON."""
-        return {kind: {"fits": frontier.fits, "fails": frontier.fails} for kind, frontier in self._frontiers.items()}
+        return {
+            kind: {
+                "fits": frontier.fits,
+                "fails": frontier.fails,
+                "wait": frontier.wait,
+                "try_wait": frontier.try_wait,
+            }
+            for kind, frontier in self._frontiers.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what an earlier process knew."""
+        """Takes over what an earlier process knew, beside what is known here: what failed on one rank counts."""
         for kind, frontier in self._frontiers.items():
             known = state.get(kind, {})
-            frontier.fits = [(int(r), int(n)) for r, n in known.get("fits", [])]
-            frontier.fails = [(int(r), int(n)) for r, n in known.get("fails", [])]
+            fits = [*frontier.fits, *((int(r), int(n)) for r, n in known.get("fits", []))]
+            for rows, length in known.get("fails", []):
+                frontier.fail(int(rows), int(length))
+            frontier.fits = []
+            for rows, length in fits:
+                if not any(rows >= r and length >= n for r, n in frontier.fails):
+                    frontier.fit(rows, length)
+            # Written by an earlier version, it holds neither.
+            frontier.wait = max(frontier.wait, int(known.get("wait", 0)))
+            frontier.try_wait = max(frontier.try_wait, int(known.get("try_wait", 0)))
         self._restored = True
