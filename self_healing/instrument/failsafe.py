@@ -138,15 +138,18 @@ class Failsafe:
         Raises:
             AgreedFailure: On all ranks, if one has failed.
         """
-        before, _ = consensus.votes_cast()
-        try:
-            yield
-        except Exception as error:
-            if not self._is_ours(error) or self._is_over(before, ends_with):
-                raise
-            consensus.tell_failure(question, error, self._device)
-        if consensus.world_size() > 1 and not self._is_over(before, ends_with):
-            consensus.wait_for_all_ranks(question, self._device)
+        with self.alike(question):
+            before, _ = consensus.votes_cast()
+            try:
+                yield
+            except Exception as error:
+                if not self._is_ours(error):
+                    raise
+                if not self._is_over(before, ends_with):
+                    consensus.tell_failure(question, error, self._device)
+                self.note_failure(error)
+            if not self._is_over(before, ends_with):
+                consensus.wait_for_all_ranks(question, self._device)
 
     def _is_over(self, before: int, ends_with: str | None) -> bool:
         count, last = consensus.votes_cast()
@@ -166,10 +169,22 @@ class Failsafe:
         except Exception as error:
             if not self._is_ours(error):
                 raise
-            consensus.log_failure(question, error)
-            if consensus.all_fail_alike(question):
-                raise consensus.RankFailed(f"{question}: code of self_healing has failed on all ranks") from None
-            raise consensus.Stranded(f"{question}: self_healing has failed on this rank alone") from error
+            raise self.agreed_on(question, error) from None
+
+    def agreed_on(self, question: str, error: Exception) -> consensus.AgreedFailure:
+        """
+        Finds out whether all ranks have failed at the same place, for one that cannot know what the others do.
+
+        Raises:
+            Stranded: If this one is alone.
+        """
+        if isinstance(error, consensus.AgreedFailure):
+            return error
+        consensus.log_failure(question, error)
+        if consensus.all_fail_alike(question):
+            return consensus.RankFailed(f"{question}: code of self_healing has failed on all ranks")
+        self.give_back()
+        raise consensus.Stranded(f"{question}: self_healing has failed on this rank alone") from error
 
     def told(self, question: str, error: Exception) -> consensus.AgreedFailure:
         """Tells the other ranks of a failure, in the vote they are in; gives what that vote raises."""

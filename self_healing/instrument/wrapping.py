@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from transformers import Trainer
 
-from ..consensus import AgreedFailure, Stranded
+from ..consensus import AgreedFailure
 from ..random_state import RandomState
 from .accelerate_engine import AccelerateEngine
 from .best_model import BestModel
@@ -413,15 +413,10 @@ class Instrument:
         if not window.agreed and not isinstance(error, AgreedFailure):
             # The others have come to this step, and wait for its numbers.
             error = self.failsafe.told("the step", error)
-        if isinstance(error, AgreedFailure):
-            self.failsafe.give_up_together(
-                error, lambda: window.unfit(self.leaves_out_nonfinite), lambda: window.skip(None)
-            )
-        elif window.touched:
-            self.detach()
-            raise Stranded("self_healing failed in the middle of a step that others may be computing") from error
-        else:
-            self.failsafe.note_failure(error)
+        agreed = self.failsafe.agreed_on("the step", error)
+        self.failsafe.give_up_together(
+            agreed, lambda: window.unfit(self.leaves_out_nonfinite), lambda: window.skip(None)
+        )
 
     def _tell_without_window(self) -> None:
         """Has a rank that could not follow the step come to the vote in which the others judge it."""
