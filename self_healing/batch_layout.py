@@ -37,6 +37,13 @@ class Layout:
     rows: int
     starts: tuple[int, ...] = ()
 
+    def alone(self, row: int) -> list[int]:
+        """
+        Names one row, to be selected without the others: twice where the batch has several, because statistics over a
+        batch (batch norm) need more than one; once where it has one, for which there is memory.
+        """
+        return [row] * min(self.rows, 2)
+
 
 def layout_of(batch: Any, objective: Objective) -> Layout | None:
     """Finds the rows of a prepared batch; `None` where they cannot be told apart (some vision batches)."""

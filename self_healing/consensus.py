@@ -156,18 +156,35 @@ def smallest(question: str, value: float | Callable[[], float], device: torch.de
 
 def from_first_rank(question: str, find: Callable[[], _T], device: torch.device) -> _T:
     """Calls a function on the first rank alone, and gives what it gives to all. As [`sum_over_ranks`]."""
+    return find() if world_size() == 1 else _from_rank(0, question, find, device)
+
+
+def from_first_rank_with(question: str, find: Callable[[], _T | None], device: torch.device) -> _T | None:
+    """Gives to all what a function gives on the first rank where that is not `None`. As [`sum_over_ranks`]."""
     if world_size() == 1:
         return find()
+    found: _T | None = None
+
+    def place() -> float:
+        nonlocal found
+        found = find()
+        return float(world_size() if found is None else dist.get_rank())
+
+    first = round(smallest(question, place, device))
+    return None if first == world_size() else _from_rank(first, question, lambda: found, device)
+
+
+def _from_rank(source: int, question: str, find: Callable[[], _T], device: torch.device) -> _T:
     content = b""
 
     def size() -> list[float]:
         nonlocal content
-        content = pickle.dumps(find()) if dist.get_rank() == 0 else b""
+        content = pickle.dumps(find()) if dist.get_rank() == source else b""
         return [float(len(content))]
 
     length = int(sum_over_ranks(question, size, device)[0])
     box = torch.tensor(list(content or bytes(length)), dtype=torch.uint8, device=device)
-    dist.broadcast(box, src=0)
+    dist.broadcast(box, src=source)
     received: _T = pickle.loads(bytes(box.tolist()))
     return received
 

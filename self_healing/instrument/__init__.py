@@ -25,6 +25,7 @@ from .discovery import find_resume_path, find_trainer, is_training
 from .earlier_steps import EarlierSteps
 from .experiments import StepExperiments
 from .generated import load_generated, save_generated
+from .gradients import is_sharded
 from .hooks import Hooks
 from .kept_step import Control, Recording, on_host
 from .live_state import optimizer_in_training_mode, reload_checkpoint, reset_moments
@@ -81,6 +82,7 @@ __all__ = [
     "find_trainer",
     "free_memory",
     "is_out_of_memory",
+    "is_sharded",
     "is_training",
     "kept_weights",
     "leave_out_of_uploads",

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from ..clipping import scale_gradients
+from ..clipping.gradients import by_mesh, whole
 from .failsafe import Failsafe
-from .gradients import discard_gradients, gradients_of
+from .gradients import discard_gradients, gradients_of, is_fsdp2, without_reduction
 from .hooks import Hooks
 from .memory_retry import MemoryRetry
 from .phase import Phase
@@ -81,15 +82,24 @@ class AccelerateEngine(StepEngine):
         self, call: Call, last: bool, on_nonfinite: Callable[[], None], synchronise: bool = True
     ) -> torch.Tensor:
         model, inputs, args, kwargs = call
-        accelerator = self.trainer.accelerator
-        accelerator.gradient_state._set_sync_gradients(last)
-        alone = contextlib.nullcontext() if last and synchronise else accelerator.no_sync(model=model)
+        self.trainer.accelerator.gradient_state._set_sync_gradients(last and synchronise)
         if not synchronise and hasattr(model, "require_forward_param_sync"):
             # DistributedDataParallel sends the buffers of the first rank to the others in the first forward after one
             # whose gradients were synchronised (torch 2.13, `_pre_forward`). One that raises would do so once more.
             model.require_forward_param_sync = False
-        with self.with_all_ranks("a micro-batch is computed again"), alone:
+        with self.with_all_ranks("a micro-batch is computed again"), self._gradients_kept(model, last, synchronise):
             return self._training_call.run((model, copy.copy(inputs), args, kwargs), on_nonfinite)
+
+    def _gradients_kept(self, model: Any, last: bool, synchronise: bool) -> contextlib.AbstractContextManager[None]:
+        """Has ranks exchange gradients as between the Trainer's own micro-batches, or not at all."""
+        trainer = self.trainer
+        if last and synchronise:
+            return contextlib.nullcontext()
+        if not getattr(trainer, "is_distributed_loading_by_transformers", False) or not is_fsdp2(trainer.model):
+            kept: contextlib.AbstractContextManager[None] = trainer.accelerator.no_sync(model=model)
+            return kept
+        # transformers 5.2x: accelerate did not wrap a model that was sharded while it was loaded.
+        return trainer._defer_fsdp_gradient_reduction() if synchronise else without_reduction(trainer.model)
 
     def prepare_inputs(self, inputs: Any) -> Any:
         with self.with_all_ranks("a batch is prepared again"):
@@ -124,8 +134,8 @@ class AccelerateEngine(StepEngine):
         gradients = self.gradients()
         if self.scaler_active or not gradients:
             return True
-        norm: Any = torch.nn.utils.get_total_norm(gradients)
-        return math.isfinite(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        norms = [float(whole(torch.nn.utils.get_total_norm(group))) for group in by_mesh(gradients)]
+        return all(map(math.isfinite, norms))
 
     def scale_gradients(self, factor: float) -> None:
         scale_gradients(self.trainer.model, factor)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from .. import consensus
-from ..batch_layout import select_rows
+from ..batch_layout import Layout, select_rows
 from ..extents import Search
 from ..repeatability import Repeatability, StepPrint
 from .device_memory import free_memory
+from .gradients import named_gradients_of
 from .loading import TrainingLoader
 from .origin import Origin, nonfinite_in
 from .training_fault import TrainingFault
@@ -45,10 +46,18 @@ class StepExperiments:
 
     def probe(self, index: int, rows: Sequence[int]) -> bool:
         """Whether some rows of a micro-batch alone give a finite loss and finite gradients."""
+        layout = self._layout(index)
+        return self._probe(index, lambda: select_rows(self._window.prepared[index], layout, rows))
+
+    def probe_row(self, index: int, row: int) -> bool:
+        """Whether one row of a micro-batch, alone, gives a finite loss and finite gradients."""
+        return self.probe(index, self._layout(index).alone(row))
+
+    def _layout(self, index: int) -> Layout:
         layout = self._window.layout(index)
         if layout is None:
             raise ValueError(f"the rows of micro-batch {index} cannot be told apart")
-        return self._probe(index, lambda: select_rows(self._window.prepared[index], layout, rows))
+        return layout
 
     def probe_batch(self, inputs: Any) -> bool:
         """Whether another micro-batch, as the data loader gave it, is finite with the weights as they are."""
@@ -62,7 +71,9 @@ class StepExperiments:
         window.rewind()
         try:
             loss = window.compute_micro_batch(index, lambda _: batch, last=True, synchronise=False)
-            return math.isfinite(float(loss)) and self._engine.gradients_are_finite()
+            finite = self._engine.gradients_are_finite()
+            # In this order: where tensors of a layer are spread over ranks, all of them have to ask about gradients.
+            return finite and math.isfinite(float(loss))
         finally:
             window.rewind()
 
@@ -106,20 +117,18 @@ class StepExperiments:
                 found = found or here
         return found
 
-    def origin_in_rows(self, index: int, rows: Sequence[int]) -> Origin | None:
+    def origin_in_row(self, index: int, row: int) -> Origin | None:
         """
-        Finds where the computation of some rows of a micro-batch, alone, first gives a number that is not finite, in
+        Finds where the computation of one row of a micro-batch, alone, first gives a number that is not finite, in
         the backward as well; `None` where it does not, or that cannot be seen.
 
         Raises:
             TrainingFault: An exception of the training code.
         """
-        layout = self._window.layout(index)
-        if layout is None:
-            raise ValueError(f"the rows of micro-batch {index} cannot be told apart")
+        layout = self._layout(index)
 
         def pick(batch: Any) -> Any:
-            return select_rows(batch, layout, rows)
+            return select_rows(batch, layout, layout.alone(row))
 
         return self._window.until_it_fits(lambda: self._origin_in(index, pick, backward=True))
 
@@ -145,8 +154,8 @@ class StepExperiments:
             if not math.isfinite(float(loss)):
                 return Origin("loss")
             search = Search()
-            for name, parameter in self._trainer.model.named_parameters():
-                search.add(name, parameter.grad, inf=True)
+            for name, gradient in named_gradients_of(self._trainer.model):
+                search.add(name, gradient, inf=True)
             bad = search.nonfinite()
             if not bad:
                 return None

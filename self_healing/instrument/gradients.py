@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +14,22 @@ def gradients_of(model: torch.nn.Module) -> list[torch.Tensor]:
     Collects the gradients a model holds, also those that FSDP2 keeps beside the parameters until they are reduced:
     under `no_sync`, that is all of them.
     """
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [gradient for _, gradient in named_gradients_of(model)]
+
+
+def named_gradients_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, each with the name of its parameter."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        if parameter.grad is not None:
+            yield name, parameter.grad
     for sharded in _sharded_parameters(model):
-        held = (sharded.unsharded_accumulated_grad, getattr(_unsharded(sharded), "grad", None))
-        found.extend(gradient for gradient in held if gradient is not None)
-    return found
+        unsharded = _unsharded(sharded)
+        name = names.get(id(sharded.sharded_param)) or names.get(id(unsharded), "?")
+        for gradient in (sharded.unsharded_accumulated_grad, getattr(unsharded, "grad", None)):
+            if gradient is not None:
+                yield name, gradient
 
 
 def discard_gradients(model: torch.nn.Module) -> None:
@@ -37,11 +49,41 @@ def discard_gradients(model: torch.nn.Module) -> None:
         root.reset_iter_state()
     # Neither `zero_grad` nor `reset_iter_state` (torch 2.13) drops what was accumulated under `no_sync`: without this
     # the next backward adds it to its own.
+    for group in _parameter_groups(model):
+        # Of HSDP, reduced within a replica and not yet across them.
+        group._partial_reduce_output = None
     for sharded in _sharded_parameters(model):
         sharded.unsharded_accumulated_grad = None
         unsharded = _unsharded(sharded)
         if unsharded is not None:
             unsharded.grad = None
+
+
+@contextlib.contextmanager
+def without_reduction(model: torch.nn.Module) -> Iterator[None]:
+    """Has each rank keep the gradients of an FSDP2 model that it computes to itself."""
+    modules = _fsdp2_modules(model)
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether weights of a model are spread over ranks, all of which then take part in each call of it."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def is_fsdp2(model: torch.nn.Module) -> bool:
+    """Whether it is FSDP2 that spreads them."""
+    return bool(_fsdp2_modules(model))
 
 
 def _unsharded(sharded: Any) -> torch.Tensor | None:
@@ -52,12 +94,16 @@ def _unsharded(sharded: Any) -> torch.Tensor | None:
 
 def _sharded_parameters(model: torch.nn.Module) -> Iterator[Any]:
     """FSDP2's own records of the parameters: torch has no public way to the gradients they hold."""
+    for group in _parameter_groups(model):
+        yield from group.fsdp_params
+
+
+def _parameter_groups(model: torch.nn.Module) -> Iterator[Any]:
     for module in _fsdp2_modules(model):
         state = module._get_fsdp_state()
         # Several groups per module from torch 2.13 on, one or none before.
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in groups:
-            yield from () if group is None else group.fsdp_params
+        yield from (group for group in groups if group is not None)
 
 
 def _fsdp2_roots(model: torch.nn.Module) -> list[Any]:

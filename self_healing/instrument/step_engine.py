@@ -13,6 +13,7 @@ from .. import consensus
 from ..repeatability import lowest_precision
 from .origin import Origin, watching_gradients, watching_outputs
 from .preparing import preparing
+from .replacing import Replacements
 from .training_fault import TrainingFault
 from .view import TrainerView
 
@@ -141,7 +142,7 @@ class StepEngine(ABC):
         return preparing(self.trainer, change, prepared)
 
     @contextlib.contextmanager
-    def accumulating(self, micro_batches: int | None) -> Iterator[None]:
+    def accumulating(self, micro_batches: float | None) -> Iterator[None]:
         """Divides losses by another number of micro-batches; `None`: by that of the step."""
         trainer = self.trainer
         theirs = trainer.current_gradient_accumulation_steps
@@ -151,6 +152,20 @@ class StepEngine(ABC):
             yield
         finally:
             trainer.current_gradient_accumulation_steps = theirs
+
+    @contextlib.contextmanager
+    def counting_nothing(self) -> Iterator[None]:
+        """Has what is computed give gradients of zero, which take part in whatever ranks do with them."""
+        replaced = Replacements()
+
+        def backward(original: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
+            original(0.0 * loss, **kwargs)
+
+        replaced.wrap(self.trainer.accelerator, "backward", backward)
+        try:
+            yield
+        finally:
+            replaced.give_back()
 
     @abstractmethod
     def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:

@@ -179,6 +179,8 @@ class StepRecord:
 
     def layout(self, index: int) -> Layout | None:
         """Tells the rows of a micro-batch apart; `None` where that cannot be, or before the step is computed again."""
+        if self.engine.view.shares_rows:
+            return None
         return layout_of(self.prepared.get(index), self.objective)
 
     def sources(self, index: int) -> list[RowSource]:

@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from .. import consensus
 from ..objectives import Objective
 from .colocated_engine import is_free_of_requests
+from .gradients import is_sharded
 from .live_state import (
     LiveState,
     beta2_of,
@@ -49,6 +50,8 @@ class TrainerView:
         # Neither changes while a trainer trains, and each step asks.
         self.device: torch.device = trainer.accelerator.device
         self.world_size = consensus.world_size()
+        # Context and sequence parallelism: each process has some of the tokens of a row.
+        self.shares_rows = _spreads_rows(trainer)
 
     # ---- where the run is ----
 
@@ -88,13 +91,21 @@ class TrainerView:
         return self.can_reexecute and bool(groups) and all(group.get("lr") is not None for group in groups)
 
     @property
+    def sharded(self) -> bool:
+        """
+        Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP), or
+        transformers has while it loaded them.
+        """
+        return self._trainer.accelerator.distributed_type == DistributedType.FSDP or is_sharded(self._trainer.model)
+
+    @property
     def can_split_calls(self) -> bool:
         """
-        Whether the calls of a model can be split: `nn.DataParallel` makes replicas of it, and where weights are
-        gathered for each call (FSDP) all ranks have to make equally many.
+        Whether the calls of a model can be split: `nn.DataParallel` makes replicas of it. Those of a sharded one only
+        in passes, each of which is a forward and a backward that all ranks make.
         """
-        sharded = self._trainer.accelerator.distributed_type == DistributedType.FSDP
-        return self.can_reexecute and self._trainer.args.n_gpu <= 1 and not sharded
+        in_lockstep = not self.sharded or (is_sharded(self._trainer.model) and self.may_repeat_the_loss)
+        return self.can_reexecute and self._trainer.args.n_gpu <= 1 and in_lockstep
 
     @property
     def uses_only_the_loss(self) -> bool:
@@ -109,17 +120,12 @@ class TrainerView:
     def may_repeat_the_loss(self) -> bool:
         """
         Whether the loss of a training step can be computed several times for one backward pass over all rows: it is a
-        loss of the libraries, which treats rows (pairs) one by one, and no other process takes part in it.
+        loss of the libraries, which treats rows (pairs) one by one, and if other processes take part in it, they
+        compute it as often.
         """
         known = self.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
         own = has_own_loss(self._trainer) or "compute_loss" in vars(self._trainer)
-        return known and not own and self.world_size == 1
-
-    def may_empty_micro_batches(self, keep: Mapping[int, Sequence[int]]) -> bool:
-        """Whether micro-batches may be left out; not on one of several ranks, as a loss may contain collectives."""
-        if self.world_size == 1:
-            return True
-        return not consensus.any_rank("a micro-batch is emptied", any(not rows for rows in keep.values()), self.device)
+        return known and not own and (self.world_size == 1 or self.sharded)
 
     def engine_is_free_of_requests(self) -> bool:
         """Whether a vLLM engine in this process can be called again after a call that raised."""
@@ -218,6 +224,11 @@ class TrainerView:
             for name, value in arguments.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
+
+
+def _spreads_rows(trainer: Any) -> bool:
+    sizes = [getattr(trainer, name, None) for name in ("get_cp_size", "get_sp_size")]
+    return any((size() or 1) > 1 for size in sizes if size is not None)
 
 
 def _all_alike(groups: Sequence[Mapping[str, Any]]) -> bool:

@@ -106,15 +106,20 @@ class Window(StepRecord):
         rows = FewerRows({}, {}) if keep is None else FewerRows.of(self, keep, self.engine)
         self.rewind()
         losses: list[torch.Tensor] = []
-        computed = [index for index in range(self.size) if not rows.emptied(index)]
-        fewer = len(computed) < self.size and not self.objective.counts_own_tokens
-        with self.engine.accumulating(max(len(computed), 1) if fewer else None):
+        computed = rows.computed(self.size)
+        with self.engine.accumulating(None if self.objective.counts_own_tokens else rows.micro_batches):
             for index in range(self.size):
-                if rows.emptied(index):
+                if index not in computed:
                     self._advance_without(index)
                     losses.append(torch.zeros_like(self.losses[index]))
+                    continue
+                pick, last = functools.partial(rows.select, index), index == computed[-1]
+                if rows.emptied(index):
+                    with self.engine.counting_nothing():
+                        # A rank that counts its items alone may have none left, and would divide by them.
+                        items = None if rows.items is None else max(rows.items, 1)
+                        losses.append(0.0 * self.compute_micro_batch(index, pick, last, items))
                 else:
-                    pick, last = functools.partial(rows.select, index), index == computed[-1]
                     losses.append(self.compute_micro_batch(index, pick, last, rows.items))
         self.losses = losses
         self.measure_again()

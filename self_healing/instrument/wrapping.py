@@ -156,6 +156,9 @@ class Instrument:
         self.replace(trainer.callback_handler, "on_save", self._in_section("on_save", self.saves.on_save))
         self.replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))
         self.replace(trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm_)
+        if hasattr(trainer, "_mixed_mesh_grad_norm"):
+            # transformers 5.2x: what it clips by where some gradients are sharded and others are not.
+            self.replace(trainer, "_mixed_mesh_grad_norm", self._mixed_mesh_grad_norm)
         if self.view.can_reexecute:
             self.replace(trainer.optimizer, "step", self._in_section("optimizer", self.optimizer_step.step))
         for name, section in (
@@ -254,7 +257,7 @@ class Instrument:
         """Called in `on_pre_optimizer_step`."""
         window = self.window
         if self._ready(window):
-            # The trainer did not clip through the accelerator: gradients on mixed meshes.
+            # The trainer did not clip, neither through the accelerator nor on mixed meshes.
             window.measured_by(lambda: self.trainer._get_grad_norm(self.trainer.model_wrapped))
             self._judge(window)
         elif self.failsafe.failure is not None and (window is None or not window.judged):
@@ -376,7 +379,16 @@ class Instrument:
             return norm
         # A generator could not be gone through again.
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        window.measured_by(lambda: original(parameters, *args, **kwargs))
+        return self._measured(window, lambda: original(parameters, *args, **kwargs))
+
+    def _mixed_mesh_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        window = self.window
+        if self._call.running or not self._ready(window):
+            return original(*args, **kwargs)
+        return self._measured(window, lambda: original(*args, **kwargs))
+
+    def _measured(self, window: Window, measure: Callable[[], Any]) -> Any:
+        window.measured_by(measure)
         self._judge(window)
         return window.grad_norm
 

@@ -193,24 +193,17 @@ def find_poison_rows(experiments: StepExperiments, sizes: Sequence[int], device:
     else:
         # Every micro-batch, also those with a finite loss: a row may be bad in its gradient alone.
         once = [_bisect(experiments, index, list(range(size))) for index, size in enumerate(sizes)]
-        twice = [
-            [row for row in rows if not _is_finite_alone(experiments, index, row)] for index, rows in enumerate(once)
-        ]
+        twice = [[row for row in rows if not experiments.probe_row(index, row)] for index, rows in enumerate(once)]
     return {index: rows for index, rows in enumerate(twice) if rows}
 
 
 def _bisect(experiments: StepExperiments, index: int, rows: list[int]) -> list[int]:
     if len(rows) == 1:
-        return [] if _is_finite_alone(experiments, index, rows[0]) else rows
+        return [] if experiments.probe_row(index, rows[0]) else rows
     if experiments.probe(index, rows):
         return []
     middle = len(rows) // 2
     return _bisect(experiments, index, rows[:middle]) + _bisect(experiments, index, rows[middle:])
-
-
-def _is_finite_alone(experiments: StepExperiments, index: int, row: int) -> bool:
-    # Twice, not once: batch norm and other statistics over a batch need more than one row.
-    return experiments.probe(index, [row, row])
 
 
 def _probe_in_lockstep(
@@ -222,7 +215,7 @@ def _probe_in_lockstep(
         place = 0
         while consensus.any_rank("there is another row", place < len(rows), device):
             # A rank with fewer of them computes one all the same.
-            finite = _is_finite_alone(experiments, index, rows[place] if place < len(rows) else 0)
+            finite = experiments.probe_row(index, rows[place] if place < len(rows) else 0)
             if not finite and place < len(rows):
                 found[index].append(rows[place])
             place += 1

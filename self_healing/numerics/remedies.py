@@ -68,7 +68,7 @@ class NumericsRemedies:
             if layout is not None:
                 keep[index] = [row for row in range(layout.rows) if row not in set(bad)]
         remaining = diagnosis.rows - diagnosis.poison_rows
-        if not context.running.view.may_empty_micro_batches(keep) or remaining == 0:
+        if remaining == 0:
             return self._skip_step(context, args) | {"dropped": diagnosis.poison_rows, "kept": remaining}
         if not window.compute_again(keep).finite:
             # The rows were not the whole story: one rung up.

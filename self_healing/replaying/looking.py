@@ -110,6 +110,5 @@ def look_into(window: Window, sources: Mapping[int, Sequence[Mapping[str, Any]]]
             for index, row in places[:_ROWS_LOOKED_INTO]:
                 known = list(sources.get(index, ()))
                 source = dict(known[row]) if row < len(known) else {}
-                # Twice, as it was found: statistics over a batch need more than one row.
-                look.rows.append(RowFound(index, row, source, experiments.origin_in_rows(index, [row, row])))
+                look.rows.append(RowFound(index, row, source, experiments.origin_in_row(index, row)))
     return look

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from self_healing.instrument.gradients import discard_gradients, gradients_of
+from self_healing.instrument.gradients import discard_gradients, gradients_of, named_gradients_of
 
 
 @pytest.fixture
@@ -70,6 +70,7 @@ def test_unreduced_gradients_are_seen(policy: MixedPrecisionPolicy) -> None:
     backward(model, synchronise=False)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert len(gradients_of(model)) == 4
+    assert [name for name, _ in named_gradients_of(model)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     discard_gradients(model)
     assert gradients_of(model) == []
 

@@ -185,7 +185,9 @@ def step_of(*batches: list[float]) -> tuple[Window, Engine]:
         _prepare_inputs=lambda batch: batch,
         _get_num_items_in_batch=lambda batches, device: None,
     )
-    view: Any = SimpleNamespace(device=device, world_size=1, objective=objective, autocast_dtype=None)
+    view: Any = SimpleNamespace(
+        device=device, world_size=1, objective=objective, autocast_dtype=None, shares_rows=False
+    )
     engine, ledger = Engine(trainer, view), Bookkeeper(trainer)
     window = Window(engine, ledger, DataPosition(trainer, objective), len(batches))
     window.begin(ledger.capture())

@@ -98,6 +98,9 @@ class MadeUpExperiments:
         self.probes += 1
         return not self._bad & {(index, row) for row in rows}
 
+    def probe_row(self, index: int, row: int) -> bool:
+        return self.probe(index, [row])
+
 
 class TestPoisonRows:
     def test_each_is_found_by_halves(self) -> None:
