@@ -19,6 +19,11 @@ OPTIMIZER_ADVICE = (
     "device."
 )
 
+SMALLER_BATCHES = (
+    "Please lower per_device_train_batch_size and raise gradient_accumulation_steps, or set "
+    "gradient_checkpointing=True."
+)
+
 ENGINE_ADVICE = (
     "(1) Lower vllm_gpu_memory_utilization, the share of memory that the engine reserves, or set "
     "vllm_enable_sleep_mode=True, which releases it during training steps. (2) Shorten max_completion_length and "

@@ -29,7 +29,15 @@ from ..run.context import RunContext
 from ..run.dispatch import HealingContext
 from ..run.healer import Healer
 from ..run.incidents import OpenIncident
-from .advice import BATCHES_MOVED, ENGINE_ADVICE, OPTIMIZER_ADVICE, advice_on, figures_in_words, size_in_words
+from .advice import (
+    BATCHES_MOVED,
+    ENGINE_ADVICE,
+    OPTIMIZER_ADVICE,
+    SMALLER_BATCHES,
+    advice_on,
+    figures_in_words,
+    size_in_words,
+)
 from .optimizer_backup import OptimizerBackup
 from .remedies import MemoryState
 from .sizes_file import SizesFile
@@ -113,12 +121,28 @@ class MemoryHealer(Healer):
         self._state.sizes.failure_is_fatal = consensus.world_size() > 1
         if self._state.checkpointing_activations:
             instrument.activation_checkpointing.switch_on()
-        if self._state.sizes.limits:
+        if self._has_limits():
             self._models.watch()
         if self.config.optimizer_step_backup:
             self._backup = OptimizerBackup()
         if self.config.oom_memory_snapshot:
             record_memory_history(instrument.view.device)
+
+    def _has_limits(self) -> bool:
+        """Whether a size is known not to fit; where all ranks have to split alike, on any of them."""
+        limits, view = self._state.sizes.limits, self._instrument.view
+        if not view.sharded:
+            return limits
+        limits = consensus.any_rank("a size is known not to fit", limits, view.device)
+        why = self._why_not_split()
+        if limits and why:
+            logger.warning(
+                "What did not fit in memory in an earlier start will not fit in this one: it cannot be split, because "
+                "%s. %s",
+                why,
+                SMALLER_BATCHES,
+            )
+        return limits
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
         """Gives whether calls were split since the last log, and whether the device is nearly full."""
@@ -233,7 +257,7 @@ class MemoryHealer(Healer):
         refusals = self._models.refusals
         why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"
         if not self._instrument.view.can_split_calls:
-            why = "its calls are not split (nn.DataParallel, FSDP)"
+            why = self._why_not_split() or "its calls are not split (nn.DataParallel)"
         if "not_split" not in incident.evidence:
             run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
         in_training = context.window is not None and ran_out.place in ("forward", "backward")
@@ -387,15 +411,26 @@ class MemoryHealer(Healer):
             return
         sizes.failed(shape)
         self._file.write()
+        why = self._why_not_split()
         logger.warning(
             "Step %d: out of memory in %s on process %d of several (%s). The others are waiting for it, so nothing "
-            "can be tried again here; %s says what did not fit, and the next start of the job splits it.",
+            "can be tried again here; %s says what did not fit, and the next start of the job %s.",
             self._instrument.view.step,
             ran_out.place,
             self._args.process_index,
             shape,
             self._file.path.name,
+            f"cannot split it: {why}. {SMALLER_BATCHES}" if why else "splits it",
         )
+
+    def _why_not_split(self) -> str:
+        """Says why calls of a model that several processes make together are not split; empty if they are."""
+        view, refusals = self._instrument.view, self._models.refusals
+        if not view.sharded or not view.can_reexecute:
+            return ""
+        if not view.can_split_calls:
+            return "all processes call a sharded model together, and a loss of one's own cannot be computed in parts"
+        return refusals[-1] if refusals else ""
 
     def _whole_batch(self, ran_out: OutOfMemory) -> CallShape | None:
         """Gives what the first failure of a process says, whose calls are not watched yet."""

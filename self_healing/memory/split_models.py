@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..instrument import is_sharded
 from ..run.context import RunContext
-from .splitting import KnownSizes, Passes, SplitCalls, SplitGeneration
+from .splitting import KnownSizes, Lockstep, Passes, SplitCalls, SplitGeneration
 
 
 class SplitModels:
@@ -32,12 +33,14 @@ class SplitModels:
         view = instrument.view
         if self._splits or not view.can_split_calls:
             return
-        self._passes = Passes(instrument.objective.paired) if view.may_repeat_the_loss else None
+        lockstep = Lockstep(view.device) if view.sharded else None
+        self._passes = Passes(instrument.objective.paired, lockstep) if view.may_repeat_the_loss else None
         for model in view.models():
-            calls = SplitCalls(model, sizes, view.uses_only_the_loss, self._passes, view.autocast_dtype)
+            together = lockstep if is_sharded(model) else None
+            calls = SplitCalls(model, sizes, view.uses_only_the_loss, self._passes, view.autocast_dtype, together)
             instrument.intercept_calls(model, calls.call)
             if hasattr(model, "generate"):
-                instrument.intercept(model, "generate", SplitGeneration(model, sizes, calls).call)
+                instrument.intercept(model, "generate", SplitGeneration(model, sizes, calls, together).call)
             self._splits.append(calls)
             self._models.append(model)
 

@@ -42,6 +42,7 @@ class Memory:
         self.run = run = MadeUpRun(directory, **settings)
         view = run.instrument.view
         view.models, view.can_split_calls, view.may_repeat_the_loss = list, True, False
+        view.sharded = False
         view.fingerprint = lambda: "the same model"
         self.can_checkpoint = True
         run.instrument.activation_checkpointing = SimpleNamespace(switch_on=self._checkpoint)
@@ -148,6 +149,24 @@ def test_calls_that_are_not_split_say_so(memory: Memory) -> None:
     memory.attempt(1)
     with pytest.raises(UnrecoverableTrainingError, match="its calls are not split"):
         memory.attempt(1)
+
+
+@pytest.mark.parametrize("first", ["earlier start", "this one"])
+def test_a_sharded_model_whose_loss_is_not_known_says_that_nothing_is_split(
+    memory: Memory, first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = memory.run.instrument.view
+    view.sharded, view.can_split_calls = True, False
+    if first == "this one":
+        memory.run.instrument.trainer.args.process_index = 1
+        memory.state.sizes.begins(CallShape("train", 8, 4))
+        memory.healer.oom_on_one_rank(ran_out("forward"))
+    else:
+        memory.state.sizes.failed(CallShape("train", 8, 4))
+        memory.healer.attach(first=True)
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "a loss of one's own cannot be computed in parts" in warning
+    assert "lower per_device_train_batch_size" in warning
 
 
 def test_an_experiment_does_without(memory: Memory) -> None:

@@ -12,6 +12,7 @@ one.
 from ...call_shape import CallShape, Kind
 from .calls import SplitCalls
 from .generation import SplitGeneration
+from .lockstep import Lockstep
 from .passes import Passes
 from .recomputing import ComputedOtherwise
 from .sizes import KnownSizes
@@ -24,6 +25,7 @@ __all__ = [
     "ComputedOtherwise",
     "Kind",
     "KnownSizes",
+    "Lockstep",
     "Passes",
     "SplitCalls",
     "SplitGeneration",

@@ -148,14 +148,14 @@ def is_language_model(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> boo
     if adapter is not None and str(getattr(adapter.peft_type, "value", adapter.peft_type)) not in _PLAIN_ADAPTERS:
         # Virtual tokens in front, whose first label counts as well; terms that are added to the loss (AdaLoRA).
         return False
-    if module._forward_hooks and not kwargs.get("fused_lm_head"):
-        # They may change what comes out.
+    if any(map(_may_change_outputs, module._forward_hooks.values())) and not kwargs.get("fused_lm_head"):
         return False
     inner: Any = innermost(module)
-    if not type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel")) or not hasattr(inner, "loss_type"):
+    cls = class_of(inner)
+    if not cls.__name__.endswith(("ForCausalLM", "LMHeadModel")) or not hasattr(inner, "loss_type"):
         return False
     forward: Any = inspect.unwrap(inner.forward)
-    if any((each.__module__ or "").partition(".")[0] != "transformers" for each in (type(inner), forward)):
+    if any((each.__module__ or "").partition(".")[0] != "transformers" for each in (cls, forward)):
         return False
     if kwargs.get("fused_lm_head") or (kwargs.get("labels") is None and kwargs.get("shift_labels") is None):
         return True
@@ -169,9 +169,23 @@ def is_language_model(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> boo
 
 def is_classifier(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """Whether it is a sequence classifier of transformers that is asked for logits only (a reward model)."""
-    inner = innermost(module)
-    known = type(inner).__module__.partition(".")[0] == "transformers"
-    return known and type(inner).__name__.endswith("ForSequenceClassification") and kwargs.get("labels") is None
+    cls = class_of(innermost(module))
+    known = cls.__module__.partition(".")[0] == "transformers"
+    return known and cls.__name__.endswith("ForSequenceClassification") and kwargs.get("labels") is None
+
+
+def class_of(module: torch.nn.Module) -> type:
+    """The class that a model was made of: FSDP2 gives each module that it shards a class of its own."""
+    return next(cls for cls in type(module).__mro__ if not _of_fsdp(cls.__module__))
+
+
+def _may_change_outputs(hook: Any) -> bool:
+    # FSDP2 lets go of the weights in one.
+    return not _of_fsdp(type(getattr(hook, "__self__", None)).__module__)
+
+
+def _of_fsdp(module: str) -> bool:
+    return module.startswith("torch.distributed.fsdp")
 
 
 def why_rows_depend(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -472,7 +486,7 @@ def _without_dropout(module: torch.nn.Module) -> Iterator[None]:
     loss in training only): they stay as they are, and only modules that drop out do not.
     """
     modes = {each: each.training for each in module.modules()}
-    if type(innermost(module)).__module__.partition(".")[0] == "transformers":
+    if class_of(innermost(module)).__module__.partition(".")[0] == "transformers":
         module.eval()
     for each in modes:
         if isinstance(each, torch.nn.modules.dropout._DropoutNd):

@@ -14,12 +14,14 @@ from ...call_shape import CallShape
 from ...random_state import RandomState
 from .additivity import (
     Additivity,
+    is_classifier,
     is_language_model,
     merge,
     put_back,
     rope_by_length,
     why_rows_depend,
 )
+from .lockstep import Lockstep
 from .outputs import loss_alone, without_caches
 from .passes import NotInPasses, Passes, SplitCall
 from .recomputing import recomputed, recomputed_at_once
@@ -29,6 +31,7 @@ from .slicing import (
     LENGTH_STEP,
     CannotSplit,
     Chunk,
+    parts,
     rows_of,
     segment_chunks,
     sequences_of,
@@ -69,6 +72,8 @@ class SplitCalls:
             Those of the training steps, where these can be computed in passes.
         autocast (`torch.dtype`, *optional*):
             What its calls are cast to, if it is inside of them, where it does not show.
+        lockstep ([`Lockstep`], *optional*):
+            Of the ranks that call the module together, where it is sharded.
     """
 
     def __init__(
@@ -78,8 +83,10 @@ class SplitCalls:
         loss_only: bool = False,
         passes: Passes | None = None,
         autocast: torch.dtype | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self._module = module
+        self._lockstep = lockstep
         self._sizes = sizes
         self._loss_only = loss_only
         self._passes = passes
@@ -104,8 +111,12 @@ class SplitCalls:
         passes = self._passes if self._passes is not None and self._passes.open else None
         if passes is not None and passes.later:
             return self._later_pass(passes, original, shape, kwargs)
-        in_passes = passes if trains and not self._wants_whole_gradients() else None
-        result, split = self._split_if_needed(original, shape, in_passes, args, kwargs)
+        if self._lockstep is not None:
+            in_passes = passes if trains else None
+            result, split = self._split_together(original, self._lockstep, shape, in_passes, args, kwargs)
+        else:
+            in_passes = passes if trains and not self._wants_whole_gradients() else None
+            result, split = self._split_if_needed(original, shape, in_passes, args, kwargs)
         if not split:
             with self.running(shape):
                 result = original(*args, **kwargs)
@@ -129,7 +140,8 @@ class SplitCalls:
         before = _Before(self._module, self._device, self._proven)
         try:
             if passes is not None:
-                return self._first_pass(original, passes, shape, allowed, args, kwargs)
+                groups = _pairs(shape, allowed, args, kwargs) if passes.paired else None
+                return self._first_pass(original, passes, shape, allowed, groups, args, kwargs)
             if self.given_up:
                 raise CannotSplit(self.given_up)
             chunks = self._chunks(shape, allowed, args, kwargs)
@@ -138,6 +150,58 @@ class SplitCalls:
             before.put_back()
             self.refused = str(refusal)
             return None, False
+
+    def _split_together(
+        self,
+        original: Callable[..., Any],
+        lockstep: Lockstep,
+        shape: CallShape,
+        passes: Passes | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, bool]:
+        """Likewise, for a call that all ranks make: into as many chunks on each, or on none into any."""
+        if shape.kind == "train" and passes is None:
+            # With a backward only in passes: each is a forward and a backward, as the trainer makes them.
+            return None, False
+        per_unit = 2 if passes is not None and passes.paired else 1
+        units, allowed = shape.rows // per_unit, max(self._sizes.rows_for(shape) // per_unit, 1)
+        wanted = -(-units // allowed)
+        refusal = self._why_not_together(shape, per_unit, args, kwargs)
+        count = lockstep.chunks(wanted, 1 if refusal else units)
+        if count == 1:
+            if wanted > 1:
+                self.refused = refusal or "another rank cannot split its part of it"
+            return None, False
+        bounds = parts(units, count)
+        groups = [_pairs_between(units, *bound) if per_unit == 2 else list(range(*bound)) for bound in bounds]
+        before = _Before(self._module, self._device, self._proven)
+        try:
+            if passes is not None:
+                return self._first_pass(original, passes, shape, allowed, groups, args, kwargs)
+            return self._split(original, self._chunks(shape, allowed, args, kwargs, groups), args, kwargs), True
+        except CannotSplit as refused:
+            # For what the model is or does, which is the same on all ranks.
+            before.put_back()
+            self.refused = str(refused)
+            return None, False
+
+    def _why_not_together(self, shape: CallShape, per_unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Says why a call is not split in lockstep; empty if it can be."""
+        if shape.rows % per_unit:
+            return "an odd number of rows, in pairs"
+        if sequences_of(args, kwargs) is not None:
+            return "the sequences of a flattened batch are not told apart on all ranks at once"
+        if not (is_language_model(self._module, kwargs) or is_classifier(self._module, kwargs)):
+            return "how its loss adds up is not known, and cannot be tried on all ranks at once"
+        if self._has_hooks_on_gradients():
+            return "a hook on a parameter looks at its whole gradient"
+        try:
+            # What cannot be cut shows in the first row.
+            self._chunks(shape, 1, args, kwargs, [[0]])
+        except CannotSplit as refusal:
+            return str(refusal)
+        return ""
 
     @contextlib.contextmanager
     def running(self, shape: CallShape) -> Iterator[None]:
@@ -238,10 +302,10 @@ class SplitCalls:
         passes: Passes,
         shape: CallShape,
         allowed: int,
+        groups: list[list[int]] | None,
         args: tuple[Any, ...],
         whole: dict[str, Any],
     ) -> tuple[Any, bool]:
-        groups = _pairs(shape, allowed, args, whole) if passes.paired else None
         chunks = self._chunks(shape, allowed, args, whole, groups)
         if len(chunks) == 1:
             return None, False
@@ -295,8 +359,9 @@ class SplitCalls:
         Whether gradients are taken as they come: by DistributedDataParallel, or a hook on a parameter. They must not
         come in portions; held back, they need the memory of a second set.
         """
-        if consensus.world_size() > 1:
-            return True
+        return consensus.world_size() > 1 or self._has_hooks_on_gradients()
+
+    def _has_hooks_on_gradients(self) -> bool:
         return any(
             parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
             for parameter in self._trained()
@@ -327,7 +392,11 @@ def _pairs(shape: CallShape, allowed: int, args: tuple[Any, ...], kwargs: dict[s
     pairs, odd = divmod(shape.rows, 2)
     if odd or allowed < 2 or sequences_of(args, kwargs) is not None:
         raise NotInPasses
-    return [[*range(start, stop), *range(pairs + start, pairs + stop)] for start, stop in spans(pairs, allowed // 2)]
+    return [_pairs_between(pairs, *bounds) for bounds in spans(pairs, allowed // 2)]
+
+
+def _pairs_between(pairs: int, start: int, stop: int) -> list[int]:
+    return [*range(start, stop), *range(pairs + start, pairs + stop)]
 
 
 class _Before:

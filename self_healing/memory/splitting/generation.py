@@ -10,8 +10,9 @@ import torch
 
 from ...call_shape import CallShape
 from .calls import SplitCalls
+from .lockstep import Lockstep
 from .sizes import KnownSizes
-from .slicing import CannotSplit, main_input, rows_of, spans
+from .slicing import CannotSplit, main_input, parts, rows_of
 
 
 # Arguments that are the same for all rows, whatever size they have.
@@ -54,12 +55,17 @@ class SplitGeneration:
             What fits.
         calls ([`SplitCalls`]):
             Of the same module, told when a generation is going on.
+        lockstep ([`Lockstep`], *optional*):
+            Of the ranks that generate with the module together, where it is sharded.
     """
 
-    def __init__(self, module: torch.nn.Module, sizes: KnownSizes, calls: SplitCalls) -> None:
+    def __init__(
+        self, module: torch.nn.Module, sizes: KnownSizes, calls: SplitCalls, lockstep: Lockstep | None = None
+    ) -> None:
         self._module = module
         self._sizes = sizes
         self._calls = calls
+        self._lockstep = lockstep
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of `generate`."""
@@ -68,12 +74,20 @@ class SplitGeneration:
             return original(*args, **kwargs)
         length = main.size(1) if main.dim() > 1 else 1
         shape = CallShape("generate", main.size(0), self._longest(length, args, kwargs))
-        allowed = self._sizes.rows_for(shape)
-        if allowed < shape.rows:
+        refusal, chunks = "", -(-shape.rows // self._sizes.rows_for(shape))
+        try:
+            if chunks > 1 or self._lockstep is not None:
+                self._check(args, kwargs)
+        except CannotSplit as refused:
+            refusal = str(refused)
+        if self._lockstep is not None:
+            chunks = self._lockstep.chunks(chunks, 1 if refusal else shape.rows)
+        if chunks > 1 and not refusal:
             try:
-                return self._split(original, shape, allowed, args, kwargs)
-            except CannotSplit as refusal:
-                self._calls.refused = str(refusal)
+                return self._split(original, shape, chunks, args, kwargs)
+            except CannotSplit as refused:
+                refusal = str(refused)
+        self._calls.refused = refusal or self._calls.refused
         with self._calls.running(shape):
             result = original(*args, **kwargs)
         self._sizes.ran(shape)
@@ -83,13 +97,12 @@ class SplitGeneration:
         self,
         original: Callable[..., Any],
         shape: CallShape,
-        allowed: int,
+        chunks: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        self._check(args, kwargs)
         pieces = []
-        for start, stop in spans(shape.rows, allowed):
+        for start, stop in parts(shape.rows, chunks):
             part = {
                 name: value if name in _OF_NO_ROW else rows_of(value, shape.rows, slice(start, stop), name)
                 for name, value in kwargs.items()

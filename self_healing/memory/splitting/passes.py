@@ -21,6 +21,7 @@ import torch
 
 from ...call_shape import CallShape
 from .additivity import Rule, merge
+from .lockstep import Lockstep
 from .outputs import filled, flattened, parts_of
 from .recomputing import ComputedOtherwise
 from .slicing import CannotSplit, Chunk
@@ -154,10 +155,13 @@ class Passes:
     Args:
         paired (`bool`):
             Whether the loss compares each row of the first half of a batch with one of the second.
+        lockstep ([`Lockstep`], *optional*):
+            Of the ranks that make these passes together.
     """
 
-    def __init__(self, paired: bool) -> None:
+    def __init__(self, paired: bool, lockstep: Lockstep | None = None) -> None:
         self.paired = paired
+        self._lockstep = lockstep
         self.open = False
         self._calls: list[_KeptCall | SplitCall] = []
         self._next = self._pass = 0
@@ -229,7 +233,10 @@ class Passes:
     def _compare(self) -> None:
         agreeing = [each for call in self._splits for each in call.agreeing()]
         # Of a model on several devices outputs may be as well; they are read together.
-        if agreeing and not torch.stack([each.to(agreeing[0].device) for each in agreeing]).all():
+        differs = bool(agreeing) and not torch.stack([each.to(agreeing[0].device) for each in agreeing]).all()
+        if self._lockstep is not None and self._splits:
+            differs = self._lockstep.any_rank(differs)
+        if differs:
             self.refuse()
         self._refused = 0
 

@@ -230,6 +230,10 @@ def segment_chunk(
 
 def spans(total: int, at_a_time: int) -> list[tuple[int, int]]:
     """First row and the one after the last of each chunk: of even sizes, so that none is a mere rest."""
-    count = -(-total // at_a_time)
+    return parts(total, -(-total // at_a_time))
+
+
+def parts(total: int, count: int) -> list[tuple[int, int]]:
+    """The same, for a number of chunks."""
     bounds = [total * index // count for index in range(count + 1)]
     return list(itertools.pairwise(bounds))
