@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.progress_bars import remove_progress_bars
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader
 from .journal.terminal import Terminal
+from .log_safely import log_safely
 from .random_state import RandomState
 from .recovery import NextEntry, Recovery
 from .report import HealingReport
@@ -174,15 +176,17 @@ class SelfHealingTrainer:
             run.ending.finish()
         finally:
             args.eval_on_start, args.ignore_data_skip = theirs
-            adopt_run(self.trainer, None)
-            run.departure.preemption.release()
-            self._let_go(run)
-            if not run.context.attachment.device_lost:
-                run.rollback.release()
-            guard.detach()
-            reporting.sum_up(int(self.trainer.state.global_step))
-            closing.write()
-            tell_end(run, left_by)
+            for leave in (
+                partial(adopt_run, self.trainer, None),
+                run.departure.preemption.release,
+                partial(self._let_go, run),
+                partial(self._release_states, run),
+                guard.detach,
+                partial(reporting.sum_up, int(self.trainer.state.global_step)),
+                closing.write,
+                partial(tell_end, run, left_by),
+            ):
+                _contained(leave)
         return output
 
     # ---- where the run begins ----
@@ -270,6 +274,10 @@ class SelfHealingTrainer:
             run.instrument.reentry.release()
             run.context.attachment.instrument = None
 
+    def _release_states(self, run: Run) -> None:
+        if not run.context.attachment.device_lost:
+            run.rollback.release()
+
     def _switch_off_auto_find_batch_size(self) -> None:
         if self.trainer.args.auto_find_batch_size:
             logger.warning(
@@ -340,3 +348,13 @@ class SelfHealingTrainer:
             except (OSError, ValueError):
                 return HealingReport()
         return HealingReport.from_incidents(run.journal.incidents, str(run.journal.path), run.numerics.rate_in_force())
+
+
+def _contained(leave: Callable[[], Any]) -> None:
+    """Does one thing where a run was left: neither its result nor the exception that ended it is lost for it."""
+    try:
+        leave()
+    except Exception:
+        log_safely(
+            logger, logging.ERROR, "self_healing failed after the end of a run, which stays as it is.", exc_info=True
+        )

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, set_seed
 from two_processes import digest_of
 from two_sharded_processes import shard_on_the_cpu, whole
 
-from self_healing import HealingConfig, SelfHealingCallback, consensus
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, consensus
 from self_healing.detectors.nonfinite import NonFiniteDetector
 from self_healing.instrument.live_state import local
 from self_healing.instrument.reentry import Reentry
@@ -266,9 +266,10 @@ def through_faults(strategy: str, failing_call: FailingCall, directory: Path, ra
     trainer, healing = build(directory, Corrupting(rank), poisoned=(5, 17))
     OutputFault(trainer.model, lambda forward: forward == 4 and rank == 1)
     poison_of(trainer)
+    wrapped = SelfHealingTrainer(trainer) if strategy == "wrapper" else trainer
     try:
         with failing_call:
-            trainer.train()
+            wrapped.train()
     finally:
         (directory / f"calls.{rank}.json").write_text(json.dumps(failing_call.counts))
     return result_of(trainer, healing) | {"fired": failing_call.fired}

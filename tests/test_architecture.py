@@ -13,6 +13,9 @@ import pytest
 from accelerate import Accelerator
 from transformers import Trainer
 
+from self_healing import consensus
+from self_healing.rollback import trusted
+
 
 trl = pytest.importorskip("trl")
 
@@ -239,3 +242,28 @@ def test_the_page_points_at_what_exists() -> None:
     paths = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.(?:py|toml))`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
     places = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.*")} | tests
     assert [path for path in paths if path not in places] == []
+
+
+# What asks the ranks something, or names the vote at the end of a block.
+ASKS = frozenset(
+    {"any_rank", "all_ranks", "sum_over_ranks", "largest", "smallest", "from_first_rank", "wait_for_all_ranks"}
+    | {"on_any_rank", "together", "alike", "with_all_ranks", "among_ranks"}
+)
+
+
+def questions() -> list[str]:
+    """What is asked of several ranks, wherever it stands in the code as a text of its own."""
+    calls = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    asking = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) in ASKS and call.args]
+    firsts = [call.args[0] for call in asking]
+    constants = [trusted.TAKEN, trusted.TRUSTED, trusted.SET_ASIDE]
+    return constants + [
+        each.value for each in firsts if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    ]
+
+
+def test_no_two_votes_can_be_taken_for_each_other() -> None:
+    asked = questions()
+    assert len(asked) > 40
+    # By its number two ranks know that they are in the same vote.
+    assert len({consensus._number_of(each) for each in asked}) == len(asked)

@@ -97,7 +97,7 @@ def test_an_incident_that_a_thread_opens_does_not_make_a_step_unhealthy(outcomes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "wrapper", "fsdp2"])
 def test_any_call_of_ours_that_fails_on_one_rank_leaves_none_behind(tmp_path: Path, strategy: str) -> None:
     fuzzed = run_script(tmp_path, f"{strategy}:0-20", 6000)
     recorded = fuzzed.pop("recorded")
