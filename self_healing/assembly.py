@@ -28,10 +28,10 @@ from .memory.remedies import MemoryRemedies, MemoryState
 from .memory.splitting import KnownSizes
 from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
+from .ranks import OtherRanks
 from .restarts.attempts import Attempts
 from .restarts.departure import Departure
 from .restarts.ending import RunEnding
-from .restarts.record import Ending
 from .restarts.remedies import LastResorts
 from .rollback.rollback import Rollback
 from .run.budget import RecoveryBudget
@@ -232,6 +232,8 @@ def assemble(
         checksums=ChecksumQueue(),
         budget=RecoveryBudget(config),
         heartbeat=heartbeat,
+        # As often as hangs are looked for.
+        ranks=OtherRanks(run_id, min(1.0, config.hang_floor_seconds / 10)),
         sleep=heartbeat.pausing(sleep or (lambda seconds: departure.sleep(seconds))),
         leave_asked=lambda: departure.asked,
     )
@@ -244,7 +246,7 @@ def assemble(
     ending = RunEnding(context, attempts, departure)
     hangs = HangWatch(
         context,
-        before_exit=lambda why: attempts.end(Ending.RESTART, why),
+        before_exit=ending.end_process,
         still_training=departure.still_training,
         over=departure.forget,
         counts_attempts=lambda: attempts.record is not None,

@@ -295,6 +295,11 @@ def _is_of_a_gone_peer(error: RuntimeError, text: str) -> bool:
     return any(marker in text for marker in _GONE_PEER_TEXTS)
 
 
+def comes_from_a_collective(error: BaseException) -> bool:
+    """Whether an exception was raised by a collective: because of another process, most often."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO_SOURCE in text_of(error))
+
+
 def could_not_be_written(error: BaseException) -> bool:
     """Whether an exception that was raised while a checkpoint was written comes from the disk, and not from code."""
     current: BaseException | None = error

@@ -469,7 +469,13 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         "If an exception ended it, its own output says why. Otherwise it was killed (SIGKILL or exit code -9: "
         "usually the host's memory was full, or the scheduler or somebody killed it), crashed in native code (a bus "
         "error or -7: shared memory was full), or the machine went down.",
-        ladder=(Action.EMERGENCY_CHECKPOINT, Action.RESUME, Action.STOP),
+        ladder=(
+            Action.WRITE_STACKS,
+            Action.EMERGENCY_CHECKPOINT,
+            Action.RESUME,
+            Action.EXIT_FOR_RESTART,
+            Action.STOP,
+        ),
         advice="Look at the end of its output, at the exit code (-9 or 137: killed, most often for host memory; -11 "
         "or 139: a crash in native code; -7 or 135: shared memory is full) and at the kernel's log (dmesg).",
         severity="warning",

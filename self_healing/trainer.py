@@ -170,6 +170,7 @@ class SelfHealingTrainer:
                 run.departure.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
         except BaseException as error:
             left_by = error
+            run.hangs.left_by(error)
             run.ending.note_exception(error)
             raise
         else:
@@ -183,6 +184,7 @@ class SelfHealingTrainer:
                 partial(self._release_states, run),
                 guard.detach,
                 partial(reporting.sum_up, int(self.trainer.state.global_step)),
+                run.hangs.close,
                 closing.write,
                 partial(tell_end, run, left_by),
             ):

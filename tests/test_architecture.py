@@ -47,7 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("detectors",),
     # ZClip builds on the norm statistics of the detectors.
-    ("clipping", "journal"),
+    ("clipping", "journal", "ranks"),
     ("instrument",),
     ("inspection",),
     ("checkpoints",),

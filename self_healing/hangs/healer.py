@@ -1,15 +1,20 @@
-"""`HangWatch`: has the signs of life of each `train()` call of a run watched."""
+"""`HangWatch`: has the signs of life of each `train()` call of a run watched, here and on the other ranks."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from types import FrameType
 
+from ..launcher import EXIT_FOR_RESTART
+from ..ranks import Failure, Position
+from ..ranks.posts import failure_of
 from ..run.claims import Claim
 from ..run.context import RunContext
 from ..run.healer import Healer
+from .joint_exit import JointExit
 from .watchdog import Watchdog
 
 
@@ -18,13 +23,14 @@ logger = logging.getLogger("self_healing")
 
 class HangWatch(Healer):
     """
-    Watches for hangs, from one entry into `train()` to its end.
+    Watches for hangs, from one entry into `train()` to its end; and tells the other ranks what ends this one, to end
+    with the first of them that fails.
 
     Args:
         run ([`RunContext`]):
             The run.
-        before_exit (`Callable[[str], None]`):
-            Told why, before the process ends for a restart.
+        before_exit (`Callable[[str, Failure | None, int], None]`):
+            Told why, before the process ends; with the failure of another rank, if it is that, and the exit code.
         still_training (`Callable[[FrameType | None], bool]`):
             Whether the run still goes on in a frame of the training thread.
         over (`Callable[[], None]`):
@@ -36,7 +42,7 @@ class HangWatch(Healer):
     def __init__(
         self,
         run: RunContext,
-        before_exit: Callable[[str], None],
+        before_exit: Callable[[str, Failure | None, int], None],
         still_training: Callable[[FrameType | None], bool],
         over: Callable[[], None],
         counts_attempts: Callable[[], bool],
@@ -47,6 +53,7 @@ class HangWatch(Healer):
         self._over = over
         self._counts_attempts = counts_attempts
         self._watchdog: Watchdog | None = None
+        self._joint_exit = JointExit(run, self._position, self._at_the_end, before_exit)
 
     def attach(self, first: bool) -> None:
         """Watches this `train()` call, until the instrument is detached."""
@@ -56,24 +63,49 @@ class HangWatch(Healer):
             run.heartbeat,
             run.journal,
             may_recover=lambda: run.may_enter_again,
-            before_exit=self._before_exit,
+            before_exit=lambda why: self._before_exit(why, None, EXIT_FOR_RESTART),
             step=lambda: run.step,
             still_training=self._still_training,
             at_the_end=self._at_the_end,
-            over=self._over,
+            over=self._ended_without_a_word,
             counts_attempts=self._counts_attempts,
+            ranks=run.ranks,
         )
         try:
             watchdog.start()
         except Exception:
             logger.warning("Hangs are not watched for in this run.", exc_info=True)
+        if run.config.hang_action != "off":
+            self._joint_exit.begin()
+            run.ranks.watch(self._position, self._joint_exit.failed)
+        # Undone last to first: it stays known where this rank is until the others have been told that it leaves.
         instrument.on_detach.append(watchdog.stop)
+        instrument.on_detach.append(self._detached)
         if not first and instrument.view.streams:
             # Skipping what a stream has given takes no longer than consuming it did.
             run.heartbeat.be_patient("data", at_least=time.time() - run.started_at)
         if instrument.view.loader_workers > 0:
             # They wait before another attempt as well, and cannot say so from where they are.
             run.heartbeat.allow("data", run.config.retry_total_seconds + run.config.hang_floor_seconds)
+
+    def left_by(self, error: BaseException) -> None:
+        """Tells the other ranks of an exception that leaves `train()`; of the first one, and not of how a run ends."""
+        self._joint_exit.call_off()
+        ranks = self._run.ranks
+        if not ranks.known:
+            return
+        try:
+            position = self._position()
+            failure = failure_of(error, ranks.rank, position.step, position.section)
+            if failure is not None:
+                ranks.tell(failure)
+        except Exception:
+            logger.exception("The other ranks could not be told of %s, which is raised unchanged.", type(error))
+
+    def close(self) -> None:
+        """The run is over in this process: the other ranks are told so, if it has not failed."""
+        self._joint_exit.call_off()
+        self._run.ranks.leave()
 
     @property
     def has_claim(self) -> bool:
@@ -85,3 +117,26 @@ class HangWatch(Healer):
     def _at_the_end(self) -> bool:
         instrument = self._run.attachment.instrument
         return instrument is not None and instrument.view.at_the_end
+
+    def _position(self) -> Position:
+        if self._watchdog is None:
+            return Position(self._run.step, "", 0, 0.0, 0.0, training=False)
+        return self._watchdog.position()
+
+    def _detached(self) -> None:
+        error, instrument = sys.exception(), self._run.attachment.instrument
+        switched_off = instrument is not None and instrument.failsafe.switched_off
+        # The wrapper's run goes on to its postmortem, and says itself when it is over.
+        says_when_over = self._counts_attempts()
+        if switched_off and says_when_over:
+            # Training goes on without us, and ends with the others all the same.
+            return
+        self._joint_exit.call_off()
+        if error is not None and not switched_off:
+            self.left_by(error)
+        if not says_when_over:
+            self._run.ranks.leave()
+
+    def _ended_without_a_word(self) -> None:
+        self.close()
+        self._over()

@@ -20,11 +20,15 @@ from ..exceptions import Interruption
 from ..failures import Action, FailureType
 from ..files import of_rank
 from ..instrument.loader_workers import end_awaited_workers
-from ..instrument.sections import BETWEEN, Heartbeat
+from ..instrument.sections import BETWEEN, Heartbeat, Section
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from ..launcher import EXIT_FOR_RESTART, restarts_on_exit
+from ..ranks import Failure, OtherRanks, Position
+from ..ranks.naming import behind, where_all_are
 from ..run.claims import Claim, claim_for
+from .bounded import within
+from .collectives import collective_in
 from .exits import HangExits
 from .stacks import line_of, user_line_of, worker_line_in, write_stacks
 from .wake_signal import WakeSignal, own_signals
@@ -36,6 +40,14 @@ logger = logging.getLogger("self_healing")
 _POLL = 1.0
 # A disk or a tracker that hangs as well must not keep the watching thread from acting.
 _BOUND = 10.0
+# Where another rank may be waited for, that is looked for after so many seconds; less where the floor is low.
+_MAY_WAIT_FOR = 5.0
+# What the others say of where they are, when one hangs, is waited for as long.
+_ASKING = 2.5
+# Parts of a step that all ranks come to their end of together, and in which nothing is loaded: their floor on several
+# ranks, as times of the longest one seen, and as a part of the one that is set.
+_IN_STEP = frozenset({"step", "judge", "optimizer"})
+_FLOOR_TIMES, _FLOOR_PART = 100.0, 0.25
 # Beats after which training that was interrupted, and has not left train(), evidently goes on.
 _GOES_ON = 50
 
@@ -104,6 +116,8 @@ class Watchdog:
             Told when a run turns out to have ended without a word.
         counts_attempts (`Callable[[], bool]`):
             Whether a job that is started again and again without progress is ended.
+        ranks ([`OtherRanks`], *optional*):
+            The other ranks of the job, and what is known of them.
     """
 
     def __init__(
@@ -118,8 +132,10 @@ class Watchdog:
         at_the_end: Callable[[], bool],
         over: Callable[[], None],
         counts_attempts: Callable[[], bool],
+        ranks: OtherRanks | None = None,
     ) -> None:
         self._config = config
+        self._ranks = ranks or OtherRanks(journal.run_id)
         self._heartbeat = heartbeat
         self._journal = journal
         self._may_recover = may_recover
@@ -143,6 +159,8 @@ class Watchdog:
         # Of the hang that was interrupted, until the exception has left train().
         self._claimed: Incident | None = None
         self._failed = False
+        # Of the wait for another rank: the beat after which it began, how long it has taken, whether it was told of.
+        self._waited: tuple[int, float, bool] = (-1, 0.0, False)
 
     @property
     def running(self) -> bool:
@@ -238,6 +256,29 @@ class Watchdog:
         incident, self._claimed = self._claimed, None
         return claim_for(incident, error)
 
+    def position(self) -> Position:
+        """Says where this rank is; callable from any thread."""
+        heartbeat = self._heartbeat
+        section, since, beats = heartbeat.last
+        now = heartbeat.clock()
+        counted = now - since - self._stood_still(beats, now)
+        # Before another attempt nothing is counted, and the attempt has all of its time.
+        on_purpose = heartbeat.waits_on_purpose
+        limit = self._limit(section)[0]
+        frame = sys._current_frames().get(self._training_thread)
+        return Position(
+            self._step(),
+            section.name,
+            beats,
+            max(counted + self._waited_since(beats), 0.0),
+            limit if on_purpose else limit - counted,
+            on_purpose=on_purpose,
+            training=self.running,
+            collective=collective_in(frame),
+            line=None if frame is None else line_of(frame),
+            called_from=user_line_of(frame),
+        )
+
     # ---- the watching thread ----
 
     def _watch(self, stopping: threading.Event) -> None:
@@ -256,11 +297,12 @@ class Watchdog:
         with self._lock:
             # Our own poll comes late when the process was stopped, or the machine was asleep; what of that lies before
             # the beat is none of the time since.
-            late = max(min(now - self._last_poll - self._interval, now - since), 0.0)
+            since_last = now - self._last_poll
+            late = max(min(since_last - self._interval, now - since), 0.0)
             self._last_poll = now
             before = self._stood[1] if self._stood[0] == beats else 0.0
             self._stood = (beats, before + late)
-        elapsed = now - since - self._stood[1]
+            elapsed = now - since - self._stood[1] - self._waited_since(beats)
         if self._is_over(section.name, elapsed):
             self._let_go(stopping)
             return
@@ -277,10 +319,50 @@ class Watchdog:
             if elapsed >= alarm.deadline:
                 self._next_stage(alarm, elapsed)
             return
-        learned = heartbeat.limit(section, self._config.hang_factor, self._config.hang_floor_seconds)
-        limit = heartbeat.limit_at_first(section, self._config.hang_floor_seconds) if learned is None else learned
+        if self._waits_for_another(elapsed, beats, min(since_last - late, now - since)):
+            return
+        limit, known = self._limit(section)
         if elapsed > limit:
-            self._sound(_Alarm(beats, section.name, since, limit, learned is not None), elapsed, stopping)
+            self._sound(_Alarm(beats, section.name, since, limit, known), elapsed, stopping)
+
+    def _limit(self, section: Section) -> tuple[float, bool]:
+        """Gives the seconds that a part may take without a sign of life, and whether that is known from earlier."""
+        floor = self._config.hang_floor_seconds
+        if section.name in _IN_STEP and self._ranks.known:
+            # As many devices wait as there are ranks, and nothing but one of them is waited for.
+            floor = min(floor, max(_FLOOR_PART * floor, _FLOOR_TIMES * section.longest))
+        learned = self._heartbeat.limit(section, self._config.hang_factor, floor)
+        if learned is not None:
+            return learned, True
+        return self._heartbeat.limit_at_first(section, self._config.hang_floor_seconds), False
+
+    def _waits_for_another(self, elapsed: float, beats: int, seconds: float) -> bool:
+        """
+        Whether another rank is on its way, or heals something: how long that may take is for its own watchdog, and
+        the time is not counted here.
+        """
+        if elapsed < min(_MAY_WAIT_FOR, self._config.hang_floor_seconds / 4):
+            return False
+        found = self._ranks.waited_for(self.position())
+        if found is None:
+            return False
+        rank, other = found
+        told = self._waited[2] and self._waited[0] == beats
+        with self._lock:
+            waited = self._waited_since(beats) + seconds
+            self._waited = (beats, waited, told or waited > self._config.hang_floor_seconds)
+        if self._waited[2] and not told:
+            logger.warning(
+                "Step %d: this rank waits for rank %d, which %s; for at most %.0f s more.",
+                self._step(),
+                rank,
+                other,
+                other.left,
+            )
+        return True
+
+    def _waited_since(self, beats: int) -> float:
+        return self._waited[1] if self._waited[0] == beats else 0.0
 
     def _is_over(self, section: str, elapsed: float) -> bool:
         # Whatever raises leaves the parts it lies in: not asked within a step, however long that takes.
@@ -302,7 +384,9 @@ class Watchdog:
         with self._lock:
             stood = self._stood[1] if self._stood[0] == beats else 0.0
             late = now - self._last_poll - self._interval
-        return stood + late if late > self._interval else stood
+            # Nor does a wait for another rank say how long the part takes.
+            waited = self._waited_since(beats)
+        return stood + waited + (late if late > self._interval else 0.0)
 
     def _look_after_the_interrupted(self, beats: int) -> None:
         if self._interrupted is not None and beats - self._interrupted[1] > _GOES_ON:
@@ -386,6 +470,8 @@ class Watchdog:
 
     def _leave(self, alarm: _Alarm, elapsed: float) -> None:
         why = f"hang in '{alarm.section}' for {elapsed:.0f} s, which an interrupt does not end"
+        if self._ranks.known:
+            why = self._tell_ranks(alarm, elapsed)
 
         def write() -> None:
             self._exits.note_exit(self._step(), alarm.section, elapsed)
@@ -397,10 +483,20 @@ class Watchdog:
 
         _bounded(write)
         _bounded(logging.shutdown)
-        _bounded(sys.stdout.flush, 2.0)
-        _bounded(sys.stderr.flush, 2.0)
+        within(2.0, sys.stdout.flush)
+        within(2.0, sys.stderr.flush)
         # Nothing of Python's own end may run: it would wait for the thread that hangs.
         os._exit(EXIT_FOR_RESTART)
+
+    def _tell_ranks(self, alarm: _Alarm, elapsed: float) -> str:
+        """Tells the other ranks which one hangs, so that they end as well."""
+        everywhere = self._ranks.positions()
+        found = behind(everywhere)
+        rank = found[0] if len(found) == 1 else self._journal.rank
+        where = everywhere.get(rank, self.position())
+        error = f"hang in '{alarm.section}' for {elapsed:.0f} s: it {where}"
+        self._ranks.tell(Failure(rank, where.step, FailureType.HANG, error, where.section))
+        return f"rank {rank}: {error}"
 
     # ---- writing down ----
 
@@ -437,6 +533,10 @@ class Watchdog:
             if loading:
                 found.setdefault("workers_wait_at", {})[str(pid)] = line
                 found["diagnosis"] += f" Data loader worker {pid} waits at {line}."
+        if self._ranks.known:
+            everywhere = self._ranks.positions(within=_ASKING)
+            found["ranks_waited_for"] = behind(everywhere)
+            found["diagnosis"] += f" {where_all_are(everywhere)}"
         if written:
             found["stacks"] = str(path)
         journal.diagnosed(incident, FailureType.HANG, f"nothing moves in '{alarm.section}'", found)
@@ -477,16 +577,4 @@ class Watchdog:
         )
 
 
-def _bounded(work: Callable[[], Any], seconds: float | None = None) -> None:
-    """Does something that touches disks or services, and goes on without it where they hang as well."""
-    context = contextvars.copy_context()
-
-    def do() -> None:
-        try:
-            context.run(work)
-        except Exception:
-            logger.exception("The response to a hang failed.")
-
-    thread = threading.Thread(target=do, name="self_healing watchdog's hand", daemon=True)
-    thread.start()
-    thread.join(_BOUND if seconds is None else seconds)
+_bounded = functools.partial(within, _BOUND)

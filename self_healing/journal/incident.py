@@ -12,7 +12,7 @@ from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
 
 
 # Symptoms.
-_OF_PROCESSES = frozenset({"process_died", "preempted"})
+_OF_PROCESSES = frozenset({"process_died", "preempted", "failure_on_another_rank"})
 # Still going on when they are reported: the reader may want to act on the advice.
 _ADVISED = frozenset(
     {

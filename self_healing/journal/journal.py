@@ -295,6 +295,7 @@ class Journal:
         older_checkpoint: str | None = None,
         exit_code: int | None = None,
         other_ranks: Sequence[Mapping[str, Any]] = (),
+        ranks: Mapping[str, Any] | None = None,
     ) -> str | None:
         """
         Writes `postmortem.json`, and reports to the sinks that the run has ended; the arguments are those of
@@ -318,6 +319,7 @@ class Journal:
             older_checkpoint=older_checkpoint,
             known=find_known_error(error, exit_code),
             other_ranks=other_ranks,
+            ranks=ranks,
         )
         path = postmortem_of_rank(self.directory, self.rank)
         content = ending.to_dict(self.run_id, self.attempts(), self.incidents, self.path)

@@ -84,6 +84,8 @@ class Postmortem:
             The row of the table that the error matches.
         other_ranks (`Sequence[Mapping]`, *optional*):
             Errors that ended other processes of the job.
+        ranks (`Mapping`, *optional*):
+            Which rank failed first, and where the others were then, as they have told each other.
     """
 
     verdict: str
@@ -96,6 +98,7 @@ class Postmortem:
     older_checkpoint: str | None = None
     known: KnownError | None = None
     other_ranks: Sequence[Mapping[str, Any]] = ()
+    ranks: Mapping[str, Any] | None = None
 
     @property
     def resume_with(self) -> str | None:
@@ -134,6 +137,7 @@ class Postmortem:
             "step": self.step,
             "error": None if self.error is None else _error_entry(self.error),
             "other_ranks": list(self.other_ranks),
+            "ranks": None if self.ranks is None else dict(self.ranks),
             "emergency_checkpoint": self.checkpoint,
             "resume_with": self.resume_with,
             "attempts": list(attempts),

@@ -9,6 +9,7 @@ from ..checkpoints.choice import newest_checkpoint_of
 from ..checkpoints.marker import step_of
 from ..failures import Action, FailureType
 from ..instrument import is_training
+from ..ranks import Failure
 from ..run.context import RunContext
 from .attempts import Attempts
 from .preemption import Preemption
@@ -89,7 +90,7 @@ class Departure:
             opened.incident.steps_repeated = max(step - saved_at, 0)
             attempts.steps.close_outcomes()
             opened.close("unresolved" if checkpoint is None else "resolved")
-        attempts.end(Ending.PREEMPTED, name)
+        attempts.end(*self._ending(name))
         if attempts.status is not None:
             attempts.status.end(RunState.LEFT, step, name)
         if preemption.raised is not None:
@@ -113,5 +114,18 @@ class Departure:
         return 0.0 if instrument is None else instrument.saves.longest
 
     def _end_at_the_deadline(self, why: str) -> None:
-        self._run.journal.event("preemption_deadline", self._run.step, why=why)
-        self._attempts.end(Ending.PREEMPTED, why)
+        run = self._run
+        run.journal.event("preemption_deadline", run.step, why=why)
+        code = self.preemption.exit_code
+        run.ranks.tell(Failure(run.ranks.rank, run.step, FailureType.PREEMPTED, why, exit_code=code))
+        self._attempts.end(*self._ending(why))
+
+    def _ending(self, why: str) -> tuple[Ending, str]:
+        """
+        Tells a preemption from what a launcher sends to the processes that are left, once one of them has failed:
+        that is an attempt without success, and is counted as one.
+        """
+        first = self._run.ranks.first_failure()
+        if first is None or first.failure is FailureType.PREEMPTED:
+            return Ending.PREEMPTED, why
+        return Ending.RESTART, f"{first}; {why}"

@@ -7,11 +7,14 @@ from typing import Any
 
 from ..checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_of
 from ..checkpoints.emergency import publish, remove_emergency_checkpoints
-from ..classify import add_note, classify_exception, describe_exception
+from ..classify import add_note, classify_exception, comes_from_a_collective, describe_exception
 from ..exceptions import UnrecoverableTrainingError
 from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..journal.incident import Incident
 from ..journal.postmortem import where_to_go_on
+from ..launcher import EXIT_FOR_RESTART
+from ..ranks import Failure
+from ..ranks.naming import where_all_are
 from ..run.context import RunContext
 from .attempts import Attempts
 from .departure import Departure
@@ -19,6 +22,9 @@ from .record import Ending
 
 
 logger = logging.getLogger("self_healing")
+
+# For what other ranks have to say, a postmortem waits so many seconds.
+_HEARING_OF_IT, _HEARING_WHERE = 2.5, 1.5
 
 
 class RunEnding:
@@ -159,6 +165,29 @@ class RunEnding:
         attempts.postmortem = self._write_postmortem(verdict, FailureType.DEVICE, error, None, advice, newest)
         run.journal.dealt_with(incident)
 
+    def end_process(self, why: str, failure: Failure | None, code: int) -> None:
+        """
+        Writes down that this process is about to be ended from the inside: because of a hang, or with another rank.
+        Reads checkpoints by their markers alone, from a thread beside the training thread.
+
+        Args:
+            why (`str`):
+                The reason.
+            failure ([`Failure`], *optional*):
+                What another rank has failed with.
+            code (`int`):
+                The exit code.
+        """
+        run, attempts = self.run, self.attempts
+        if failure is not None or run.ranks.known:
+            kind = FailureType.HANG if failure is None else failure.failure
+            newest = newest_marked_checkpoint_of(run.run_id, self._output_dir) or attempts.first_resume
+            advice = f"{FAILURE_RECIPES[kind].advice} {where_to_go_on(newest)}"
+            attempts.postmortem = self._write_postmortem(why, kind, None, None, advice, newest)
+        preempted = failure is not None and failure.failure is FailureType.PREEMPTED
+        ending = Ending.RESTART if code == EXIT_FOR_RESTART else Ending.FAILED
+        attempts.end(Ending.PREEMPTED if preempted else ending, why)
+
     def _close_as_fatal(self, incident: Incident) -> None:
         self.run.journal.acted(incident, Action.STOP.value)
         self.attempts.steps.close_as_fatal(incident)
@@ -234,9 +263,33 @@ class RunEnding:
         older_checkpoint: str | None,
     ) -> str | None:
         log_history = self._trainer.state.log_history
+        ranks = self._ranks(error)
+        if ranks is not None and error is not None and ranks["first_failure"]["rank"] != self.run.ranks.rank:
+            verdict = f"{ranks['what_happened']}; here: {verdict}"
         return self.run.journal.write_postmortem(
-            verdict, failure, self.step, error, log_history, checkpoint, advice, older_checkpoint
+            verdict, failure, self.step, error, log_history, checkpoint, advice, older_checkpoint, ranks=ranks
         )
+
+    def _ranks(self, error: BaseException | None) -> dict[str, Any] | None:
+        """Gives what is known of the ranks of the job: which one failed first, and where the others were."""
+        ranks = self.run.ranks
+        if not ranks.known:
+            return None
+        # What a collective raises comes before what another rank has failed with, and before that it is gone.
+        caused_elsewhere = error is not None and comes_from_a_collective(error)
+        first = ranks.first_failure(within=_HEARING_OF_IT if caused_elsewhere else 0.0)
+        if first is None:
+            return None
+        # A rank that has failed is on its way out.
+        failed = {each.rank for each in ranks.failures}
+        found = ranks.positions(within=_HEARING_WHERE)
+        everywhere = {rank: each for rank, each in found.items() if rank not in failed}
+        return {
+            "what_happened": str(first),
+            "first_failure": first.to_record(),
+            "where_they_were": where_all_are(everywhere),
+            "positions": {str(rank): each.to_record() for rank, each in sorted(everywhere.items())},
+        }
 
     @property
     def _trainer(self) -> Any:

@@ -15,6 +15,7 @@ from ..instrument.sections import Heartbeat
 from ..journal.incident import Incident
 from ..journal.journal import Journal
 from ..journal.terminal import Terminal
+from ..ranks import OtherRanks
 from .budget import RecoveryBudget
 from .dispatch import Remedies
 from .healer import Healers
@@ -88,6 +89,8 @@ class RunContext:
             How often the run may be brought back.
         heartbeat ([`Heartbeat`]):
             Signs of life of the training thread.
+        ranks ([`OtherRanks`]):
+            What the ranks of the job tell each other beside its collectives.
         sleep (`Callable[[float], None]`):
             How waiting is done, in seconds.
         leave_asked (`Callable[[], bool]`):
@@ -105,6 +108,7 @@ class RunContext:
     checksums: ChecksumQueue
     budget: RecoveryBudget
     heartbeat: Heartbeat
+    ranks: OtherRanks
     sleep: Callable[[float], None]
     leave_asked: Callable[[], bool]
     attachment: Attachment = field(default_factory=Attachment)

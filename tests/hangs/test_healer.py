@@ -19,6 +19,7 @@ from self_healing.hangs.healer import HangWatch
 from self_healing.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.instrument.sections import Heartbeat
 from self_healing.journal.journal import Journal
+from self_healing.ranks import OtherRanks
 
 
 class Watching:
@@ -47,7 +48,7 @@ class Watching:
         config = HealingConfig(**{"hang_floor_seconds": 10.0, "retry_total_seconds": 500.0, **settings})
         self.journal = Journal(directory, config, "run")
         view = SimpleNamespace(streams=streams, loader_workers=loader_workers, at_the_end=at_the_end)
-        self.instrument = SimpleNamespace(on_detach=[], view=view)
+        self.instrument = SimpleNamespace(on_detach=[], view=view, failsafe=SimpleNamespace(switched_off=False))
         self.run = SimpleNamespace(
             config=config,
             heartbeat=self.heartbeat,
@@ -57,10 +58,11 @@ class Watching:
             started_at=time.time() - 3600.0,
             instrument=self.instrument,
             attachment=SimpleNamespace(instrument=self.instrument),
+            ranks=OtherRanks("run"),
         )
         self.healer = HangWatch(
             self.run,  # type: ignore[arg-type]
-            before_exit=lambda why: None,
+            before_exit=lambda why, failure, code: None,
             still_training=lambda frame: True,
             over=lambda: None,
             counts_attempts=lambda: False,

@@ -81,7 +81,8 @@ def test_an_experiment_that_leaves_a_rank_in_a_collective_ends_both(outcomes: di
     assert not outcome["hung"]
     waiting, raising = (rank["error"] for rank in outcome["ranks"])
     assert raising.startswith("Stranded")
-    assert "Connection closed by peer" in waiting or "Connection reset by peer" in waiting
+    # It is told by gloo, or ended by what the other rank has told it (ranks/), whichever comes first.
+    assert any(text in waiting for text in ("Connection closed by peer", "Connection reset by peer", "left no result"))
 
 
 def test_a_checkpoint_that_one_rank_does_not_have_is_loaded_on_neither(outcomes: dict[str, Any]) -> None:

@@ -1,0 +1,76 @@
+"""Tells which collective a rank waits in: by its stack, and by the flight recorder of torch where there is one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed
+
+
+_TORCH = Path(torch.__file__).parent
+# Where a call leads through to native code, whichever it is.
+_LEADS_THROUGH = (str(_TORCH / "_ops.py"), str(_TORCH / "utils" / "_contextlib.py"))
+_DISTRIBUTED = (str(_TORCH / "distributed"), str(_TORCH / "nn" / "parallel" / "distributed.py"))
+# Gradients are reduced in native code, while the backward pass goes on (DDP).
+_BACKWARD = (str(_TORCH / "autograd" / "graph.py"), "_engine_run_backward")
+# Of the newest collectives that have not come to their end, so many are told.
+_TOLD = 5
+
+
+def collective_in(frame: FrameType | None) -> str | None:
+    """
+    Names the collective that a thread is in.
+
+    Args:
+        frame (`FrameType`, *optional*):
+            The innermost one of the thread.
+
+    Returns:
+        `str`: `None` if it is in none that can be seen: with CUDA a thread waits for the device, and not in one.
+    """
+    while frame is not None and frame.f_code.co_filename in _LEADS_THROUGH:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    if (frame.f_code.co_filename, frame.f_code.co_name) == _BACKWARD:
+        return "backward, with its reduction of gradients"
+    innermost = frame.f_code.co_name
+    inside: FrameType | None = frame
+    while inside is not None and inside.f_code.co_filename.startswith(_DISTRIBUTED):
+        # Not what it is made of: `wait`, `_all_gather_base`.
+        if not inside.f_code.co_name.startswith(("_", "wait")) and hasattr(torch.distributed, inside.f_code.co_name):
+            return inside.f_code.co_name
+        inside = inside.f_back
+    return None if inside is frame else innermost
+
+
+def unfinished_collectives() -> list[str]:
+    """
+    Asks torch's flight recorder (`TORCH_FR_BUFFER_SIZE`) for the collectives that have not come to their end.
+
+    Returns:
+        `list[str]`: Newest last; empty where nothing is recorded.
+    """
+    import torch._C._distributed_c10d as c10d
+
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump: Any = getattr(c10d, name, None)
+        if dump is None:
+            # Of a build without NCCL; of a torch before 2.9.
+            continue
+        entries = json.loads(dump(True, False)).get("entries", [])
+        waiting = [each for each in entries if not each.get("retired") and each.get("state") != "completed"]
+        if waiting:
+            return [_described(each) for each in waiting[-_TOLD:]]
+    return []
+
+
+def _described(entry: dict[str, Any]) -> str:
+    group = entry.get("process_group") or ["?"]
+    return (
+        f"{entry.get('profiling_name', '?')} number {entry.get('collective_seq_id', '?')} of {group[-1] or group[0]}, "
+        f"sizes {entry.get('input_sizes', [])}, {entry.get('state', '?')}"
+    )

@@ -1,0 +1,92 @@
+"""`SideChannel`: a connection to the store of the job, for what ranks have to say while collectives are blocked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+
+# Any: the stores are there only where torch was built with distributed, and it does not say that it exports them.
+dist: Any = torch.distributed
+logger = logging.getLogger("self_healing")
+
+# What connecting may take, in seconds. Nothing else waits: what is read is asked for first.
+_CONNECTING = timedelta(seconds=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """
+    The place of this process in a job of several.
+
+    Args:
+        rank (`int`), ranks (`int`):
+            Which one it is, of how many.
+        host (`str`), port (`int`):
+            Of the store of the job.
+    """
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+
+
+class SideChannel:
+    """
+    Reads and writes small records in the store that the ranks of a job have found each other by.
+
+    A connection of its own: a call on one that another thread is blocked in would wait for that thread. It may block
+    for as long as the process that serves the store is stopped, so that only one thread, which nobody waits for, uses
+    it.
+
+    Args:
+        place ([`Place`]):
+            Where this process is.
+        name (`str`):
+            What is spoken about; the same on every rank.
+
+    Raises:
+        RuntimeError: If there is no connection, here and in all methods.
+    """
+
+    def __init__(self, place: Place, name: str) -> None:
+        store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)
+        # A launcher that starts the job again may keep the store, and a script may train several times.
+        prefix = f"self_healing/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        times = dist.PrefixStore(prefix, store).add(f"opened/{place.rank}", 1)
+        self._store = dist.PrefixStore(f"{prefix}/{times}", store)
+
+    def put(self, key: str, record: Mapping[str, Any]) -> None:
+        """Writes a record."""
+        self._store.set(key, json.dumps(record))
+
+    def read(self, keys: Sequence[str]) -> list[dict[str, Any]] | None:
+        """Reads records; `None` as long as one of them is not there."""
+        if not self._store.check(list(keys)):
+            return None
+        return [json.loads(content) for content in self._store.multi_get(list(keys))]
+
+    def add(self, key: str, number: int) -> int:
+        """Adds to a number that begins with 0, and returns it."""
+        return int(self._store.add(key, number))
+
+
+def place_in_job() -> Place | None:
+    """Gives the place of this process; `None` where there is only one, or no store that can be connected to."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        logger.info("The store of this job cannot be connected to: ranks do not tell each other what ends them.")
+        return None
+    return Place(dist.get_rank(), dist.get_world_size(), store.host, store.port)

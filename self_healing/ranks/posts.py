@@ -1,0 +1,151 @@
+"""What the ranks of a job tell each other: records, and their form in the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from ..classify import classify_exception, comes_from_a_collective, describe_exception
+from ..exceptions import DamagedCheckpointError, UnrecoverableTrainingError
+from ..failures import FailureType
+
+
+# Of the text of an error: what fits on a line.
+_LONGEST = 300
+# Where all ranks have decided together that the run ends, each of them ends by itself; some write more than others.
+_ENDS_TOGETHER = 30.0
+# What a shell reports of a process that Ctrl-C has ended.
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """
+    Where one rank is.
+
+    Args:
+        step (`int`), section (`str`):
+            Optimizer steps finished, and the part of the step that goes on.
+        beats (`int`):
+            Signs of life that it has given: how far it has come in the step, beside others.
+        seconds (`float`), left (`float`):
+            Time since the last one, and time until its own watchdog takes it for hanging.
+        on_purpose (`bool`):
+            Whether it waits on purpose, before another attempt of something that has failed.
+        training (`bool`):
+            Whether it is inside of `train()`.
+        collective (`str`, *optional*):
+            What it waits for the other ranks in.
+        line (`str`, *optional*), called_from (`str`, *optional*):
+            The line that it is at, and the innermost one of the user's code.
+    """
+
+    step: int
+    section: str
+    beats: int
+    seconds: float
+    left: float
+    on_purpose: bool = False
+    training: bool = True
+    collective: str | None = None
+    line: str | None = None
+    called_from: str | None = None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """Reads what [`to_record`] gave."""
+        return cls(**record)
+
+    def to_record(self) -> dict[str, Any]:
+        """Gives its form in the store."""
+        return asdict(self)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far the rank has come; comparable with that of others."""
+        return self.step, self.beats
+
+    def __str__(self) -> str:
+        where = self.called_from or self.line or "an unknown line"
+        waits = f"waits in {self.collective}" if self.collective is not None else f"is at {where}"
+        if self.on_purpose:
+            waits = f"waits on purpose, {waits.removeprefix('waits ')}"
+        return f"{waits} ('{self.section}' after step {self.step}, for {self.seconds:.0f} s)"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """
+    What has ended one rank, and with it the job.
+
+    Args:
+        rank (`int`), step (`int`):
+            The rank, and its optimizer steps finished.
+        failure ([`FailureType`]), error (`str`):
+            What it was, and that in a line.
+        section (`str`, *optional*):
+            The part of a step it came in.
+        follows (`bool`, *optional*, defaults to `False`):
+            Whether a collective has raised it, so that another rank is behind it.
+        patience (`float`, *optional*, defaults to 0):
+            Seconds in which the others may end by themselves.
+        exit_code (`int`, *optional*):
+            With which the others end. Defaults to one that the launcher starts the job again for.
+        time (`float`, *optional*):
+            When, in seconds since the epoch. Defaults to now.
+    """
+
+    rank: int
+    step: int
+    failure: FailureType
+    error: str
+    section: str = ""
+    follows: bool = False
+    patience: float = 0.0
+    exit_code: int | None = None
+    time: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """Reads what [`to_record`] gave."""
+        return cls(**{**record, "failure": FailureType(record["failure"])})
+
+    def to_record(self) -> dict[str, Any]:
+        """Gives its form in the store, and in a postmortem."""
+        return {**asdict(self), "failure": self.failure.value}
+
+    def __str__(self) -> str:
+        heard = "was last heard of" if self.failure is FailureType.PROCESS_DIED and not self.follows else "failed"
+        return f"rank {self.rank} failed first; it {heard} after step {self.step}: {self.error}"
+
+
+def failure_of(error: BaseException, rank: int, step: int, section: str) -> Failure | None:
+    """
+    Makes a failure of an exception that leaves `train()`.
+
+    Args:
+        error (`BaseException`):
+            The exception.
+        rank (`int`), step (`int`), section (`str`):
+            Where.
+
+    Returns:
+        [`Failure`]: `None` for one that ends no rank before the others: a run that goes on, or ends as was agreed.
+    """
+    if isinstance(error, (DamagedCheckpointError, SystemExit, GeneratorExit)):
+        return None
+    text = " ".join(describe_exception(error).split())[:_LONGEST]
+    failure, patience, code = classify_exception(error), 0.0, None
+    if isinstance(error, UnrecoverableTrainingError):
+        failure, patience, code = error.failure or failure, _ENDS_TOGETHER, 1
+    elif isinstance(error, KeyboardInterrupt):
+        code = _INTERRUPTED
+    follows = comes_from_a_collective(error) and failure is not FailureType.OUT_OF_MEMORY
+    return Failure(rank, step, failure, text, section, follows, patience, code)
+
+
+def first_of(failures: list[Failure]) -> Failure | None:
+    """Finds the failure that others followed from: the earliest that no collective has raised."""
+    return next((each for each in failures if not each.follows), failures[0] if failures else None)

@@ -1,0 +1,370 @@
+"""`Session`: a thread that tells the other ranks that this one lives, and notices when one of them does not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..failures import FailureType
+from ..log_safely import log_safely
+from .channel import Place, SideChannel
+from .naming import waited_for
+from .posts import Failure, Position, first_of
+from .processes import Process, State
+
+
+logger = logging.getLogger("self_healing")
+
+# All times in signs of life that are due meanwhile, by default seconds. Once something has happened, the others are
+# listened to as often.
+_ALERT = 0.2
+# A process of this machine that is stopped, and one of another machine that is not heard of, are given up after so
+# many. A thread that does not get to run for a while (a collection of garbage, the interpreter's lock held by native
+# code) is no dead process, and of another machine nobody here can tell the two apart.
+_STOPPED, _UNHEARD = 3.0, 30.0
+# This process has been stopped itself, or starved: what it has not heard meanwhile says nothing.
+_STOOD_STILL = 2.0
+# What a rank that has not been heard of for longer was doing is not known any more.
+_STALE = 10.0
+# While this rank waits, the others are asked where they are as often as the store stands it.
+_RANKS_AT_ONCE = 50.0
+# Without the store nobody can say goodbye: another rank that is gone has to be missed as well, for so many seconds.
+_MAY_HAVE_LEFT = 60.0
+
+
+@dataclass(slots=True)
+class _Other:
+    """
+    Another rank, as far as it is known.
+
+    Args:
+        process ([`Process`]):
+            Of the rank.
+        count (`int`), heard (`float`):
+            Its newest sign of life, and when that was new here.
+        position ([`Position`]):
+            Where it was then.
+        left (`bool`):
+            Whether it has said that it leaves.
+        stopped_since (`float`, *optional*):
+            When it was first seen to be stopped.
+    """
+
+    process: Process
+    count: int
+    heard: float
+    position: Position
+    left: bool = False
+    stopped_since: float | None = None
+
+
+class Session:
+    """
+    Tells the other ranks that this one lives, where it is, and what it has failed with; and takes in the same of them.
+    From its making to [`leave`].
+
+    One class for all threads: each of its methods reads or changes what is known of the other ranks.
+
+    Args:
+        place ([`Place`]):
+            Of this rank.
+        name (`str`):
+            The run; the same on every rank.
+        interval (`float`):
+            Seconds between two signs of life.
+        look (`Callable[[], Position]`):
+            Says where this rank is.
+        on_failure (`Callable[[Failure], None]`):
+            Told of each failure of another rank, or of this one as others see it; must return at once.
+        process ([`Process`]):
+            Of this rank.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        name: str,
+        interval: float,
+        look: Callable[[], Position],
+        on_failure: Callable[[Failure], None],
+        process: Process,
+    ) -> None:
+        self.rank = place.rank
+        # In the order in which they were told; those of other ranks and of this one.
+        self.failures: list[Failure] = []
+        # What this rank has told of itself.
+        self.own: Failure | None = None
+        self._place, self._name, self._interval = place, name, interval
+        self._look, self._on_failure, self._process = look, on_failure, process
+        self._others: dict[int, _Other] = {}
+        self._unseen = set(range(place.ranks)) - {place.rank}
+        self._orders: queue.SimpleQueue[Callable[[SideChannel], None]] = queue.SimpleQueue()
+        self._wake, self._news, self._ended = threading.Event(), threading.Condition(), threading.Event()
+        self._channel: SideChannel | None = None
+        self._lost_it = False
+        self._count = self._read_failures = 0
+        self._last, self._asked = time.monotonic(), 0.0
+        self._wanted = False
+        # The rank that this one listens to.
+        self._following: int | None = None
+        self._thread = threading.Thread(target=self._run, name="self_healing other ranks", daemon=True)
+        self._thread.start()
+
+    # ---- other threads ----
+
+    def tell(self, failure: Failure, within: float) -> None:
+        """As [`OtherRanks.tell`]."""
+        if self._is_told(failure):
+            return
+        if failure.rank == self.rank:
+            self.own = failure
+        self.failures.append(failure)
+        self._order(lambda channel: self._post(channel, failure), within)
+
+    def leave(self, within: float) -> None:
+        """As [`OtherRanks.leave`]."""
+
+        def say(channel: SideChannel) -> None:
+            self._tell_where(channel, leaves=True)
+            self._ended.set()
+
+        self._order(say, within)
+        self._ended.set()
+        self._wake.set()
+
+    def first_failure(self, within: float) -> Failure | None:
+        """As [`OtherRanks.first_failure`]."""
+
+        def found() -> bool:
+            first = first_of(self.failures)
+            return first is not None and not first.follows
+
+        self._wait_for(found, within)
+        return first_of(self.failures)
+
+    def positions(self, within: float) -> dict[int, Position]:
+        """As [`OtherRanks.positions`]."""
+        before = {rank: other.count for rank, other in self._others.items()}
+
+        def answered() -> bool:
+            self._wanted = True
+            return all(other.count > before.get(rank, -1) for rank, other in self._living())
+
+        self._wait_for(answered, within)
+        return {rank: other.position for rank, other in self._living()} | {self.rank: self._look()}
+
+    def waited_for(self, here: Position) -> tuple[int, Position] | None:
+        """As [`OtherRanks.waited_for`]."""
+        self._wanted = True
+        now = time.monotonic()
+        heard = {rank: other.position for rank, other in self._living() if now - other.heard < _STALE * self._interval}
+        rank = waited_for(here, heard)
+        return None if rank is None else (rank, heard[rank])
+
+    def _living(self) -> list[tuple[int, _Other]]:
+        gone = {failure.rank for failure in self.failures if failure.failure is FailureType.PROCESS_DIED}
+        return [(rank, other) for rank, other in list(self._others.items()) if not other.left and rank not in gone]
+
+    def _is_told(self, failure: Failure) -> bool:
+        return any(each.rank == failure.rank for each in self.failures)
+
+    def _order(self, order: Callable[[SideChannel], None], within: float) -> None:
+        done = threading.Event()
+
+        def carry_out(channel: SideChannel) -> None:
+            try:
+                order(channel)
+            finally:
+                done.set()
+
+        self._orders.put(carry_out)
+        self._wake.set()
+        deadline = time.monotonic() + within
+        while self._thread.is_alive() and not self._lost_it and time.monotonic() < deadline:
+            if done.wait(0.02):
+                return
+
+    def _wait_for(self, happened: Callable[[], bool], within: float) -> None:
+        self._wake.set()
+        with self._news:
+            self._news.wait_for(lambda: self._ended.is_set() or happened(), within)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        try:
+            self._channel = SideChannel(self._place, self._name)
+        except Exception as error:
+            self._lost(error)
+        while not self._ended.is_set():
+            try:
+                self._listen()
+            except Exception as error:
+                self._lost(error)
+            with self._news:
+                self._news.notify_all()
+            # What happens while this thread waits for the store is what it asks for next.
+            self._wake.wait(self._interval * (_ALERT if self.failures else 1.0))
+            self._wake.clear()
+        self._channel = None
+        with self._news:
+            self._news.notify_all()
+
+    def _lost(self, error: Exception) -> None:
+        if not self._lost_it and not self._ended.is_set():
+            log_safely(
+                logger,
+                logging.WARNING,
+                "The store of this job is not listened to any more (%s: %s): what ends other ranks is not known from "
+                "here on, but of those on this machine. Training goes on.",
+                type(error).__name__,
+                str(error).partition("\n")[0],
+                # What torch raises says it all; anything else is a mistake of ours.
+                exc_info=None if isinstance(error, RuntimeError) else error,
+            )
+        self._lost_it, self._channel = True, None
+
+    def _listen(self) -> None:
+        now = time.monotonic()
+        if now - self._last > self._interval * (1.0 + _STOOD_STILL):
+            for other in self._others.values():
+                other.heard, other.stopped_since = now, None
+        self._last = now
+        channel = self._channel
+        if channel is not None:
+            while not self._orders.empty():
+                self._orders.get()(channel)
+            if self._ended.is_set():
+                return
+            self._tell_where(channel)
+            self._meet(channel)
+            self._read_positions(channel)
+            self._take_in_failures(channel)
+        self._look_at_processes()
+        self._listen_to_the_next()
+
+    def _tell_where(self, channel: SideChannel, leaves: bool = False) -> None:
+        self._count += 1
+        record: dict[str, Any] = {"count": self._count, "left": leaves, "process": asdict(self._process)}
+        with contextlib.suppress(Exception):
+            # Looks at what the training thread changes meanwhile.
+            record["position"] = self._look().to_record()
+        channel.put(f"rank/{self.rank}", record)
+
+    def _meet(self, channel: SideChannel) -> None:
+        """Takes in ranks that were not there yet."""
+        for rank in sorted(self._unseen):
+            if channel.read([f"rank/{rank}"]) is None:
+                # Most of them come together: they are asked for one by one only until one is missing.
+                return
+            self._unseen.discard(rank)
+            self._read(channel, [rank])
+
+    def _read_positions(self, channel: SideChannel) -> None:
+        """Reads where the others are: the one behind this one each time, all of them where that is wanted."""
+        living = [rank for rank, _ in self._living()]
+        now = time.monotonic()
+        # Each of them is listened to by one other, in a circle.
+        following = min(living, key=lambda rank: (rank - self.rank) % self._place.ranks, default=None)
+        if following is not None and following != self._following:
+            self._others[following].heard = now
+        self._following = following
+        pause = 0.0 if self.failures else self._interval * len(living) / _RANKS_AT_ONCE
+        if self._wanted and now - self._asked >= pause:
+            self._asked, self._wanted = now, False
+            self._read(channel, living)
+        elif following is not None:
+            self._read(channel, [following])
+
+    def _read(self, channel: SideChannel, ranks: list[int]) -> None:
+        found = channel.read([f"rank/{rank}" for rank in ranks]) if ranks else None
+        now = time.monotonic()
+        for rank, record in zip(ranks, found or [], strict=False):
+            self._take_in(rank, record, now)
+
+    def _take_in(self, rank: int, record: Mapping[str, Any], now: float) -> None:
+        other, position = self._others.get(rank), record.get("position")
+        if other is None:
+            where = Position(0, "", 0, 0.0, 0.0, training=False) if position is None else Position.of(position)
+            process = Process(**record["process"])
+            self._others[rank] = _Other(process, record["count"], now, where, record["left"])
+            return
+        if record["count"] != other.count:
+            other.count, other.heard = record["count"], now
+        if position is not None:
+            other.position = Position.of(position)
+        other.left = record["left"]
+
+    def _take_in_failures(self, channel: SideChannel) -> None:
+        told = channel.add("failures", 0)
+        while self._read_failures < told:
+            found = channel.read([f"failure/{self._read_failures + 1}"])
+            if found is None:
+                # Counted, and not written yet.
+                return
+            self._read_failures += 1
+            failure = Failure.of(found[0])
+            if failure.rank in self._others and not self._others[failure.rank].left:
+                with contextlib.suppress(RuntimeError):
+                    self._read(channel, [failure.rank])
+            if not self._is_told(failure):
+                self.failures.append(failure)
+            if failure.rank != self.rank or self.own is None:
+                # Of this rank: it was stopped, and the others have given it up.
+                self._on_failure(failure)
+
+    def _post(self, channel: SideChannel, failure: Failure) -> None:
+        number = channel.add("failures", 1)
+        channel.put(f"failure/{number}", failure.to_record())
+
+    def _look_at_processes(self) -> None:
+        """Looks at the processes of this machine."""
+        now = time.monotonic()
+        for rank, other in self._living():
+            if not self._is_here(other):
+                continue
+            state = other.process.state()
+            if state is State.RUNS:
+                other.stopped_since = None
+            elif state is State.GONE:
+                self._give_up(rank, "its process is gone without a word: killed, or crashed in native code")
+            elif other.stopped_since is None:
+                other.stopped_since = now
+            elif now - other.stopped_since >= _STOPPED * self._interval:
+                self._give_up(rank, "its process is stopped (SIGSTOP)")
+
+    def _listen_to_the_next(self) -> None:
+        """Of another machine no more is known than what is heard of it."""
+        if self._following is None or self._channel is None:
+            return
+        other = self._others[self._following]
+        silent = time.monotonic() - other.heard
+        if not other.left and not self._is_here(other) and silent >= _UNHEARD * self._interval:
+            why = f"nothing was heard of it for {silent:.0f} s: its machine is gone, or cut off"
+            self._give_up(self._following, why)
+
+    def _is_here(self, other: _Other) -> bool:
+        return other.process.machine == self._process.machine
+
+    def _give_up(self, rank: int, why: str) -> None:
+        channel, other = self._channel, self._others[rank]
+        if channel is not None:
+            # It may have said goodbye, or what it failed with, since it was listened to.
+            self._read(channel, [rank])
+            self._take_in_failures(channel)
+        # Where it cannot have said goodbye, it may have ended as it should.
+        patience = 0.0 if channel is not None else _MAY_HAVE_LEFT
+        where = other.position
+        failure = Failure(rank, where.step, FailureType.PROCESS_DIED, why, where.section, patience=patience)
+        if other.left or self._is_told(failure):
+            return
+        self.failures.append(failure)
+        if channel is not None:
+            self._post(channel, failure)
+        self._on_failure(failure)

@@ -1,0 +1,108 @@
+"""Run by test_ending_together.py, once for each rank: one of them fails, the others wait for it in a collective."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from conftest import build_tokenizer, sft_trainer
+from transformers import set_seed
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+
+
+FOREVER = 1000.0
+
+
+def main(directory: Path, options: dict[str, Any]) -> None:
+    rank = int(os.environ["RANK"])
+    fault, at, on = options.get("fault"), options.get("step", 3), options.get("rank", 1)
+    set_seed(1234)
+    trainer = sft_trainer(
+        directory,
+        build_tokenizer(),
+        ddp_backend="gloo",
+        ddp_timeout=1800,
+        max_steps=options.get("steps", 6),
+        gradient_accumulation_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+    )
+
+    def hold_connections() -> None:
+        """As with NCCL, nobody is told when this process is gone: its connections stay open in another one."""
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+
+    def strike(module: Any, args: Any, kwargs: Any) -> None:
+        if rank != on or not module.training or trainer.state.global_step != at or fault is None:
+            return
+        (directory / "struck").write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
+        if fault == "exception":
+            raise ValueError("only here")
+        if fault == "oom":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if fault == "interrupt":
+            raise KeyboardInterrupt
+        if fault == "kill":
+            hold_connections()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "hang":
+            hold_connections()
+            time.sleep(FOREVER)
+
+    class Busy(Exception):
+        """A service says when to ask again."""
+
+        response = SimpleNamespace(status_code=503, headers={"Retry-After": str(options.get("busy_seconds"))})
+
+    collate = trainer.data_collator
+
+    def collate_later(rows: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if rank == on and fault == "busy" and calls == at:
+            raise Busy
+        return collate(rows)
+
+    calls = 0
+    trainer.data_collator = collate_later
+    trainer.model.register_forward_pre_hook(strike, with_kwargs=True)
+    config = HealingConfig(**options.get("config", {}))
+    result: dict[str, Any] = {}
+    try:
+        if options.get("callback_alone"):
+            trainer.add_callback(SelfHealingCallback(config))
+            trainer.train()
+        else:
+            SelfHealingTrainer(trainer, config).train()
+        result["steps"] = trainer.state.global_step
+    except BaseException as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+        if options.get("stays"):
+            # The processes that are left see nothing of it.
+            time.sleep(FOREVER)
+        raise
+    finally:
+        (directory / f"results.{rank}.json").write_text(json.dumps(result))
+    if rank == on and "after" in options:
+        # What the script does then needs none of the others for a while.
+        time.sleep(options["after"])
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

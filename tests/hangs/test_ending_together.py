@@ -1,0 +1,227 @@
+"""One rank fails while the others wait for it in a collective that does not return: all end within seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed
+from conftest import journal
+
+
+SCRIPT = Path(__file__).parents[1] / "ending_together.py"
+# From the fault to the end of the last rank, in seconds.
+BOUND = 10.0
+# A hang is noticed after four seconds, and left after one more.
+SOON = {"hang_floor_seconds": 4.0, "hang_grace_seconds": 1.0, "hang_learning_steps": 1, "launcher_restarts": "yes"}
+store_class: Any = torch.distributed.TCPStore
+
+
+class Job:
+    """
+    Two ranks, started as torchrun does, whose store is served here: nothing but themselves ends them.
+
+    Args:
+        directory (`Path`):
+            Of the run.
+        options:
+            Of the script.
+    """
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.directory = directory
+        directory.mkdir()
+        self._store = store_class("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.ranks = [self._start(rank, options) for rank in range(2)]
+
+    def _start(self, rank: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        besides = {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
+        with (self.directory.parent / f"log.{rank}").open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(self.directory), json.dumps(options)],
+                env=os.environ | {name: str(value) for name, value in (place | store | besides).items()},
+                stdout=log,
+                stderr=log,
+            )
+
+    def struck(self) -> float:
+        """Waits for the fault, and gives its time."""
+        path = self.directory / "struck"
+        for _ in range(2400):
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                return float(json.loads(path.read_text())["time"])
+            time.sleep(0.1)
+        raise AssertionError(f"no fault in four minutes: {self.log(0)}")
+
+    def end_of(self, rank: int, within: float = 60.0) -> tuple[int, float]:
+        """Waits for the end of a rank, and gives its exit code and how long after the fault that was."""
+        struck = self.struck()
+        code = self.ranks[rank].wait(timeout=within)
+        return code, time.time() - struck
+
+    def postmortem(self, rank: int) -> Any:
+        name = "postmortem.json" if rank == 0 else f"postmortem.rank{rank}.json"
+        return json.loads((self.directory / name).read_text())
+
+    def result(self, rank: int) -> Any:
+        return json.loads((self.directory / f"results.{rank}.json").read_text())
+
+    def log(self, rank: int) -> str:
+        return (self.directory.parent / f"log.{rank}").read_text()
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(rank.pid).children(recursive=True):
+                    child.kill()
+            rank.kill()
+            rank.wait()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    begun: list[Job] = []
+
+    def start(**options: Any) -> Job:
+        begun.append(Job(tmp_path / "run", **options))
+        return begun[-1]
+
+    yield start
+    for each in begun:
+        each.end()
+
+
+@pytest.mark.heals("exception", "ddp", partly="ends the job; the next start goes on from the newest good checkpoint")
+def test_an_exception_ends_the_rank_that_waits_for_the_one_it_came_on(job: Any) -> None:
+    # It keeps its connections: as with NCCL, nothing tells the other rank.
+    two = job(fault="exception", stays=True, config={"launcher_restarts": "yes"})
+    code, seconds = two.end_of(0)
+    assert code == 75
+    assert seconds < BOUND
+    left = two.postmortem(0)
+    assert left["ranks"]["first_failure"]["rank"] == 1
+    assert left["verdict"].startswith("rank 1 failed first; it failed after step 3: ValueError: only here")
+    # What it waited in.
+    assert left["ranks"]["positions"]["0"]["collective"] in ("all_gather", "backward, with its reduction of gradients")
+    (stacks,) = (two.directory / "hangs").iterdir()
+    assert "(the training thread)" in stacks.read_text()
+    faulty = two.postmortem(1)
+    assert faulty["error"]["message"] == "only here"
+    assert "Rank 0: waits in" in faulty["ranks"]["where_they_were"]
+    (incident,) = journal(two.directory, "diagnosed")
+    assert (incident["failure"], incident["cause"]) == ("process_died", "rank 1: user_code")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "failure"), [("oom", "out_of_memory"), ("kill", "process_died"), ("stop", "process_died")]
+)
+@pytest.mark.parametrize("on", [0, 1])
+def test_all_end_within_ten_seconds_of_a_fault(job: Any, fault: str, failure: str, on: int) -> None:
+    two = job(fault=fault, stays=True, rank=on)
+    code, seconds = two.end_of(1 - on)
+    # Nobody is known to start them again.
+    assert code == 1
+    assert seconds < BOUND
+    first = two.postmortem(1 - on)["ranks"]["first_failure"]
+    assert (first["rank"], first["failure"]) == (on, failure)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_that_goes_on_ends_as_well(job: Any) -> None:
+    two = job(fault="stop", config={"launcher_restarts": "yes"})
+    assert two.end_of(0)[0] == 75
+    os.kill(two.ranks[1].pid, signal.SIGCONT)
+    assert two.ranks[1].wait(timeout=30) != 0
+
+
+@pytest.mark.slow
+def test_the_callback_alone_ends_with_the_other_rank(job: Any) -> None:
+    two = job(fault="exception", stays=True, callback_alone=True, config={"launcher_restarts": "yes"})
+    code, seconds = two.end_of(0)
+    assert (code, seconds < BOUND) == (75, True)
+    assert "ValueError: only here" in two.postmortem(0)["verdict"]
+
+
+@pytest.mark.slow
+def test_what_a_broken_connection_tells_of_first_is_not_the_first_failure(job: Any) -> None:
+    two = job(fault="crash")
+    assert [two.end_of(rank)[0] for rank in (0, 1)] == [1, -9]
+    left = two.postmortem(0)
+    assert left["failure"] == "process_died"
+    assert left["verdict"].startswith("rank 1 failed first; it was last heard of after step ")
+    assert "; here: RuntimeError: " in left["verdict"]
+
+
+@pytest.mark.slow
+@pytest.mark.heals("hang", "ddp", partly="ends the job; the next start goes on from the newest good checkpoint")
+def test_a_hang_on_one_rank_is_named_by_all_and_ends_them(job: Any) -> None:
+    two = job(fault="hang", config=SOON)
+    assert [two.end_of(rank)[0] for rank in (0, 1)] == [75, 75]
+    for rank in (0, 1):
+        verdict = two.postmortem(rank)["verdict"]
+        assert "rank 1" in verdict
+        assert "time.sleep(FOREVER)" in verdict
+    assert "Rank 0: waits in" in two.postmortem(1)["ranks"]["where_they_were"]
+    written = [json.loads(line) for path in two.directory.glob("*.jsonl") for line in path.read_text().splitlines()]
+    hangs = [event for event in written if event["kind"] == "diagnosed" and event["failure"] == "hang"]
+    assert hangs
+    assert all(event["evidence"]["ranks_waited_for"] == [1] for event in hangs)
+
+
+@pytest.mark.slow
+@pytest.mark.heals("service", "ddp")
+def test_a_rank_that_asks_a_service_again_is_waited_for(job: Any) -> None:
+    two = job(fault="busy", busy_seconds=12, config=SOON)
+    assert [rank.wait(timeout=240) for rank in two.ranks] == [0, 0]
+    assert [two.result(rank)["steps"] for rank in (0, 1)] == [6, 6]
+    assert not (two.directory / "hangs").exists()
+
+
+@pytest.mark.slow
+def test_nobody_is_given_up_when_training_has_ended(job: Any) -> None:
+    # One of the two is busy for a while, and the other one waits for it.
+    two = job(after=8.0, config=SOON)
+    assert [rank.wait(timeout=240) for rank in two.ranks] == [0, 0]
+    for rank in (0, 1):
+        assert "failed first" not in two.log(rank)
+
+
+@pytest.mark.slow
+def test_a_job_that_was_stopped_as_a_whole_goes_on(job: Any) -> None:
+    two = job(steps=40, config=SOON)
+    while not (two.directory / "checkpoint-4").exists():
+        assert two.ranks[0].poll() is None, two.log(0)
+        time.sleep(0.1)
+    for number, pause in ((signal.SIGSTOP, 15.0), (signal.SIGCONT, 0.0)):
+        for rank in two.ranks:
+            os.kill(rank.pid, number)
+        time.sleep(pause)
+    assert [rank.wait(timeout=240) for rank in two.ranks] == [0, 0]
+    assert [two.result(rank)["steps"] for rank in (0, 1)] == [40, 40]
+
+
+@pytest.mark.slow
+def test_what_a_launcher_sends_to_those_that_are_left_is_no_preemption(job: Any) -> None:
+    # Told, and not ended: what comes then is the launcher's SIGTERM.
+    two = job(fault="exception", stays=True, config={"hang_action": "notify", "preemption_deadline": 4.0})
+    two.struck()
+    while "this one stays as it is" not in two.log(0):
+        time.sleep(0.1)
+    os.kill(two.ranks[0].pid, signal.SIGTERM)
+    assert two.ranks[0].wait(timeout=60) == 143
+    (attempt,) = json.loads((two.directory / "healing_run.json").read_text())["attempts"]
+    assert attempt["ending"] == "restart"
+    assert "ValueError: only here" in attempt["why"]

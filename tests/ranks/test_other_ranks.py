@@ -1,0 +1,203 @@
+"""Ranks tell each other that they live and what has failed, over a real store; here with threads of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed
+
+from self_healing import FailureType
+from self_healing.ranks import Failure, OtherRanks, Position
+from self_healing.ranks.channel import Place
+from self_healing.ranks.processes import Process, machine
+
+
+store_class: Any = torch.distributed.TCPStore
+# Ten times as often as in a run of a minute's floor.
+INTERVAL = 0.1
+
+
+def wait_until(happened: Callable[[], Any]) -> None:
+    for _ in range(3000):
+        if happened():
+            return
+        time.sleep(0.01)
+    raise AssertionError("nothing has happened in half a minute")
+
+
+class Rank:
+    """One rank of a job: where it is, what it knows of the others, and the failures it was told of."""
+
+    def __init__(self, port: int, rank: int, of: int, process: Process | None = None) -> None:
+        self.told: list[Failure] = []
+        self.position = Position(5, "step", 10 + rank, 0.1, 60.0)
+        self.ranks = OtherRanks("the_run", INTERVAL)
+        self.ranks.watch(lambda: self.position, self.told.append, Place(rank, of, "127.0.0.1", port), process)
+
+
+@pytest.fixture
+def store() -> Any:
+    return store_class("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def child() -> Iterator[Process]:
+    """A process of this machine, in place of that of a rank."""
+    with subprocess.Popen(["sleep", "100"]) as started:
+        yield Process(machine(), started.pid, psutil.Process(started.pid).create_time())
+        started.kill()
+
+
+@pytest.fixture
+def job(store: Any) -> Iterator[Callable[..., list[Rank]]]:
+    begun: list[Rank] = []
+
+    def begin(of: int, process: Process | None = None) -> list[Rank]:
+        """All ranks know of each other; the process given is that of the last one."""
+        begun.extend(Rank(store.port, rank, of, process if rank == of - 1 else None) for rank in range(of))
+        wait_until(lambda: all(len(each.ranks.positions()) == of for each in begun))
+        return begun
+
+    yield begin
+    for each in begun:
+        each.ranks.leave()
+
+
+FAILED = Failure(1, 5, FailureType.USER_CODE, "ValueError: only here", "step")
+
+
+def test_every_rank_is_told_once_what_one_has_failed_with(job: Callable[..., list[Rank]]) -> None:
+    first, second, third = job(3)
+    second.ranks.tell(FAILED)
+    wait_until(lambda: first.told and third.told)
+    time.sleep(3 * INTERVAL)
+    assert first.told == third.told == [FAILED]
+    assert second.told == []
+    assert {each.ranks.first_failure() for each in (first, second, third)} == {FAILED}
+
+
+def test_what_a_collective_has_raised_comes_after_what_it_follows_from(job: Callable[..., list[Rank]]) -> None:
+    first, second = job(2)
+    follows = Failure(0, 5, FailureType.PROCESS_DIED, "Connection closed by peer", follows=True)
+    first.ranks.tell(follows)
+    second.ranks.tell(FAILED)
+    assert first.ranks.first_failure(within=30.0) == FAILED
+    assert second.ranks.first_failure() == FAILED
+
+
+def test_a_rank_that_is_killed_is_given_up_by_the_others(job: Callable[..., list[Rank]], child: Process) -> None:
+    first, second, _ = job(3, child)
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(lambda: first.told and second.told)
+    assert (first.told[0].rank, first.told[0].failure) == (2, FailureType.PROCESS_DIED)
+    assert "gone without a word" in first.told[0].error
+    # Of what it was doing nothing is known any more.
+    assert set(first.ranks.positions()) == {0, 1}
+
+
+def test_a_rank_that_is_stopped_is_given_up_and_one_that_goes_on_soon_is_not(
+    job: Callable[..., list[Rank]], child: Process
+) -> None:
+    first, _ = job(2, child)
+    os.kill(child.pid, signal.SIGSTOP)
+    time.sleep(INTERVAL)
+    os.kill(child.pid, signal.SIGCONT)
+    time.sleep(10 * INTERVAL)
+    assert first.told == []
+    os.kill(child.pid, signal.SIGSTOP)
+    wait_until(lambda: first.told)
+    assert "is stopped" in first.told[0].error
+
+
+def test_a_rank_that_says_goodbye_may_end(job: Callable[..., list[Rank]], child: Process) -> None:
+    first, second = job(2, child)
+    second.ranks.leave()
+    os.kill(child.pid, signal.SIGKILL)
+    time.sleep(10 * INTERVAL)
+    assert first.told == []
+
+
+def test_a_rank_of_another_machine_is_given_up_when_nothing_is_heard_of_it(
+    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = Process("another machine", 1, 0.0)
+    first, second = job(2, elsewhere)
+    time.sleep(10 * INTERVAL)
+    # There is no such process here, and that says nothing.
+    assert first.told == []
+    monkeypatch.setattr(second.ranks._session, "_tell_where", lambda channel: None)
+    wait_until(lambda: first.told)
+    assert "nothing was heard of it" in first.told[0].error
+
+
+def test_what_was_not_heard_while_this_process_stood_still_says_nothing(job: Callable[..., list[Rank]]) -> None:
+    first, second = job(2, Process("another machine", 1, 0.0))
+    # As after a machine was asleep: all of a sudden everything is long ago.
+    session = first.ranks._session
+    assert session is not None
+    session._last -= 1000.0
+    for other in session._others.values():
+        other.heard -= 1000.0
+    time.sleep(10 * INTERVAL)
+    assert first.told == []
+    assert second.told == []
+
+
+def test_a_rank_knows_where_the_others_are(job: Callable[..., list[Rank]]) -> None:
+    first, second = job(2)
+    second.position = Position(6, "data", 40, 3.0, 57.0, line="data.py:3, in read: wait()")
+    assert first.ranks.positions(within=30.0) == {0: first.position, 1: second.position}
+    first.position = Position(7, "step", 50, 3.0, 57.0)
+    assert first.ranks.waited_for(first.position) == (1, second.position)
+
+
+def test_another_run_in_the_same_store_is_none_of_this_one(store: Any, job: Callable[..., list[Rank]]) -> None:
+    first, second = job(2)
+    second.ranks.tell(FAILED)
+    wait_until(lambda: first.told)
+    for each in (first, second):
+        each.ranks.leave()
+        each.told.clear()
+        each.ranks.watch(
+            lambda: Position(0, "", 0, 0.0, 60.0),
+            each.told.append,
+            Place(int(each is second), 2, "127.0.0.1", store.port),
+        )
+    wait_until(lambda: len(first.ranks.positions()) == 2)
+    assert first.told == []
+    assert first.ranks.failures == []
+
+
+def lost(rank: Rank) -> bool:
+    return rank.ranks._session is not None and rank.ranks._session._lost_it
+
+
+def test_a_store_that_cannot_be_reached_is_told_of_once_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    gone = store_class("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = Rank(gone.port, 0, 2), Rank(gone.port, 1, 2)
+    wait_until(lambda: len(first.ranks.positions()) == 2)
+    del gone
+    wait_until(lambda: lost(first) and lost(second))
+    began = time.monotonic()
+    first.ranks.tell(Failure(0, 5, FailureType.USER_CODE, "ValueError"))
+    first.ranks.leave()
+    second.ranks.leave()
+    assert time.monotonic() - began < 5.0
+    assert sum("not listened to" in each.message for each in caplog.records) == 2
+    assert second.told == []
+
+
+def test_a_single_process_builds_nothing() -> None:
+    ranks = OtherRanks("the_run")
+    ranks.watch(lambda: Position(0, "", 0, 0.0, 0.0), lambda failure: None)
+    ranks.tell(FAILED)
+    assert not ranks.known
+    assert ranks.positions() == {}
+    assert ranks.first_failure(within=60.0) is None
