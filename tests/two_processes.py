@@ -172,7 +172,7 @@ def main(directory: Path) -> None:
         rules.write_text(
             '[mine]\nmetric = "mine"\nobjectives = ["sft"]\nhealthy = "below 0"\n'
             'red_flag = [{is = "above", value = 0.0}]\nsteps = 2\nobservations = 2\nseverity = "error"\n'
-            'action = "stop"\ndiagnosis = "It is mine."\nremedy = "None."\nsource = "the test"\n'
+            'action = "stop"\ndiagnosis = "It is mine."\nremedy = "Ask the test."\nsource = "the test"\n'
         )
         set_seed(1234)
         trainer = sft_trainer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .. import consensus
 from ..failures import Action, FailureType
 from ..instrument import Window
 from ..journal.incident import Incident
@@ -50,18 +51,20 @@ class RedFlagHealer(NumericsHealer):
     def stop(self, window: Window) -> None:
         """Ends the run before a step is applied."""
         run = self.run
-        incident = run.stop.incident or self._seen_elsewhere(window)
+        incident = self._known_to_all(run.stop.incident, window)
         run.stop.incident = None
         evidence = incident.evidence
         verdict = str(evidence.get("diagnosis", "a metric rule ended the run"))
         if incident.failure is FailureType.RED_FLAG:
             verdict += f" (rule {incident.cause})"
+        if "seen_by_rank" in evidence:
+            verdict += f" (seen by rank {evidence['seen_by_rank']})"
         context = HealingContext(incident, self.instrument, window, verdict=verdict)
         self.actions.apply((Action.EMERGENCY_CHECKPOINT, Action.STOP), context, self.args)
 
     def roll_back(self, window: Window) -> None:
         """Goes back instead of applying a step."""
-        incident = self.numerics.roll_back_for or self._seen_elsewhere(window)
+        incident = self._known_to_all(self.numerics.roll_back_for, window)
         self.numerics.roll_back_for = None
         with self.run.dealing_with(incident) as opened:
             if self.instrument.view.can_reexecute and self.rollback.can_go_back():
@@ -70,8 +73,22 @@ class RedFlagHealer(NumericsHealer):
             incident.evidence["why"] = "Its action is to roll back, and there is no trusted state to go back to"
             opened.close("reported")
 
-    def _seen_elsewhere(self, window: Window) -> Incident:
-        """A red flag that another rank has seen, in a metric that is not the same everywhere."""
-        opened = self.incident(window.step, "red_flag_on_another_rank", {})
-        opened.diagnosed(FailureType.RED_FLAG, "seen by another rank")
+    def _known_to_all(self, own: Incident | None, window: Window) -> Incident:
+        """
+        Gives the incident for which all ranks do the same: a red flag in a metric that is not the same everywhere, or
+        what ends the run on one of them, is known to the others with its rule and its remedy. Collective.
+        """
+        told = consensus.from_first_rank_with(
+            "what was seen",
+            lambda: None if own is None else (self.run.journal.rank, own.to_dict()),
+            self.instrument.view.device,
+        )
+        if own is not None:
+            return own
+        assert told is not None, "one rank at least has asked for it"
+        rank, seen = told
+        incident = Incident.from_dict(seen)
+        evidence = incident.evidence | {"seen_by_rank": rank}
+        opened = self.incident(window.step, incident.symptom, evidence, incident.severity)
+        opened.diagnosed(incident.failure or FailureType.RED_FLAG, incident.cause)
         return opened.incident

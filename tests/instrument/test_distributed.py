@@ -102,8 +102,12 @@ def test_a_passing_gradient_spike_on_one_rank_is_undone_on_both(results: list[di
 @pytest.mark.heals("red_flag", "ddp", partly="reported, or stopped, or rolled back, as the rule says")
 def test_a_red_flag_that_only_one_rank_sees_ends_the_run_on_both(results: list[dict[str, Any]]) -> None:
     assert [rank["flagged_on_1"]["steps"] for rank in results] == [2, 2]
-    assert "It is mine" in results[1]["flagged_on_1"]["stopped"]
-    assert "seen by another rank" in results[0]["flagged_on_1"]["stopped"]
+    for rank in results:
+        # With rule and remedy.
+        assert "It is mine. (rule mine)" in rank["flagged_on_1"]["stopped"]
+        assert "What to do: Ask the test." in rank["flagged_on_1"]["stopped"]
+    assert "(seen by rank 1)" in results[0]["flagged_on_1"]["stopped"]
+    assert "seen by" not in results[1]["flagged_on_1"]["stopped"]
 
 
 @pytest.mark.heals("corrupted_weights", "ddp")
