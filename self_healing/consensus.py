@@ -41,6 +41,9 @@ _QUESTIONS = 4096
 # How long a rank that failed waits for the others: to fail alike, or to be through what they compute.
 _MEETING_SECONDS, _COMPUTING_SECONDS = 10.0, 20.0
 
+# Seconds after which is asked again what the first rank is looking up: the first time, of the time since, at most.
+_ASK_FIRST, _ASK_SHARE, _ASK_LAST = 0.02, 0.1, 2.0
+
 
 class AgreedFailure(Exception):
     """Raised on all ranks in the same vote."""
@@ -149,6 +152,18 @@ def largest(question: str, answers: _Answers | Callable[[], _Answers], device: t
     return [float(each) for each in found.tolist()]
 
 
+def unlike_over_ranks(question: str, numbers: torch.Tensor, device: torch.device) -> list[int]:
+    """Finds the places of whole numbers (int64) that are not the same on all ranks. As [`sum_over_ranks`]."""
+    wait_for_all_ranks(question, device)
+    if world_size() == 1:
+        return []
+    both = torch.cat([numbers, -numbers])
+    # All are here, and nothing can come between.
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    most, least = both.chunk(2)
+    return [int(place) for place in (most != -least).nonzero().flatten().tolist()]
+
+
 def smallest(question: str, value: float | Callable[[], float], device: torch.device) -> float:
     """The smallest of a number over all ranks. As [`sum_over_ranks`]."""
     return -largest(question, lambda: [-_answer(value)], device)[0]
@@ -187,6 +202,45 @@ def _from_rank(source: int, question: str, find: Callable[[], _T], device: torch
     dist.broadcast(box, src=source)
     received: _T = pickle.loads(bytes(box.tolist()))
     return received
+
+
+def from_every_rank(question: str, value: _T, device: torch.device) -> list[_T]:
+    """Gives the values of all ranks to each, by rank; for where something has gone wrong. As [`sum_over_ranks`]."""
+    wait_for_all_ranks(question, device)
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def looked_up_by_first_rank(question: str, look: Callable[[], _T], device: torch.device) -> _T:
+    """
+    As [`from_first_rank`], for what may take longer than a collective may wait: checkpoints are read to the last byte.
+    Until the first rank is through, the others sleep and ask again, in no collective.
+    """
+    store = _store()
+    if store is None:
+        return from_first_rank(question, look, device)
+    done, found, failed = f"self_healing/looked_up/{_votes.count}", list[_T](), list[Exception]()
+    if dist.get_rank() == 0:
+        try:
+            found.append(look())
+        except Exception as error:
+            failed.append(error)
+        finally:
+            store.set(done, b"")
+    else:
+        began = time.monotonic()
+        while not store.check([done]):
+            time.sleep(min(_ASK_FIRST + _ASK_SHARE * (time.monotonic() - began), _ASK_LAST))
+
+    def tell() -> _T:
+        if failed:
+            raise failed[0]
+        return found[0]
+
+    return from_first_rank(question, tell, device)
 
 
 # ---- a rank that failed ----

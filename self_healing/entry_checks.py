@@ -56,19 +56,20 @@ def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:
     Raises:
         CheckpointError: If it cannot be resumed from.
     """
-    told: str | None = None
-    refusal: CheckpointError | None = None
-    if consensus.is_first_rank():
+    refused: list[CheckpointError] = []
+
+    def look() -> tuple[str | None, str | None]:
         try:
-            told = check_resumed(checkpoint, str(context.instrument.trainer.args.output_dir))
+            return check_resumed(checkpoint, str(context.instrument.trainer.args.output_dir)), None
         except CheckpointError as error:
-            refusal = error
-    found = told, None if refusal is None else str(refusal)
+            refused.append(error)
+            return None, str(error)
+
     device = context.instrument.view.device
-    told, reason = consensus.from_first_rank("the checkpoint can be resumed from", lambda: found, device)
+    told, reason = consensus.looked_up_by_first_rank("the checkpoint can be resumed from", look, device)
     if reason is not None:
         context.journal.event("checkpoint_passed_over", context.step, path=str(checkpoint), reason=reason)
-        raise refusal or CheckpointError(reason)
+        raise refused[0] if refused else CheckpointError(reason)
     if told is not None and consensus.is_first_rank():
         logger.warning("Resuming from %s anyway: %s.", checkpoint, told)
 

@@ -144,7 +144,7 @@ class RunCheckpoints:
 
     def newest(self) -> str | None:
         """Finds the newest one that the run can go back to, or else the one it was resumed from. Collective."""
-        return consensus.from_first_rank("newest checkpoint to go back to", self._newest_here, self._device)
+        return consensus.looked_up_by_first_rank("newest checkpoint to go back to", self._newest_here, self._device)
 
     def _newest_here(self) -> str | None:
         newest = newest_checkpoint_of(self._journal.run_id, self._output_dir, verified=True)

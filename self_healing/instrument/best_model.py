@@ -91,14 +91,18 @@ class BestModel:
         if not args.load_best_model_at_end:
             return
         theirs = state.best_model_checkpoint
-        mine: BestChoice | None = None
-        if consensus.is_first_rank() and theirs is not None:
+
+        def look() -> BestChoice | None:
+            if theirs is None:
+                return None
             try:
-                mine = self._choose()
+                return self._choose()
             except Exception:
                 # The other ranks wait for the answer.
                 logger.warning("The best checkpoint could not be looked at.", exc_info=True)
-        choice = consensus.from_first_rank("best model", lambda: mine, args.device)
+                return None
+
+        choice = consensus.looked_up_by_first_rank("best model", look, args.device)
         if choice is None or not choice.refused or theirs is None:
             return
         state.best_model_checkpoint = choice.path

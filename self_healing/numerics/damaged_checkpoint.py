@@ -86,7 +86,7 @@ class DamagedCheckpointHealer(NumericsHealer):
         output_dir = str(self.args.output_dir)
         found, device = older_checkpoints(checkpoint, output_dir), self.instrument.view.device
         for _ in range(_OLDER_CHECKPOINTS):
-            older = consensus.from_first_rank("an older checkpoint", lambda: next(found, None), device)
+            older = consensus.looked_up_by_first_rank("an older checkpoint", lambda: next(found, None), device)
             if older is None:
                 return
             yield older

@@ -117,20 +117,22 @@ def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike
         CheckpointError: If there is nothing that can be resumed from, or the path given is not.
         ConfigurationError: If checkpoints can never be written.
     """
-    start, passed_over = Start(None), list[Verdict]()
-    failed: Exception | None = None
-    if trainer.args.process_index == 0:
+    passed_over: list[Verdict] = []
+    failed: list[Exception] = []
+
+    def look() -> tuple[Start, str | None]:
+        start = Start(None)
         try:
             start = _look_for_start(trainer, config, requested, passed_over)
         except Exception as error:
-            failed = error
+            failed.append(error)
         for verdict in passed_over:
             logger.warning("%s is passed over: %s.", verdict.path, verdict.reason)
-        start = replace(start, passed_over=tuple(passed_over))
-    found = start, None if failed is None else str(failed)
-    start, refusal = consensus.from_first_rank("where the run begins", lambda: found, trainer.args.device)
+        return replace(start, passed_over=tuple(passed_over)), str(failed[0]) if failed else None
+
+    start, refusal = consensus.looked_up_by_first_rank("where the run begins", look, trainer.args.device)
     if refusal is not None:
-        raise failed or CheckpointError(refusal)
+        raise failed[0] if failed else CheckpointError(refusal)
     return start
 
 
