@@ -6,6 +6,8 @@ import gc
 import json
 import logging
 import os
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -535,6 +537,27 @@ def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class DiskThatFills:
+    """A trainer for whose process the disk takes only small files while the checkpoint of one step is written."""
+
+    state: Any
+    full_at: int | None = None
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step != self.full_at:
+            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            return
+        # A file that is too large is an error then, and not the end of the process.
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        try:
+            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, before)
 
 
 def leave_together() -> None:

@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 from conftest import (
     POISON_WORD,
     TEXTS,
+    DiskThatFills,
     OutputFault,
     PoisonToken,
     adapter_trainer,
@@ -34,6 +35,7 @@ from datasets import Dataset
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, TrainerCallback, set_seed
+from trl import SFTTrainer
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.instrument.gradients import gradients_of
@@ -277,6 +279,17 @@ class Runs:
         parallel = sizes.get(name, {"tp_size": 2})
         return LlamaForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**parallel))
 
+    def full_disk(self) -> None:
+        """The disk of one rank is full when the second checkpoint is written."""
+        saves = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        self.run("plain", **saves)
+        for full in (0, 1):
+
+            class FullDisk(DiskThatFills, SFTTrainer):
+                full_at = 2 if self.rank == full else None
+
+            self.run(f"full_{full}", trainer_class=FullDisk, **saves)
+
     def restarted(self) -> None:
         """From its first step on one rank has memory for two rows at a time. Started again, all go on in pieces."""
         set_seed(1234)
@@ -320,6 +333,7 @@ def main(directory: Path, strategy: str, *parts: str) -> None:
         "pieces": runs.in_pieces,
         "rollback": runs.going_back,
         "restarted": runs.restarted,
+        "full_disk": runs.full_disk,
     }
     for part in parts:
         known.get(part, lambda part=part: runs.variant(part))()

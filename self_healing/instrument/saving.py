@@ -11,6 +11,7 @@ from .. import consensus
 from ..checkpoint_files import STATE_FILE
 from ..classify import could_not_be_written
 from ..random_state import RandomState
+from .saving_together import CouldNotBeWritten, SavingTogether, was_rotating
 
 
 class SaveOutcomes(Protocol):
@@ -24,6 +25,9 @@ class SaveOutcomes(Protocol):
         Returns:
             Whether to write it once more.
         """
+
+    def failed_together(self, error: Exception, checkpoint: Path, step: int, again: bool) -> None:
+        """Called on the other ranks with what [`failed`] has returned on the first one."""
 
     def not_rotated(self, error: Exception, checkpoint: Path, step: int) -> None:
         """Called when a checkpoint was written, and an older one could not be removed."""
@@ -60,29 +64,30 @@ class CheckpointSaving:
 
     def write(self, save: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any) -> bool:
         """
-        Calls the Trainer's `_save_checkpoint`.
-
-        With several processes an error passes: the others may be waiting in a barrier, or write their part of the
-        checkpoint into a directory that is being removed.
+        Calls the Trainer's `_save_checkpoint`. With several processes all of them give it up, or none.
 
         Returns:
             Whether there is a checkpoint now.
         """
-        if consensus.world_size() > 1:
+        trainer, together = self._trainer, SavingTogether(self._trainer)
+        several = consensus.world_size() > 1
+        if several and not together.possible:
             save(model, trial, *args, **kwargs)
             return True
-        trainer = self._trainer
         step = int(trainer.state.global_step)
         checkpoint = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
         rewind = self._mark()
         while True:
             before = _files_of(checkpoint)
             try:
-                save(model, trial, *args, **kwargs)
+                if several:
+                    together.save(save, checkpoint, model, trial, *args, **kwargs)
+                else:
+                    save(model, trial, *args, **kwargs)
             except Exception as error:
-                if not could_not_be_written(error):
+                if not isinstance(error, CouldNotBeWritten) and not could_not_be_written(error):
                     raise
-                written, again = _was_rotating(error), None
+                written, again = was_rotating(error), None
                 with self._contained():
                     if written:
                         self._outcomes.not_rotated(error, checkpoint, step)
@@ -92,9 +97,12 @@ class CheckpointSaving:
                         # One that is to be written again may have been marked as incomplete before.
                         complete = str(checkpoint / STATE_FILE) in before
                         untouched = complete and _files_of(checkpoint) == before
-                        again = self._outcomes.failed(error, checkpoint, step, best, untouched)
+                        decides = consensus.is_first_rank()
+                        again = decides and self._outcomes.failed(error, checkpoint, step, best, untouched)
                 if written:
                     return True
+                if several:
+                    again = self._decided_together(again, error, checkpoint, step)
                 if again is None:
                     # Handling it has failed as well.
                     raise
@@ -106,6 +114,20 @@ class CheckpointSaving:
                 with self._contained():
                     self._outcomes.saved(checkpoint, step)
                 return True
+
+    def _decided_together(self, again: bool | None, error: Exception, checkpoint: Path, step: int) -> bool | None:
+        """What the first rank has decided, and done about the files; `None` where that has failed on any rank."""
+        device = self._trainer.accelerator.device
+        failed, wanted, *_ = consensus.sum_over_ranks(
+            "the checkpoint is written once more", [again is None, bool(again)], device
+        )
+        if failed:
+            return None
+        again = wanted > 0
+        if not consensus.is_first_rank():
+            with self._contained():
+                self._outcomes.failed_together(error, checkpoint, step, again)
+        return again
 
     def _mark(self) -> Callable[[], None]:
         """Notes what saving changes beside files; the function it returns puts that back."""
@@ -135,13 +157,3 @@ def _files_of(checkpoint: Path) -> dict[str, tuple[int, int, int]]:
             if path.is_file():
                 found[str(path)] = status.st_ino, status.st_size, status.st_mtime_ns
     return found
-
-
-def _was_rotating(error: Exception) -> bool:
-    """Whether it was raised after the checkpoint was written, while older ones were being removed."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_name.endswith("rotate_checkpoints"):
-            return True
-        traceback = traceback.tb_next
-    return False

@@ -90,6 +90,28 @@ class SaveHealer(Healer):
             self._made_room_at = step
             if self._make_room(incident, error, checkpoint, best):
                 return True
+        self._go_on_without(incident, error, checkpoint, step)
+        return False
+
+    def failed_together(self, error: Exception, checkpoint: Path, step: int, again: bool) -> None:
+        """
+        Takes in that a checkpoint of several processes could not be written, where another one has dealt with it.
+
+        Args:
+            error (`Exception`), checkpoint (`Path`), step (`int`):
+                As for [`failed`].
+            again (`bool`):
+                Whether it is written once more.
+        """
+        incident = self._opened(error, checkpoint, step)
+        if self._run.instrument.trainer.args.should_save:
+            # The first one of another node, with a disk of its own.
+            remove_torn(checkpoint)
+        if not again:
+            self._go_on_without(incident, error, checkpoint, step)
+
+    def _go_on_without(self, incident: Incident, error: Exception, checkpoint: Path, step: int) -> None:
+        journal = self._run.journal
         self._missing.append(step)
         incident.evidence["missing"] = list(self._missing)
         journal.acted(incident, Action.GO_ON_WITHOUT.value, checkpoint=str(checkpoint))
@@ -103,7 +125,6 @@ class SaveHealer(Healer):
             )
         else:
             self._tell(incident)
-        return False
 
     def _opened(self, error: Exception, checkpoint: Path, step: int) -> Incident:
         if self._incident is None:
@@ -214,7 +235,7 @@ class SaveHealer(Healer):
 
 
 def _is_full(error: Exception, checkpoint: Path) -> bool:
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _FULL_ERRNOS
     if any(text in text_of(error) for text in _FULL_TEXTS):
         return True

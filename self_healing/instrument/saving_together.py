@@ -1,0 +1,162 @@
+"""`SavingTogether`: a checkpoint that several processes write is whole on all of them, or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import save_fsdp_optimizer
+from torch.distributed.checkpoint.api import CheckpointException
+
+from .. import consensus
+from ..classify import could_not_be_written, describe_exception
+from .replacing import Replacements
+
+
+# What `_save_checkpoint` is made of before it writes the state of the Trainer, last of all.
+_PARTS = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
+
+
+class CouldNotBeWritten(OSError):
+    """A checkpoint that one of the processes could not write; raised on all of them."""
+
+
+class SavingTogether:
+    """
+    Has the processes of a run agree on whether a checkpoint could be written.
+
+    A rank whose disk refuses a part goes on with the next one, in which the others may wait for it (FSDP gathers
+    weights and optimizer state one after the other), until all have written what they can. Then all of them raise, or
+    none; before that neither the state of the Trainer is written, without which no checkpoint is taken for complete,
+    nor an older one rotated away.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._checkpoint = Path()
+        # By which rank, as far as it is known here, and why.
+        self._refused: tuple[int, BaseException] | None = None
+
+    @property
+    def possible(self) -> bool:
+        """Whether it is known in which order its processes wait for each other while they save."""
+        trainer = self._trainer
+        by_itself = getattr(trainer, "is_deepspeed_enabled", False) or getattr(
+            trainer, "is_distributed_loading_by_transformers", False
+        )
+        return not by_itself
+
+    def save(self, save: Callable[..., None], checkpoint: Path, *args: Any, **kwargs: Any) -> None:
+        """
+        Calls the Trainer's `_save_checkpoint`. Collective.
+
+        Args:
+            save (`Callable`):
+                It.
+            checkpoint (`Path`):
+                Where to.
+
+        Raises:
+            CouldNotBeWritten: On all ranks, where the disk of one has refused its part.
+            OSError: On the first one, where an older checkpoint could not be removed after this one was written.
+        """
+        self._checkpoint, self._refused = checkpoint, None
+        with_rng = not self._trainer.args.save_only_model
+        self._attempt(lambda: self._make_directories(checkpoint))
+        self._agree()
+        replacements = Replacements()
+        for name in _PARTS:
+            last = name == ("_save_rng_state" if with_rng else "save_model")
+            replacements.wrap(self._trainer, name, self._last_part if last else self._part)
+        not_rotated: Exception | None = None
+        try:
+            self._attempt(lambda: save(*args, **kwargs))
+        except Exception as error:
+            if not (was_rotating(error) and could_not_be_written(error)):
+                raise
+            # Of the first rank alone: the checkpoint is written.
+            not_rotated = error
+        finally:
+            replacements.give_back()
+        self._agree()
+        if not_rotated is not None:
+            raise not_rotated
+
+    def _make_directories(self, checkpoint: Path) -> None:
+        """Makes what each rank would make by itself in between, where the others wait for it already."""
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        plugin = getattr(self._trainer.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and "SHARDED" in str(plugin.state_dict_type):
+            for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+                (checkpoint / name).mkdir(exist_ok=True)
+
+    def _part(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._attempt(lambda: original(*args, **kwargs))
+
+    def _last_part(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = self._part(original, *args, **kwargs)
+        self._agree()
+        return result
+
+    def _attempt(self, write: Callable[[], Any]) -> Any:
+        """Notes an error of the disk, and stays with the others."""
+        try:
+            return write()
+        except CouldNotBeWritten:
+            raise
+        except CheckpointException as error:
+            # No `Exception`: torch raises it on all ranks alike, whichever of them it was.
+            causes = [(rank, cause) for rank, (cause, _) in error.failures.items()]
+            if not all(could_not_be_written(cause) for _, cause in causes):
+                raise
+            self._refused = self._refused or causes[0]
+        except Exception as error:
+            if was_rotating(error) or not could_not_be_written(error):
+                raise
+            self._refused = self._refused or (self._trainer.args.process_index, error)
+            if _left(error, "save_fsdp_model"):
+                self._join_in_the_optimizer()
+
+    def _join_in_the_optimizer(self) -> None:
+        """Takes part in what gathers the optimizer state after the weights, in the same part of the checkpoint."""
+        trainer = self._trainer
+        accelerator = trainer.accelerator
+        self._attempt(
+            lambda: save_fsdp_optimizer(
+                accelerator.state.fsdp_plugin, accelerator, trainer.optimizer, trainer.model, str(self._checkpoint)
+            )
+        )
+
+    def _agree(self) -> None:
+        """Raises on all ranks what one of them could not write."""
+        device = self._trainer.accelerator.device
+        if not consensus.any_rank("a part of the checkpoint cannot be written", self._refused is not None, device):
+            return
+        told, cause = None, None
+        if self._refused is not None:
+            rank, cause = self._refused
+            told = getattr(cause, "errno", None), f"{describe_exception(cause)[:300]} (rank {rank})"
+        number, text = next(
+            each for each in consensus.from_every_rank("why it cannot be written", told, device) if each is not None
+        )
+        raise (CouldNotBeWritten(text) if number is None else CouldNotBeWritten(number, text)) from cause
+
+
+def was_rotating(error: BaseException) -> bool:
+    """Whether it was raised after the checkpoint was written, while older ones were being removed."""
+    return _left(error, "rotate_checkpoints")
+
+
+def _left(error: BaseException, function: str) -> bool:
+    """Whether an exception came through a function whose name ends so."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_name.endswith(function):
+            return True
+        traceback = traceback.tb_next
+    return False
