@@ -19,6 +19,7 @@ class FailureType(StrEnum):
     NONFINITE_UNDIAGNOSED = "nonfinite_undiagnosed"
     NONFINITE_FROM_THE_START = "nonfinite_from_the_start"
     CORRUPTED_STATE = "corrupted_state"
+    REPLICAS_DIFFER = "replicas_differ"
     DAMAGED_CHECKPOINT = "damaged_checkpoint"
     SPIKE_TRANSIENT = "spike_transient"
     GRADIENT_SPIKE = "gradient_spike"
@@ -243,6 +244,15 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         advice="Resume from the newest checkpoint that `self-healing check` finds good. If it comes back, test the "
         "device (dcgmi diag, memory test) and look for code that writes into the weights.",
         severity="warning",
+    ),
+    FailureType.REPLICAS_DIFFER: Recipe(
+        diagnosis="The ranks do not train the same weights any more, though each has applied the same updates: those "
+        "of one were changed from outside, in memory or by code.",
+        ladder=(Action.ROLL_BACK, Action.REPLAY_STEPS, Action.SKIP_STEP, Action.STOP),
+        advice="Test the device of the rank that is named (dcgmi diag, memory test, ECC counters), and take it out if "
+        "it is named again; look for code that writes into the weights on some ranks only.",
+        severity="warning",
+        references=("https://arxiv.org/abs/2102.11245",),
     ),
     FailureType.DAMAGED_CHECKPOINT: Recipe(
         diagnosis="The run has failed since it was resumed, and the same batch is fine with an older checkpoint: the "

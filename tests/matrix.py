@@ -34,6 +34,7 @@ FAULTS = {
     "poison_rows": "[Rows](docs/how-it-works.md) that give NaN or Inf every time",
     "unexplained": "NaN or Inf that nothing explains: the step is left out",
     "corrupted_weights": "NaN or Inf in [weights or optimizer state](docs/rollback.md)",
+    "replicas": "A [bit that flips](docs/rollback.md) in the weights of one rank, and shows in no loss",
     "gradient_spike": "[Gradient spike](docs/detection.md)",
     "divergence": "Loss that rises and stays up because [weights were hit](docs/rollback.md)",
     "learning_rate": "[Learning rate](docs/rollback.md#the-learning-rate) far too high",

@@ -6,18 +6,22 @@ import errno
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
+    DiskThatFills,
     EvalLoss,
     GradientFault,
     OutputFault,
@@ -40,6 +44,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
     classify_exception,
+    consensus,
 )
 from self_healing.checkpoints.choice import CheckpointError
 
@@ -132,6 +137,26 @@ def main(directory: Path) -> None:
             "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
         }
 
+    def flipped(name: str, struck_rank: int) -> None:
+        """One bit of one weight of one rank is another one after the 12th step."""
+        set_seed(1234)
+        flip = BitFlip(rank == struck_rank, step=12, bit=3, place=0.7)
+        trainer = sft_trainer(
+            directory / name,
+            tokenizer,
+            callbacks=[SelfHealingCallback(), flip],
+            ddp_backend="gloo",
+            max_steps=24,
+            gradient_accumulation_steps=1,
+        )
+        trainer.train()
+        results[name] = {
+            "weights": digest(trainer),
+            "flipped": flip.fired,
+            "named": [event["evidence"].get("odd_ranks") for event in journal_of_rank(name, "diagnosed")][-1:],
+            "outcomes": [[event["failure"], event["steps_lost"]] for event in journal_of_rank(name, "outcome")],
+        }
+
     def unseen(name: str) -> None:
         """NaN in a row of one rank that no batch reads, and a best checkpoint that is cut in half."""
 
@@ -208,6 +233,11 @@ def main(directory: Path) -> None:
         checkpoints = sorted(path.name for path in (directory / name).glob("checkpoint-*"))
         results[name] = {"steps": trainer.state.global_step, "code": code, "checkpoints": checkpoints}
 
+    def journal_of_rank(name: str, kind: str) -> list[dict[str, Any]]:
+        own = directory / name / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")
+        events = (json.loads(line) for line in own.read_text().splitlines())
+        return [event for event in events if event["kind"] == kind]
+
     def runs_named_in(name: str) -> list[str]:
         """By the journal of this rank."""
         own = directory / name / ("healing_events.jsonl" if rank == 0 else f"healing_events.rank{rank}.jsonl")
@@ -228,6 +258,30 @@ def main(directory: Path) -> None:
         trainer._save_rng_state = save
         SelfHealingTrainer(trainer).train()
         results[name] = {"runs": runs_named_in(name)}
+
+    def full_disk(name: str, full_rank: int | None) -> None:
+        """The disk of one rank is full when the second checkpoint is written."""
+
+        class FullDisk(DiskThatFills, SFTTrainer):
+            full_at = 2 if rank == full_rank else None
+
+        set_seed(1234)
+        trainer = sft_trainer(
+            directory / name,
+            tokenizer,
+            trainer_class=FullDisk,
+            ddp_backend="gloo",
+            max_steps=3,
+            gradient_accumulation_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+        )
+        SelfHealingTrainer(trainer).train()
+        results[name] = {
+            "weights": digest(trainer),
+            "incidents": [[event["outcome"], event["missing"]] for event in journal_of_rank(name, "outcome")],
+            "told": [event["evidence"]["message"] for event in journal_of_rank(name, "detected")],
+        }
 
     def damaged(name: str, damaged_rank: int) -> None:
         """Each process has an output directory of its own; one of the two has lost a file."""
@@ -310,6 +364,26 @@ def main(directory: Path) -> None:
         torch.distributed.barrier()
         results[name]["left"] = [told_by(each) for each in (0, 1)]
 
+    def long_lookup() -> str:
+        """The first rank looks for something until another one has asked for it several times."""
+        store, slept = torch.distributed.distributed_c10d._get_default_store(), list[float]()
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 5:
+                store.set("asked five times", b"")
+            time.sleep(seconds)
+
+        def look() -> str:
+            store.wait(["asked five times"], timedelta(seconds=60))
+            return f"found by {rank}"
+
+        vars(consensus)["time"] = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        try:
+            return consensus.looked_up_by_first_rank("it is there", look, torch.device("cpu"))
+        finally:
+            vars(consensus)["time"] = time
+
     def of_a_gone_peer() -> list[str]:
         """How errors are classified that can only be told apart where several processes train."""
         source = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537]"
@@ -329,8 +403,11 @@ def main(directory: Path) -> None:
 
     run("plain", healed=False)
     results["of_a_gone_peer"] = of_a_gone_peer()
+    results["lookup"] = long_lookup()
     run("healthy")
     slow_to_save("slow_to_save_1", slow_rank=1)
+    for full_rank in (None, 0, 1):
+        full_disk(f"full_disk_{full_rank}", full_rank)
     damaged("damaged_0", damaged_rank=0)
     fails_again_and_again("faulty_1", faulty_rank=1)
     preempted("preempted_1", asked_rank=1)
@@ -343,6 +420,51 @@ def main(directory: Path) -> None:
     flagged("flagged_on_1", flagged_rank=1)
     corrupted("corrupted_plain", healed=False, struck_rank=None)
     corrupted("corrupted_on_1", healed=True, struck_rank=1)
+    flipped("flipped_on_1", struck_rank=1)
+    (directory / f"results.{rank}.json").write_text(json.dumps(results))
+
+
+class BitFlip(TrainerCallback):
+    """One bit of one weight of this rank, if it is the one, becomes another one after a step."""
+
+    def __init__(self, strikes: bool, step: int, bit: int, place: float) -> None:
+        self.strikes, self.step, self.bit, self.place = strikes, step, bit, place
+        self.fired = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not self.strikes or state.global_step != self.step or self.fired:
+            return
+        self.fired += 1
+        weights = list(model.parameters())
+        at = int(self.place * sum(weight.numel() for weight in weights))
+        for weight in weights:
+            if at < weight.numel():
+                weight.data.view(-1).view(torch.uint8)[4 * at + self.bit // 8] ^= 1 << self.bit % 8
+                return
+            at -= weight.numel()
+
+
+def flips(directory: Path) -> None:
+    """Twenty runs, in each of which one bit of one rank is another one from some step on."""
+    rank, tokenizer = int(os.environ["RANK"]), build_tokenizer()
+    results = {}
+    for seed in range(20):
+        drawn = random.Random(seed)
+        struck, step, bit, place = drawn.randrange(2), drawn.randrange(1, 20), drawn.randrange(32), drawn.random()
+        set_seed(1234)
+        trainer = sft_trainer(
+            directory / str(seed),
+            tokenizer,
+            callbacks=[SelfHealingCallback(), BitFlip(rank == struck, step, bit, place)],
+            ddp_backend="gloo",
+            max_steps=32,
+            gradient_accumulation_steps=1,
+        )
+        trainer.train()
+        found = journal(directory / str(seed), "diagnosed") if rank == 0 else []
+        named = found[-1]["evidence"].get("odd_ranks") if found else None
+        results[seed] = {"struck": struck, "after": step, "bit": bit, "named": named, "weights": digest(trainer)}
+        results[seed]["found"] = [[event["step"], event["failure"]] for event in found][:1]
     (directory / f"results.{rank}.json").write_text(json.dumps(results))
 
 
@@ -356,7 +478,7 @@ def short_of_memory(directory: Path) -> None:
         build_tokenizer(),
         dropout=0.0,
         ddp_backend="gloo",
-        max_steps=4,
+        max_steps=12,
         save_strategy="steps",
         save_steps=1,
     )
@@ -370,7 +492,8 @@ def short_of_memory(directory: Path) -> None:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB. ({rows} rows)")
 
     trainer.model.register_forward_pre_hook(look, with_kwargs=True)
-    SelfHealingTrainer(trainer).train(resume_from_checkpoint="auto")
+    # Larger sizes are tried soon, and none that ends the job once more.
+    SelfHealingTrainer(trainer, HealingConfig(oom_probe_steps=2)).train(resume_from_checkpoint="auto")
     result: dict[str, Any] = {"fired": fired, "weights": digest(trainer), "losses": losses(trainer)}
     result["sum"] = sum(float(value.double().abs().sum()) for value in trainer.model.state_dict().values())
     (directory / f"results.{rank}.json").write_text(json.dumps(result))
@@ -378,7 +501,7 @@ def short_of_memory(directory: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        short_of_memory(Path(sys.argv[1]))
+        {"memory": short_of_memory, "flips": flips}[sys.argv[2]](Path(sys.argv[1]))
     else:
         main(Path(sys.argv[1]))
     leave_together()

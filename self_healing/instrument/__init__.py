@@ -35,6 +35,7 @@ from .origin import Origin
 from .out_of_memory import OutOfMemory, is_out_of_memory, let_go, with_room
 from .own_checkpoints import emergency_path, write_beside, write_checkpoint
 from .preservation import preserved
+from .replicas import Apart, Replicas
 from .reporting import ReportingGuard
 from .resume_point import Leave, Pending, ResumePoint
 from .row_sources import RowSource
@@ -49,6 +50,7 @@ from .wrapping import Instrument
 
 
 __all__ = [
+    "Apart",
     "BatchPlan",
     "BestChoice",
     "BestModel",
@@ -63,6 +65,7 @@ __all__ = [
     "OutOfMemory",
     "Pending",
     "Recording",
+    "Replicas",
     "ReportingGuard",
     "ResumePoint",
     "RowSource",

@@ -30,6 +30,7 @@ _CAUSE_ALONE = frozenset(
         FailureType.HANG,
         FailureType.PROCESS_DIED,
         FailureType.NOT_TRAINED,
+        FailureType.REPLICAS_DIFFER,
     }
 )
 # It adds nothing to what was seen.

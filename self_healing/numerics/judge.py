@@ -20,6 +20,7 @@ from .memory_while_healing import MemoryWhileHealing
 from .nonfinite import NonfiniteHealer
 from .observer import StepObserver
 from .red_flags import RedFlagHealer
+from .replicas import SAME, ReplicaHealer
 from .spikes import SpikeHealer
 from .state import NumericsState
 from .untrained_run import UntrainedRunHealer
@@ -48,6 +49,7 @@ class StepJudge(Healer):
         climb = RollbackClimb(*common, self.damaged_checkpoint)
         self.red_flags = RedFlagHealer(*common, climb)
         self.corrupted_state = CorruptedStateHealer(*common, climb)
+        self.replicas = ReplicaHealer(*common, climb)
         divergence = DivergenceHealer(*common, self.damaged_checkpoint, climb)
         self.observer = StepObserver(*common, divergence, climb)
         self.nonfinite = NonfiniteHealer(*common, self.observer, self.damaged_checkpoint, climb)
@@ -61,6 +63,15 @@ class StepJudge(Healer):
     def _judge(self, window: Window) -> None:
         failsafe = self.run.instrument.failsafe
         signals = self._signals(window)
+        with failsafe.alike("weights are to be compared"):
+            due = self.replicas.due(window.step, suspicious=not signals.finite)
+        if due:
+            with failsafe.together("weights are compared", ends_with=SAME):
+                apart = self.replicas.heal(window)
+            if apart:
+                # What was to be judged was computed with weights that were not the same on all ranks.
+                self._take(window, self._signals(window), undisturbed=False)
+                return
         if not signals.finite or window.stop_wanted or window.rollback_wanted:
             with failsafe.together("a step is healed"):
                 undisturbed = self._look(window, signals)

@@ -122,8 +122,14 @@ class NumericsRemedies:
         window, numerics = context.step_in_hand, self._numerics
         if context.went_back is None:
             return {"why": "the run has not gone back to any state", "happened": False}
-        of_the_state = context.incident.failure in (FailureType.CORRUPTED_STATE, FailureType.OUT_OF_MEMORY)
-        replayed = self._rollback.replay(window, numerics.is_well, loss_in_question=not of_the_state)
+        of_the_state = context.incident.failure in (
+            FailureType.CORRUPTED_STATE,
+            FailureType.REPLICAS_DIFFER,
+            FailureType.OUT_OF_MEMORY,
+        )
+        replayed = self._rollback.replay(
+            window, numerics.is_well, loss_in_question=not of_the_state, unlike_from=context.unlike_from
+        )
         if replayed.steps is None:
             self._run.journal.acted(context.incident, Action.REPLAY_STEPS.value, happened=False, why=replayed.why)
             context.incident.figures.append(f"the steps since then were not kept: {replayed.why}")

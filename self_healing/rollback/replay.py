@@ -113,6 +113,9 @@ class Replay:
         loss_in_question (`bool`):
             Whether it is for their losses that the run went back. Where it is not, a step that comes out as it was is
             well, whatever it looks like: the run had got over it.
+        unlike_from (`int`, *optional*):
+            The first step that may have been computed with other weights than those it is computed with again: from
+            there on losses are not compared.
     """
 
     def __init__(
@@ -123,12 +126,15 @@ class Replay:
         go_back: Callable[[], None],
         finished: bool,
         loss_in_question: bool,
+        unlike_from: int | None = None,
     ) -> None:
         self._window, self._recordings = window, recordings
         self._earlier_steps = EarlierSteps(window)
         self._still_well, self._go_back, self._finished = still_well, go_back, finished
         self._loss_in_question = loss_in_question
         self._recorded = [recording.control.loss for recording in recordings]
+        alike = [unlike_from is None or recording.step < unlike_from for recording in recordings]
+        self._comparable = sum(alike)
 
     def run(self) -> Replayed:
         """Applies the steps; leaves the run after them, or in the state that they begin with."""
@@ -160,7 +166,7 @@ class Replay:
             # They begin with the same weights: it is not the kernels that make the replays differ.
             played.why = self._does_not_repeat(firsts)
             return False
-        at = first_beyond_noise(self._recorded, replays)
+        at = first_beyond_noise(self._recorded[: self._comparable], [each[: self._comparable] for each in replays])
         if at is not None:
             played.why = self._other(at, [losses[at] for losses in replays])
         return at is None
@@ -193,7 +199,7 @@ class Replay:
         signals = self._earlier_steps.replay(self._recordings[at])
         was, now = self._recorded[at], signals.loss
         played.losses.append(now)
-        if played.compared == at and not _is_clearly_worse(was, now):
+        if played.compared == at < self._comparable and not _is_clearly_worse(was, now):
             played.compared += 1
             if not _is_same(was, now) and played.other_at is None:
                 played.other_at = at

@@ -210,6 +210,7 @@ class Rollback:
         still_well: Callable[[StepSignals], bool],
         finished: bool = False,
         loss_in_question: bool = False,
+        unlike_from: int | None = None,
     ) -> Replayed:
         """
         Applies the steps since the state gone back to again, bit for bit. If what was wrong does not come back,
@@ -225,6 +226,8 @@ class Rollback:
                 Whether the step that is judged has been applied already, and is applied again like the others.
             loss_in_question (`bool`, *optional*, defaults to `False`):
                 Whether it is for the loss that the run went back.
+            unlike_from (`int`, *optional*):
+                The first step that may have been computed with other weights: from there on losses are not compared.
 
         Returns:
             [`Replayed`]: how many steps were applied again, or why they were not.
@@ -242,7 +245,8 @@ class Rollback:
             self.in_place.put(snapshot)
             self._recall(snapshot.extras)
 
-        replayed = Replay(window, recordings, still_well, go_back, finished, loss_in_question).run()
+        replay = Replay(window, recordings, still_well, go_back, finished, loss_in_question, unlike_from)
+        replayed = replay.run()
         if replayed.steps is not None:
             self._gone_back_to = None
             self.in_place.displaced = False

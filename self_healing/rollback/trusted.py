@@ -211,6 +211,11 @@ class TrustedStates:
         candidate = self._ring.candidate
         return self._verifies and candidate is not None and candidate.step <= self._verified(step)
 
+    def will_trust(self, step: int) -> bool:
+        """Whether the candidate has stood the test with this step, if the step is healthy."""
+        candidate, needed = self._ring.candidate, self._config.snapshot_verify_steps
+        return candidate is not None and self.streak + 1 >= needed and candidate.step <= self._verified(step)
+
     @property
     def _verifies(self) -> bool:
         return self.streak >= self._config.snapshot_verify_steps

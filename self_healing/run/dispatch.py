@@ -39,6 +39,9 @@ class HealingContext:
             Usual norm of the gradient, for `CLIP_GRADIENT`.
         target ([`Target`], *optional*, defaults to `Target.NEWEST`):
             Which state to go back to, for `ROLL_BACK`.
+        unlike_from (`int`, *optional*):
+            The first step that may have been computed with weights that were not the same on all ranks, for
+            `REPLAY_STEPS`.
         rate_scale (`float`, *optional*):
             Factor on the schedule's learning rate that an experiment has found, for `REDUCE_LEARNING_RATE`.
         blamed_step (`int`, *optional*):
@@ -63,6 +66,7 @@ class HealingContext:
     verdict: str = ""
     clip_to: float | None = None
     target: Target = Target.NEWEST
+    unlike_from: int | None = None
     rate_scale: float | None = None
     blamed_step: int | None = None
     shape: CallShape | None = None

@@ -120,6 +120,31 @@ def test_weights_that_turn_nan_on_one_rank_are_rolled_back_on_both(results: list
     assert (outcome["failure"], outcome["steps_lost"]) == ("corrupted_state", 0)
 
 
+@pytest.mark.heals("replicas", "ddp")
+def test_a_bit_that_flips_on_one_rank_is_found_undone_on_both_and_the_rank_is_named(
+    results: list[dict[str, Any]],
+) -> None:
+    assert [rank["flipped_on_1"]["flipped"] for rank in results] == [0, 1]
+    for rank in results:
+        # The same run, but for the fault.
+        assert rank["flipped_on_1"]["weights"] == rank["corrupted_plain"]["weights"]
+        assert rank["flipped_on_1"]["named"] == [[1]]
+        assert rank["flipped_on_1"]["outcomes"] == [["replicas_differ", 0]]
+
+
+@pytest.mark.slow
+def test_any_bit_that_flips_is_found_and_the_right_rank_named(tmp_path: Path) -> None:
+    first, second = on_two_processes(tmp_path, "flips")
+    assert {run["weights"] for run in (*first.values(), *second.values())} == {first["0"]["weights"]}
+    for seed, run in first.items():
+        (found,) = run["found"]
+        assert found[1] in ("replicas_differ", "corrupted_state", "nonfinite_transient"), seed
+        assert 0 <= found[0] - run["after"] <= 11, seed
+        assert run["named"] in ([run["struck"]], None), seed
+    # Where the last bits differ, and the others were moved as far meanwhile, none is named; never the wrong one.
+    assert sum(run["named"] is not None for run in first.values()) >= 18
+
+
 @pytest.mark.heals("preemption", "ddp")
 def test_one_that_is_asked_to_leave_leaves_together_with_the_other(results: list[dict[str, Any]]) -> None:
     for rank in results:
@@ -146,6 +171,19 @@ def test_a_checkpoint_is_complete_when_the_slowest_has_written_its_part(
     assert "rng_state_1.pth" in verdict.reason
 
 
+@pytest.mark.heals("disk", "ddp")
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_of_one_rank_costs_both_one_checkpoint(
+    results: list[dict[str, Any]], directory: Path, full: int
+) -> None:
+    for rank in results:
+        assert rank[f"full_disk_{full}"]["weights"] == rank["full_disk_None"]["weights"]
+        assert rank[f"full_disk_{full}"]["incidents"] == [["resolved", [2]]]
+        assert rank[f"full_disk_{full}"]["told"][0].endswith(f"(rank {full})")
+    written = {path.name: vet(path).reason for path in (directory / f"full_disk_{full}").glob("checkpoint-*")}
+    assert written == {"checkpoint-1": "complete", "checkpoint-3": "complete"}
+
+
 @pytest.mark.heals("damaged_checkpoint", "ddp")
 def test_the_first_process_decides_which_checkpoint_all_resume_from(
     results: list[dict[str, Any]], directory: Path
@@ -156,6 +194,10 @@ def test_the_first_process_decides_which_checkpoint_all_resume_from(
     assert (first["looked"], second["looked"]) == (True, False)
     for rank in (first, second):
         assert f"There is no checkpoint in {directory / 'damaged_0.nothing_of_rank_0'}" in rank["refused"]
+
+
+def test_no_rank_waits_in_a_collective_while_the_first_one_looks_something_up(results: list[dict[str, Any]]) -> None:
+    assert [rank["lookup"] for rank in results] == ["found by 0"] * 2
 
 
 def test_an_error_that_says_that_another_process_is_gone_is_no_bug(results: list[dict[str, Any]]) -> None:
@@ -365,3 +407,20 @@ def test_each_way_to_shard_is_healed(processes: int, strategy: str, variants: tu
         assert outcomes
         assert all(outcome == ["nonfinite_poison_rows", 0] for outcome in outcomes)
         assert ranks[0][f"{name}_pieces"]["metrics"]["healing/split_into"] == 4
+
+
+@pytest.mark.heals("disk", "fsdp2")
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dict", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_full_disk_of_one_rank_under_fsdp2_costs_both_one_checkpoint(
+    tmp_path: Path, state_dict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", state_dict)
+    sharded = under("fsdp2", tmp_path, "full_disk")
+    for full in ("full_0", "full_1"):
+        for rank in sharded:
+            assert rank[full]["sharded"]
+            assert (rank[full]["losses"], rank[full]["sum"]) == (rank["plain"]["losses"], rank["plain"]["sum"])
+        assert sharded[0][full]["outcomes"] == [["disk", 0]]
+        written = {path.name: vet(path).reason for path in (tmp_path / full).glob("checkpoint-*")}
+        assert written == {"checkpoint-1": "complete", "checkpoint-3": "complete"}
