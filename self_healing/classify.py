@@ -87,6 +87,8 @@ _DISK_TEXTS = (
     "basic_ios::clear: iostream error",
     "write(): fd ",
 )
+# How Rust puts an error of the system. tokenizers (0.22) raises it as a bare `Exception`, with no number of its own.
+_RUST_ERRNO = re.compile(r"\(os error (\d+)\)$")
 # Where a file is written; anywhere else they are a mistake in the user's code.
 _FORBIDDEN_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
 # RFC 9110 and RFC 6585: request timeout, too early, too many requests; every 5xx but "not implemented" may pass.
@@ -255,7 +257,15 @@ def _classify_one(error: BaseException) -> FailureType | None:
         return _classify_worker_report(text)
     if "safetensors._safetensors_rust.SafetensorError" in names and "I/O error" in text_of(error):
         return FailureType.DISK
-    return None
+    return FailureType.DISK if _errno_of(error) in _DISK_ERRNOS else None
+
+
+def _errno_of(error: BaseException) -> int | None:
+    """Returns the number of the system's error that an exception stands for, one of a library in Rust included."""
+    if isinstance(error, OSError):
+        return error.errno
+    said = _RUST_ERRNO.search(text_of(error)) if type(error) is Exception else None
+    return None if said is None else int(said.group(1))
 
 
 def _classify_device_error(error: RuntimeError, text: str) -> FailureType | None:
@@ -304,7 +314,7 @@ def could_not_be_written(error: BaseException) -> bool:
     """Whether an exception that was raised while a checkpoint was written comes from the disk, and not from code."""
     current: BaseException | None = error
     while current is not None:
-        if isinstance(current, OSError) and current.errno in _FORBIDDEN_ERRNOS:
+        if _errno_of(current) in _FORBIDDEN_ERRNOS:
             return True
         current = current.__cause__
     return classify_exception(error) is FailureType.DISK

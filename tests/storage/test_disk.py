@@ -90,6 +90,21 @@ def test_errors_of_the_disk_are_known_by_their_number(number: int) -> None:
     assert classify_exception(OSError(number, os.strerror(number))) is FailureType.DISK
 
 
+def test_a_tokenizer_that_finds_no_room_is_known(tokenizer: Any) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("only Linux has a device that is always full")
+    with pytest.raises(Exception, match=r"os error 28") as raised:
+        tokenizer.backend_tokenizer.save("/dev/full")
+    assert type(raised.value) is Exception
+    assert classify_exception(raised.value) is FailureType.DISK
+
+
+def test_a_tokenizer_that_may_not_write_is_known_while_a_checkpoint_is_written() -> None:
+    error = Exception(f"Permission denied (os error {errno.EACCES})")
+    assert classify_exception(error) is FailureType.USER_CODE
+    assert could_not_be_written(error)
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
 def test_a_refused_permission_is_the_disk_only_while_a_checkpoint_is_written(number: int) -> None:
     error = OSError(number, os.strerror(number))
@@ -494,7 +509,7 @@ def test_an_output_dir_that_cannot_be_written_is_refused_before_the_first_step(
     before = weights(trainer)
     if not wrapped:
         trainer.add_callback(SelfHealingCallback())
-    with pytest.raises(ConfigurationError, match=r"cannot be written .*FileExistsError.*Nothing has been trained"):
+    with pytest.raises(ConfigurationError, match=r"cannot be written .*FileExistsError.*nothing was trained"):
         (SelfHealingTrainer(trainer) if wrapped else trainer).train()
     assert_same_weights(weights(trainer), before)
 
