@@ -184,6 +184,24 @@ def test_a_full_disk_of_one_rank_costs_both_one_checkpoint(
     assert written == {"checkpoint-1": "complete", "checkpoint-3": "complete"}
 
 
+@pytest.mark.heals("bad_sample", "ddp")
+def test_samples_that_cannot_be_loaded_are_replaced_on_the_rank_that_draws_them(results: list[dict[str, Any]]) -> None:
+    assert [rank["bad_sample"]["steps"] for rank in results] == [4, 4]
+    assert results[0]["bad_sample"]["weights"] == results[1]["bad_sample"]["weights"]
+    assert results[0]["bad_sample"]["left_out"] == [5, 17]
+    outcomes = [outcome for rank in results for outcome in rank["bad_sample"]["outcomes"]]
+    assert outcomes
+    assert all(outcome == ["bad_data", "resolved"] for outcome in outcomes)
+
+
+@pytest.mark.heals("service", "ddp")
+def test_a_reward_that_one_rank_cannot_have_for_a_while_leaves_no_trace(results: list[dict[str, Any]]) -> None:
+    assert [rank["reward_1"]["waits"] for rank in results] == [0, 2]
+    assert [rank["reward_1"]["outcomes"] for rank in results] == [[], [["network", "resolved"]]]
+    for rank in results:
+        assert rank["reward_1"]["weights"] == rank["reward_None"]["weights"]
+
+
 @pytest.mark.heals("damaged_checkpoint", "ddp")
 def test_the_first_process_decides_which_checkpoint_all_resume_from(
     results: list[dict[str, Any]], directory: Path
