@@ -159,6 +159,29 @@ def main(directory: Path) -> None:
             "outcomes": [[event["failure"], event["steps_lost"]] for event in journal_of_rank(name, "outcome")],
         }
 
+    def drifting(name: str, drifting_rank: int) -> None:
+        """The weights of one rank are changed after every step."""
+
+        class Drift(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+                if state.global_step >= 12 and rank == drifting_rank:
+                    next(model.parameters()).data.mul_(1.01)
+
+        set_seed(1234)
+        trainer = sft_trainer(
+            directory / name,
+            tokenizer,
+            callbacks=[SelfHealingCallback(HealingConfig(max_recovery_attempts=2)), Drift()],
+            ddp_backend="gloo",
+            max_steps=32,
+            gradient_accumulation_steps=1,
+        )
+        results[name] = {"ended": ""}
+        try:
+            trainer.train()
+        except UnrecoverableTrainingError as error:
+            results[name]["ended"] = str(error)
+
     def unseen(name: str) -> None:
         """NaN in a row of one rank that no batch reads, and a best checkpoint that is cut in half."""
 
@@ -482,6 +505,7 @@ def main(directory: Path) -> None:
     corrupted("corrupted_plain", healed=False, struck_rank=None)
     corrupted("corrupted_on_1", healed=True, struck_rank=1)
     flipped("flipped_on_1", struck_rank=1)
+    drifting("drifting_on_1", drifting_rank=1)
     (directory / f"results.{rank}.json").write_text(json.dumps(results))
 
 

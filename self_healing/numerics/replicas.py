@@ -49,6 +49,8 @@ class ReplicaHealer(NumericsHealer):
         # Of the first comparison: when it was, at which step, and how many seconds reading took.
         self._first: tuple[float, int, float] | None = None
         self._interval = _FEWEST_STEPS
+        # How often each rank was named.
+        self._hit: Counter[int] = Counter()
 
     def due(self, step: int, suspicious: bool) -> bool:
         """
@@ -138,6 +140,9 @@ class ReplicaHealer(NumericsHealer):
             context.verdict += (
                 f"; the budget of {self.config.max_recovery_attempts} attempts without progress is spent"
             )
+            if self._hit:
+                times = (f"rank {rank} ({count} times)" for rank, count in self._hit.most_common(3))
+                context.verdict += f"; hit so far: {', '.join(times)}"
             self._name(opened, odd)
             self.actions.apply(Action.STOP, context, self.args)
         if not self.rollback.can_go_back():
@@ -168,6 +173,7 @@ class ReplicaHealer(NumericsHealer):
         """Says which ranks were hit, if that can be told."""
         who = "one rank" if odd is None else f"rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))}"
         opened.diagnosed(FailureType.REPLICAS_DIFFER, f"weights of {who} differ", {"odd_ranks": odd})
+        self._hit.update(odd or ())
 
 
 def odd_ranks(sums: Sequence[tuple[int, ...]]) -> list[int] | None:

@@ -132,6 +132,14 @@ def test_a_bit_that_flips_on_one_rank_is_found_undone_on_both_and_the_rank_is_na
         assert rank["flipped_on_1"]["outcomes"] == [["replicas_differ", 0]]
 
 
+def test_a_rank_whose_weights_are_changed_again_and_again_ends_the_run_and_is_named(
+    results: list[dict[str, Any]],
+) -> None:
+    for rank in results:
+        assert "the weights of the ranks are not the same any more" in rank["drifting_on_1"]["ended"]
+        assert "hit so far: rank 1 (2 times)" in rank["drifting_on_1"]["ended"]
+
+
 @pytest.mark.slow
 def test_any_bit_that_flips_is_found_and_the_right_rank_named(tmp_path: Path) -> None:
     first, second = on_two_processes(tmp_path, "flips")
