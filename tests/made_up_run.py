@@ -193,6 +193,11 @@ class MadeUpRun:
             best_model_loaded=False,
             nonfinite_tensors=lambda: self.nonfinite,
         )
+        trainer: Any = SimpleNamespace(
+            args=SimpleNamespace(output_dir=str(directory), should_save=True),
+            accelerator=SimpleNamespace(device=view.device),
+            optimizer=None,
+        )
         self.instrument = SimpleNamespace(
             view=view,
             window=None,
@@ -200,8 +205,8 @@ class MadeUpRun:
             optimizer_step=SimpleNamespace(weights_moved=True, undone=lambda: None),
             reentry=SimpleNamespace(interrupted=None),
             saves=SimpleNamespace(disown_best=lambda: None),
-            trainer=SimpleNamespace(args=SimpleNamespace(output_dir=str(directory), should_save=True), optimizer=None),
-            failsafe=Failsafe(None, Hooks(), Replacements(), lambda: None),
+            trainer=trainer,
+            failsafe=Failsafe(trainer, Hooks(), Replacements(), lambda: None),
         )
         self.stop = StopRequest()
         self.attachment = Attachment()

@@ -68,7 +68,7 @@ def test_a_run_that_has_only_begun_goes_back_to_its_beginning_and_is_slower_at_o
     decisions = climb(FailureType.DIVERGENCE, 3, early=True, max_lr_reductions=2)
     assert rungs(decisions) == [(Target.INITIAL, SLOWER)] * 2
     assert decisions[-1].failure is FailureType.LEARNING_RATE
-    assert "the learning rate" in decisions[-1].verdict
+    assert "learning rate" in decisions[-1].verdict
 
 
 def test_what_overflows_goes_back_further_and_slower_each_time() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from made_up_run import MadeUpRun, MadeUpWindow
 
-from self_healing import Action, FailureType, UnrecoverableTrainingError
+from self_healing import Action, FailureType, Incident, UnrecoverableTrainingError
 from self_healing.detectors import Symptom
 from self_healing.failures import Cause
 from self_healing.numerics.climb import RollbackClimb
@@ -167,6 +167,12 @@ class TestDivergence:
         assert run.journal.incidents[0].seconds_lost >= 0.05
 
 
+def red_flag(run: MadeUpRun) -> Incident:
+    incident = run.journal.open(5, "rule:entropy", {"action": "rollback"})
+    run.journal.diagnosed(incident, FailureType.RED_FLAG, "entropy", {})
+    return incident
+
+
 class TestRedFlags:
     def test_a_rule_that_stops_does_so_before_the_next_step(self, tmp_path: Path) -> None:
         run = MadeUpRun(tmp_path)
@@ -182,12 +188,14 @@ class TestRedFlags:
         run = MadeUpRun(tmp_path)
         window = MadeUpWindow(5)
         window.rollback_wanted = True
+        run.numerics.roll_back_for = red_flag(run)
         judged(run, window)
         assert run.incidents == [("red_flag", "reported")]
         assert run.actions.applied == []
 
     def test_one_that_goes_back_does(self, tmp_path: Path) -> None:
         run = MadeUpRun(tmp_path, trusted=[2])
+        run.numerics.roll_back_for = red_flag(run)
         RedFlagHealer(*run.parts, climb(run)).roll_back(run.at(MadeUpWindow(5)))
         assert run.actions.applied[0] is Action.ROLL_BACK
 
