@@ -138,6 +138,37 @@ def test_a_page_takes_the_place_of_no_device(tmp_path: Path) -> None:
     assert (tmp_path / "pipe").is_fifo()
 
 
+@pytest.mark.parametrize(
+    "content", ["import torch\n", "", "<!doctype html>\n<title>mine</title>\n", b"\xff\xfe\x00self-healing"], ids=repr
+)
+def test_a_page_takes_the_place_of_no_file_that_is_not_a_page(tmp_path: Path, content: str | bytes) -> None:
+    write_journal(tmp_path, incidents=1)
+    mine = tmp_path / "train.py"
+    mine.write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = mine.read_bytes()
+    result = run("report", str(tmp_path), "--html", str(mine))
+    assert (result.exit_code, result.stdout, mine.read_bytes()) == (2, "", before)
+    assert f"{mine} cannot be written: there is a file of that name that is not such a page" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_page_takes_the_place_of_no_journal(tmp_path: Path) -> None:
+    write_journal(tmp_path, incidents=1)
+    journal = tmp_path / "healing_events.jsonl"
+    before = journal.read_bytes()
+    assert run("report", str(tmp_path), "--html", str(journal)).exit_code == 2
+    assert journal.read_bytes() == before
+
+
+def test_a_page_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    write_journal(tmp_path, incidents=1)
+    page = tmp_path / "page.html"
+    assert run("report", str(tmp_path), "--html", str(page)).exit_code == 0
+    write_journal(tmp_path, incidents=2)
+    assert run("report", str(tmp_path), "--html", str(page)).exit_code == 0
+    assert page.read_text(encoding="utf-8").count('class="incident ') > 1
+
+
 @pytest.mark.parametrize("name", ["", "nowhere/page.html"])
 def test_a_page_makes_no_directories(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

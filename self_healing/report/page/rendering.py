@@ -48,6 +48,8 @@ _STATES = {
     "died": ("bad", "The run died"),
     "unknown": ("calm", "Whether the run is still going is not known"),
 }
+# Of the first bytes of a page, by which it is known again.
+_HEAD, _GENERATOR = 4096, b'<meta name="generator" content="self-healing-trl'
 _ICON = {"good": "%2315803d", "bad": "%23b91c1c", "warn": "%23a84b05", "busy": "%231d4ed8", "calm": "%235b6473"}
 
 
@@ -59,10 +61,10 @@ def write_page(report: RunReport, path: str | Path) -> None:
         report ([`~self_healing.report.data.RunReport`]):
             What is known of the run.
         path (`str` or `Path`):
-            The file, in a directory that is there; a file of that name is replaced.
+            The file, in a directory that is there; an older page of that name is replaced.
 
     Raises:
-        OSError: If it could not be written.
+        OSError: If it could not be written, or there is a file of that name that is not such a page.
     """
     path = Path(path)
     if path.is_char_device() or path.is_block_device() or path.is_fifo() or path.is_socket():
@@ -70,7 +72,16 @@ def write_page(report: RunReport, path: str | Path) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file")
     if not path.name:
         raise OSError(errno.EISDIR, "it is a directory")
+    if path.is_file() and not _is_page(path):
+        raise FileExistsError(errno.EEXIST, "there is a file of that name that is not such a page, and it stays")
     replace_file(path, page_of(report), make_directory=False)
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file begins as the page of a run does, of this version or another."""
+    with path.open("rb") as file:
+        begins = file.read(_HEAD)
+    return begins.startswith(b"<!doctype html>") and _GENERATOR in begins
 
 
 def page_of(report: RunReport) -> str:
