@@ -19,7 +19,7 @@ from failing_call import FailingCall
 from forked_pairs import run_pair
 from transformers import TrainerCallback, set_seed
 from two_processes import digest_of
-from two_sharded_processes import shard_on_the_cpu, whole
+from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, consensus
 from self_healing.detectors.nonfinite import NonFiniteDetector
@@ -262,7 +262,7 @@ SCENARIOS = (
 def through_faults(strategy: str, failing_call: FailingCall, directory: Path, rank: int) -> dict[str, Any]:
     """A run in which a NaN passes, rows are poison, weights turn NaN, and checkpoints are written."""
     if strategy == "fsdp2":
-        shard_on_the_cpu()
+        sharded_on_the_cpu(strategy)
     trainer, healing = build(directory, Corrupting(rank), poisoned=(5, 17))
     OutputFault(trainer.model, lambda forward: forward == 4 and rank == 1)
     poison_of(trainer)

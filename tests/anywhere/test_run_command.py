@@ -137,7 +137,7 @@ def test_a_recipe_that_cannot_be_read_is_named(
     Path("file").touch()
     result = run("--config", path, "--", "ls")
     assert (result.exit_code, started) == (2, {})
-    assert f"The settings in {path} cannot be read: {why}. Please name a TOML file" in result.stderr
+    assert f"The settings in {path} cannot be read: {why}. Please name a readable TOML file" in result.stderr
     assert "Errno" not in result.stderr
 
 

@@ -635,7 +635,7 @@ def test_auto_find_batch_size_is_switched_off_with_a_notice(
 
 def test_a_wrapper_around_a_wrapper_is_refused_with_the_way_out(tmp_path: Path, tokenizer: Any) -> None:
     healer = SelfHealingTrainer(sft_trainer(tmp_path, tokenizer))
-    with pytest.raises(TypeError, match=r"wrapped already.*SelfHealingTrainer\(healer\.trainer, config\)"):
+    with pytest.raises(TypeError, match=r"already wrapped.*SelfHealingTrainer\(healer\.trainer, config\)"):
         SelfHealingTrainer(healer)  # type: ignore[arg-type]
 
 
