@@ -132,6 +132,10 @@ IN_PLACE = frozenset(
 )
 
 
+# A resume takes the learning rate from the checkpoint, and would fail as this run did.
+ASKS_FOR_A_NEW_RUN = frozenset({FailureType.LEARNING_RATE, FailureType.DIVERGENCE, FailureType.NONFINITE_NUMERICAL})
+
+
 # They look at a run, and leave it as it is.
 INSPECTIONS = frozenset({Action.CHECK_MODEL_INIT, Action.CHECK_DATA_QUALITY})
 

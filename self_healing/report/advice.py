@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..failures import FAILURE_RECIPES, FailureType
+from ..failures import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, FailureType
 from .data import Budget, CheckpointRow, IncidentStory, NextStep, RowNamed, State
 from .words import counted
 
@@ -47,13 +48,16 @@ def next_steps(
         postmortem (`Mapping[str, Any]`, *optional*):
             What ended it.
     """
+    anew = postmortem is not None and postmortem.get("failure") in ASKS_FOR_A_NEW_RUN
+    over = state.name in ("running", "ended")
     found = [
-        *_about_the_state(output_dir, state, checkpoints, postmortem),
+        *_about_the_state(output_dir, state, checkpoints, postmortem, anew),
         *_about_budgets(state, budgets),
-        *_about_incidents(directory, incidents),
+        *_about_incidents(directory, incidents, resumed=not (over or anew)),
         *_about_lost_steps(state, missing),
         *_about_rows(directory, quarantine),
-        *_about_the_rate(rate),
+        # What goes on from a checkpoint goes on at its rate.
+        *(_about_the_rate(rate, incidents) if over else ()),
     ]
     if found:
         return _once(found)
@@ -63,7 +67,11 @@ def next_steps(
 
 
 def _about_the_state(
-    output_dir: Path, state: State, checkpoints: Sequence[CheckpointRow], postmortem: Mapping[str, Any] | None
+    output_dir: Path,
+    state: State,
+    checkpoints: Sequence[CheckpointRow],
+    postmortem: Mapping[str, Any] | None,
+    anew: bool,
 ) -> Iterable[NextStep]:
     if state.name in ("running", "ended"):
         return
@@ -73,16 +81,18 @@ def _about_the_state(
             "Whether the run goes on can only be seen on that machine.",
             f"ps -p {state.pid}" if state.pid else None,
         )
-    if postmortem is not None:
+    interrupted = postmortem is not None and postmortem.get("failure") == FailureType.INTERRUPTED
+    if postmortem is not None and not interrupted:
         yield NextStep(
             str(postmortem.get("what_to_do") or "Read the postmortem."), str(postmortem.get("verdict") or state.why)
         )
     elif state.name == "died":
         recipe = FAILURE_RECIPES[FailureType.PROCESS_DIED]
         yield NextStep(recipe.advice, recipe.diagnosis)
-    elif state.name == "stopped":
+    elif state.name == "stopped" and not interrupted:
         yield NextStep("Fix the error in its last output.", state.why or "train() was left before its end.")
-    yield _resume(output_dir, state, checkpoints, postmortem)
+    if not anew:
+        yield _resume(output_dir, state, checkpoints, postmortem)
 
 
 def _resume(
@@ -96,8 +106,22 @@ def _resume(
     ]
     usable = [each for each in usable if each.finite is not False]
     if told:
+        named = _named_in(str(told))
+        # The run directory may have been moved. The longest one: not checkpoint-40 for last-known-good/checkpoint-40.
+        of_it = [
+            each
+            for each in usable
+            if named is not None and named.parts[-len(Path(each.path).parts) :] == Path(each.path).parts
+        ]
+        known = max(of_it, key=lambda each: len(Path(each.path).parts), default=None)
+        if known is None:
+            return NextStep(
+                "Resume from where the postmortem says.", "It names the checkpoint that was written.", str(told)
+            )
         return NextStep(
-            "Resume from where the postmortem says.", "It names the checkpoint that was written.", str(told)
+            f"Resume: {known.path} (step {known.step}, {known.standing}) is what the postmortem names.",
+            _done_again(state, known),
+            str(told),
         )
     if not usable:
         return NextStep(
@@ -106,12 +130,27 @@ def _resume(
             f"self-healing check {shlex.quote(str(output_dir))}",
         )
     newest = usable[0]
-    lost = max(state.step - newest.step, 0)
+    # One that no marker of ours speaks against is what a resume without a path would take.
+    passed_over = checkpoints[: checkpoints.index(newest)]
+    alone = all(each.standing not in ("damaged", "unmarked") for each in passed_over)
     return NextStep(
         f"Resume: {newest.path} (step {newest.step}, {newest.standing}) is the newest usable checkpoint.",
-        "No step is lost." if lost == 0 else f"{counted(lost, 'step')} {'is' if lost == 1 else 'are'} done again.",
-        "trainer.train(resume_from_checkpoint=True)",
+        _done_again(state, newest),
+        f"trainer.train(resume_from_checkpoint={True if alone else str(output_dir / newest.path)!r})",
     )
+
+
+def _done_again(state: State, checkpoint: CheckpointRow) -> str:
+    lost = max(state.step - checkpoint.step, 0)
+    return "No step is lost." if lost == 0 else f"{counted(lost, 'step')} {'is' if lost == 1 else 'are'} done again."
+
+
+def _named_in(line: str) -> Path | None:
+    """The checkpoint in the line that resumes."""
+    try:
+        return Path(ast.literal_eval(line.partition("resume_from_checkpoint=")[2].removesuffix(")")))
+    except (ValueError, TypeError, SyntaxError):
+        return None
 
 
 def _about_budgets(state: State, budgets: Sequence[Budget]) -> Iterable[NextStep]:
@@ -125,7 +164,7 @@ def _about_budgets(state: State, budgets: Sequence[Budget]) -> Iterable[NextStep
             )
 
 
-def _about_incidents(directory: Path, incidents: Sequence[IncidentStory]) -> Iterable[NextStep]:
+def _about_incidents(directory: Path, incidents: Sequence[IncidentStory], resumed: bool) -> Iterable[NextStep]:
     unhealed = [each for each in incidents if each.outcome in ("unresolved", "fatal")]
     by_advice: dict[str, list[IncidentStory]] = {}
     for incident in unhealed:
@@ -135,6 +174,8 @@ def _about_incidents(directory: Path, incidents: Sequence[IncidentStory]) -> Ite
             by_advice[incident.advice] = [*same, incident]
     for advice, about in list(by_advice.items())[-_ADVISED:]:
         kept = [each for each in about if _batch_of(each)]
+        if resumed and any(each.failure in ASKS_FOR_A_NEW_RUN for each in about):
+            advice = f"If it comes back after that: {advice[:1].lower()}{advice[1:]}"
         yield NextStep(
             advice or "Compute its batch again, to see where the first non-finite value appears.",
             _concerned(about),
@@ -181,7 +222,9 @@ def _about_lost_steps(state: State, missing: int) -> Iterable[NextStep]:
     if state.name == "running":
         return
     missing = min(missing, state.step)
-    if state.step > 0 and missing > _MANY * state.step:
+    if state.step > 0 and missing == state.step:
+        yield NextStep("Do not use the weights.", f"None of its {counted(state.step, 'step')} is in them.")
+    elif state.step > 0 and missing > _MANY * state.step:
         yield NextStep(
             "Evaluate the weights before you use them.", f"{missing} of {state.step} steps are not in them."
         )
@@ -196,6 +239,6 @@ def _about_rows(directory: Path, quarantine: Sequence[RowNamed]) -> Iterable[Nex
         )
 
 
-def _about_the_rate(rate: float | None) -> Iterable[NextStep]:
-    if rate is not None:
+def _about_the_rate(rate: float | None, incidents: Sequence[IncidentStory]) -> Iterable[NextStep]:
+    if rate is not None and all(each.failure != FailureType.LEARNING_RATE for each in incidents):
         yield NextStep(f"Start the next run with learning_rate={rate:.3g}.", "The rate of this one had to be reduced.")

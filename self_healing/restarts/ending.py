@@ -9,7 +9,7 @@ from ..checkpoints.choice import newest_checkpoint_of, newest_marked_checkpoint_
 from ..checkpoints.emergency import publish, remove_emergency_checkpoints
 from ..classify import add_note, classify_exception, comes_from_a_collective, describe_exception
 from ..exceptions import UnrecoverableTrainingError
-from ..failures import FAILURE_RECIPES, Action, FailureType
+from ..failures import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, Action, FailureType
 from ..journal.incident import Incident
 from ..journal.postmortem import where_to_go_on
 from ..launcher import EXIT_FOR_RESTART
@@ -78,7 +78,8 @@ class RunEnding:
             verified = failure is FailureType.NOT_TRAINED
             older = newest_checkpoint_of(run.run_id, self._output_dir, verified=verified)
         advice = str(incident.evidence.get("remedy") or FAILURE_RECIPES[failure].advice)
-        advice += f" {where_to_go_on(checkpoint or older)}"
+        if failure not in ASKS_FOR_A_NEW_RUN:
+            advice += f" {where_to_go_on(checkpoint or older)}"
         # Noted, so that a start that is refused names it, and writes none over it.
         path = attempts.postmortem = self._write_postmortem(verdict, failure, error, checkpoint, advice, older)
         return UnrecoverableTrainingError(

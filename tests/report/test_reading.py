@@ -164,6 +164,84 @@ def test_a_postmortem_says_what_to_do(made_up: MadeUpDirectory) -> None:
     assert (first.text, first.why, second.command) == ("Mend it.", "it failed", "train(1)")
 
 
+def test_where_a_new_run_is_asked_for_nothing_says_to_resume(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    name = made_up.incident(1, 9, ["skip_step", "reduce_learning_rate", "stop"], "fatal")
+    made_up.event("diagnosed", 9, incident=name, failure="learning_rate", cause="the rate")
+    made_up.event("action", 9, incident=name, action="reduce_learning_rate", reductions=4, learning_rate=1e-8)
+    made_up.status(RunState.STOPPED, 10)
+    made_up.checkpoint(10)
+    content = {"run": "run", "failure": "learning_rate", "what_to_do": "Begin a new run.", "resume_with": "train(1)"}
+    (made_up.path / "postmortem.json").write_text(json.dumps(content))
+    told = [step.text for step in read_run(made_up.path).next_steps]
+    assert told[0] == "Begin a new run."
+    assert not [text for text in told if text.startswith("Resume") or "learning_rate=" in text]
+
+
+def test_a_rate_that_worked_is_for_the_next_run_once_this_one_has_ended(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    name = made_up.incident(1, 9, [], "resolved")
+    made_up.event("action", 9, incident=name, action="reduce_learning_rate", reductions=1, learning_rate=1e-4)
+    made_up.status(RunState.ENDED, 100)
+    assert "Start the next run with learning_rate=0.0001." in [s.text for s in read_run(made_up.path).next_steps]
+    # A resume goes on at that rate by itself.
+    made_up.status(RunState.STOPPED, 50)
+    assert not [step for step in read_run(made_up.path).next_steps if "learning_rate=" in step.text]
+
+
+def test_advice_against_a_resume_comes_after_one(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    name = made_up.incident(1, 9, ["skip_step"], "unresolved")
+    made_up.event("diagnosed", 9, incident=name, failure="nonfinite_numerical", cause="numerical")
+    made_up.status(RunState.STOPPED, 50, why="KeyboardInterrupt")
+    made_up.checkpoint(40)
+    told = [step.text for step in read_run(made_up.path).next_steps]
+    assert [text for text in told if "egin a new run" in text] == [
+        text for text in told if text.startswith("If it comes back after that: begin a new run")
+    ]
+    assert any("checkpoint-40" in text for text in told)
+
+
+def test_weights_with_no_step_in_them_are_not_for_use(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.status(RunState.STOPPED, 2)
+    made_up.steps(row(0, skipped=1), row(1, skipped=1))
+    step = next(step for step in read_run(made_up.path).next_steps if "weights" in step.text)
+    assert (step.text, step.why) == ("Do not use the weights.", "None of its 2 steps is in them.")
+
+
+def test_a_run_that_was_interrupted_is_told_once_what_to_resume_from_and_what_it_costs(
+    made_up: MadeUpDirectory,
+) -> None:
+    made_up.started()
+    made_up.status(RunState.STOPPED, 52, why="KeyboardInterrupt")
+    made_up.checkpoint(40)
+    line = "trainer.train(resume_from_checkpoint='outputs/run/checkpoint-40')"
+    content = {
+        "run": "run",
+        "failure": "interrupted",
+        "verdict": "the run was interrupted",
+        "what_to_do": FAILURE_RECIPES[FailureType.INTERRUPTED].advice,
+        "resume_with": line,
+    }
+    (made_up.path / "postmortem.json").write_text(json.dumps(content))
+    (step,) = read_run(made_up.path).next_steps
+    assert step.text == "Resume: checkpoint-40 (step 40, verified) is what the postmortem names."
+    assert (step.why, step.command) == ("12 steps are done again.", line)
+
+
+def test_where_a_newer_marker_is_damaged_the_checkpoint_to_resume_from_is_named_by_its_path(
+    made_up: MadeUpDirectory,
+) -> None:
+    made_up.started()
+    made_up.status(RunState.STOPPED, 37)
+    made_up.checkpoint(10)
+    (made_up.checkpoint(20) / "healing.json").write_text("[1")
+    resume = read_run(made_up.path).next_steps[-1]
+    assert "checkpoint-10" in resume.text
+    assert resume.command == f"trainer.train(resume_from_checkpoint={str(made_up.path / 'checkpoint-10')!r})"
+
+
 @pytest.mark.parametrize("source", ["steps", "postmortem", "record"])
 def test_a_run_that_was_interrupted_was_left_at_the_newest_step_that_is_known(
     made_up: MadeUpDirectory, source: str
