@@ -113,7 +113,10 @@ def report(
         typer.Option(help="Write it to this file, as one self-contained page with charts.", show_default=False),
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="Which run to show, if there are several.", show_default="the newest")
+        str | None,
+        typer.Option(
+            help="Which run to show, if there are several: its name or a beginning.", show_default="the newest"
+        ),
     ] = None,
 ) -> None:
     """
@@ -131,7 +134,7 @@ def report(
     try:
         found = read_run(run_dir, run, charts=as_json or briefing or html is not None)
         # What cannot be read is among the remarks of the other.
-        summary, _ = HealingReport.read(run_dir, run)
+        summary, _ = HealingReport.read(run_dir, run and found.run)
     except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -282,15 +285,16 @@ def doctor(
     """
     Look at this machine before a run: versions, device, launcher, memory and disk, and what will be healed here.
 
-    Exit code 1: something will not work; 2: not even the first directory of the path exists.
+    Exit code 1: something will not work; 2: neither the directory exists nor the one it would be made in.
     """
+    import os
+
     from .doctor.checkup import check_up
 
     # A run makes its output_dir, but neither a disk nor a mount that is not there.
-    top = Path(*directory.parts[:2])
-    if directory.is_absolute() and not top.exists():
+    if not os.path.exists(directory) and not os.path.exists(directory.parent):
         typer.echo(
-            f"{directory} does not exist, and neither does {top}. Please check the path, or "
+            f"{directory} does not exist, and neither does {directory.parent}. Please check the path, or "
             "make the directory first if a run is to write there.",
             err=True,
         )

@@ -82,8 +82,8 @@ class SelfHealingTrainer:
             )
         if not isinstance(trainer, Trainer):
             raise TypeError(
-                f"SelfHealingTrainer wraps an existing trainer, but got {trainer!r}. Please build it first: "
-                "SelfHealingTrainer(SFTTrainer(model=..., args=...), config)."
+                f"SelfHealingTrainer wraps an existing trainer, but got a {type(trainer).__name__}. Please build it "
+                "first: SelfHealingTrainer(SFTTrainer(model=..., args=...), config)."
             )
         self.trainer: Any = trainer
         for callback in callbacks or ():

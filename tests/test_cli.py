@@ -184,6 +184,7 @@ def test_report_without_a_journal_is_a_clear_error(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "There is no healing_events.jsonl in" in result.stderr
+    assert "it is written when train() of a healed run begins" in result.stderr
     assert "Please name the output_dir" in result.stderr
 
 

@@ -9,6 +9,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 import trl
 from conftest import sft_trainer
 from hypothesis import given, settings
@@ -569,6 +570,10 @@ class TestGiven:
     def test_a_checkpoint_that_is_no_path_is_refused(self, tmp_path, tokenizer):
         with pytest.raises(TypeError, match="resume_from_checkpoint is 3, but must be the path of a checkpoint"):
             SelfHealingTrainer(sft_trainer(tmp_path, tokenizer)).train(resume_from_checkpoint=3)
+
+    def test_a_model_in_the_place_of_a_trainer_is_named_by_its_class_alone(self):
+        with pytest.raises(TypeError, match=r"wraps an existing trainer, but got a Linear\. Please build it first"):
+            SelfHealingTrainer(torch.nn.Linear(2, 2))
 
     def test_each_wrapper_trains_with_its_own_and_says_what_changes(self, tmp_path, tokenizer, caplog):
         callback = SelfHealingCallback({"on_nonfinite": "raise"})

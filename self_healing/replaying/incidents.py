@@ -130,7 +130,8 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ReplayError(f"{file} cannot be read ({type(error).__name__}: {error}). Is it complete?") from None
+        # Not its text: torch advises to load what is damaged with `weights_only=False`, which runs code from the file.
+        raise ReplayError(f"{file} cannot be read; is it complete? ({type(error).__name__})") from None
     if not isinstance(content, dict) or "step" not in content:
         raise ReplayError(f"{file} is not the batch of an incident.")
     return content

@@ -87,7 +87,8 @@ def build_model(blueprint: Mapping[str, Any], weights: WeightsChoice, model: str
     if cls is None or not hasattr(cls, "from_pretrained") or not written["config"]:
         raise ReplayError(
             f"The model is a {written['class'][1]} of {written['class'][0]}, which cannot be built from a "
-            f"configuration. {in_python()}"
+            "configuration. Please name a function that builds it, --model MODULE:FUNCTION, in the directory of its "
+            f"module. Or: {in_python()}"
         )
     options = _options(written)
     adapters = written["adapters"]

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..journal.incident import Incident
-from ..own_files import EVENTS_FILE, POSTMORTEM_FILE
+from ..own_files import POSTMORTEM_FILE
 from ..restarts.status import RunStatus
-from .journals import Damage, find_journal, read_events, status_in
+from .journals import Damage, find_journal, no_journal, read_events, status_in
 from .words import counted, printable
 
 
@@ -142,10 +142,7 @@ class HealingReport:
         """
         path, status = find_journal(Path(directory))
         if not path.is_file():
-            raise FileNotFoundError(
-                f"There is no {EVENTS_FILE} in {directory}. Please name the output_dir (or healing_dir) of a run that "
-                "had a SelfHealingCallback."
-            )
+            raise no_journal(directory)
         events, damage = read_events(path)
         if run is not None:
             events = [event for event in events if event["run"] == run]

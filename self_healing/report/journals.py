@@ -146,9 +146,17 @@ def read_events(path: Path) -> tuple[list[Event], Damage]:
     if not events and (text.strip() or not path.name.startswith(Path(EVENTS_FILE).stem)):
         raise ValueError(
             f"{path} is no journal: not one of its lines is an event. Please name the output_dir (or healing_dir) "
-            f"of a run that had a SelfHealingCallback, or its {EVENTS_FILE}."
+            f"of a healed run, or its {EVENTS_FILE}."
         )
     return events, Damage(torn, odd)
+
+
+def no_journal(place: str | Path) -> FileNotFoundError:
+    """Builds the error for a directory without a journal."""
+    return FileNotFoundError(
+        f"There is no {EVENTS_FILE} in {place}: it is written when train() of a healed run begins. Please name the "
+        "output_dir (or healing_dir) of one that has begun."
+    )
 
 
 def read_journals(place: str | Path) -> Journals:
@@ -165,10 +173,7 @@ def read_journals(place: str | Path) -> Journals:
     """
     path, status = find_journal(Path(place))
     if not path.is_file():
-        raise FileNotFoundError(
-            f"There is no {EVENTS_FILE} in {place}. Please name the output_dir (or healing_dir) of a run that had a "
-            "SelfHealingCallback."
-        )
+        raise no_journal(place)
     events, damage = read_events(path)
     ranks = {0: path}
     for other in sorted(path.parent.glob("healing_events.rank*.jsonl")):

@@ -42,7 +42,8 @@ def read_run(
         directory (`str` or `Path`):
             Its `output_dir` or `healing_dir`, or its journal.
         run (`str`, *optional*):
-            Which of several runs into the directory. Defaults to the newest.
+            Which of several runs into the directory: its name, or a beginning that no other has. Defaults to the
+            newest.
         charts (`bool`, *optional*, defaults to `True`):
             Whether to read what can be drawn.
         now (`float`, *optional*):
@@ -53,7 +54,7 @@ def read_run(
 
     Raises:
         FileNotFoundError: If there is no journal.
-        ValueError: If the file is no journal, or there is no such run.
+        ValueError: If the file is no journal, or there is no such run, or more than one.
     """
     journals = read_journals(directory)
     return _Reader(journals, Path(directory), _chosen(journals, run), time.time() if now is None else now).read(charts)
@@ -63,10 +64,12 @@ def _chosen(journals: Journals, run: str | None) -> str:
     runs = journals.runs
     if run is None:
         return journals.newest or ""
-    if run not in runs:
-        known = ", ".join(runs) or "none"
-        raise ValueError(f"There is no run {run!r} in {journals.path}. There are: {known}. Please name one of them.")
-    return run
+    found = [run] if run in runs else [each for each in runs if run and each.startswith(run)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(found or runs) or "none"
+    wrong = f"{len(found)} runs begin with {run!r}" if found else f"There is no run {run!r}"
+    raise ValueError(f"{wrong} in {journals.path}. There are: {known}. Please name one of them.")
 
 
 class _Reader:

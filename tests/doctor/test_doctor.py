@@ -259,12 +259,17 @@ def test_the_command_fails_where_something_will_not_work(tmp_path: Path) -> None
     assert "cannot be written" in result.stdout
 
 
-@pytest.mark.parametrize("below", ["", "run"])
-def test_the_command_refuses_a_path_of_which_nothing_exists(below: str) -> None:
-    directory = Path("/no-such-directory-at-the-top", below)
+@pytest.mark.parametrize("absolute", [False, True])
+def test_the_command_refuses_a_directory_that_would_have_to_be_made_in_one_there_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absolute: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = (tmp_path if absolute else Path()) / "no-such-directory" / "run"
     result = CliRunner().invoke(app, ["doctor", str(directory)])
     assert result.exit_code == 2
-    assert f"{directory} does not exist" in result.stderr
+    assert f"{directory} does not exist, and neither does {directory.parent}" in result.stderr
+    # A run makes its own.
+    assert CliRunner().invoke(app, ["doctor", str(directory.parent)]).exit_code == 0
 
 
 def test_check_up_reads_the_environment_it_is_given(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ from self_healing.numerics import offending_batch
 from self_healing.numerics.offending_batch import KEPT_BATCHES, KEPT_OF_TRANSIENT, save_offending_batch
 from self_healing.random_state import RandomState
 from self_healing.replaying.incidents import find_incident, kept_incidents, load_kept
-from self_healing.replaying.weights import choose_weights
+from self_healing.replaying.rebuilding import build_model
+from self_healing.replaying.weights import WeightsChoice, choose_weights
 
 
 POISONED = (5, 17, 40)
@@ -272,8 +273,14 @@ def test_a_batch_that_was_torn_is_a_clear_error(tmp_path: Path) -> None:
     keep(tmp_path, "a-001", 3)
     file = tmp_path / "incidents" / "a-001.pt"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ReplayError, match=r"a-001.pt cannot be read"):
+    with pytest.raises(ReplayError, match=r"a-001.pt cannot be read; is it complete\? \(\w+\)$"):
         find_incident(tmp_path)
+
+
+def test_a_model_of_the_script_names_both_ways_to_replay_it() -> None:
+    blueprint = {"model": {"class": ["__main__", "Model"], "config": {}}}
+    with pytest.raises(ReplayError, match=r"--model MODULE:FUNCTION[\s\S]*trainer of your script"):
+        build_model(blueprint, WeightsChoice("none", False, None, {}), None, all_weights=True)
 
 
 def test_a_run_without_a_batch_says_why(tmp_path: Path) -> None:

@@ -403,6 +403,12 @@ def test_of_several_runs_the_newest_is_told_unless_one_is_named(made_up: MadeUpD
     assert len(read_run(made_up.path, run="run").incidents) == 1
     with pytest.raises(ValueError, match=r"There is no run 'third' in .*There are: run, second"):
         read_run(made_up.path, run="third")
+    made_up.run = "run-again"
+    made_up.started()
+    assert read_run(made_up.path, run="sec").run == "second"
+    assert read_run(made_up.path, run="run").run == "run"
+    with pytest.raises(ValueError, match=r"2 runs begin with 'ru' in .*There are: run, run-again"):
+        read_run(made_up.path, run="ru")
 
 
 # ---- what can be drawn, and where the time went ----
