@@ -32,6 +32,7 @@ from .instrument import (
     leave_out_of_uploads,
 )
 from .journal.incident import Incident
+from .journal.terminal import speaking_of
 from .own_files import hide_from_uploads, own_patterns
 from .rollback.trusted import TAKEN
 from .start_and_end import pause_speaking, start_speaking, stop_speaking, tell_start
@@ -101,10 +102,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     ) -> None:
         trainer = self._trainer or find_trainer(self)
         if trainer is None:
-            logger.warning(
-                "SelfHealingCallback found no trainer in the call stack and does nothing. Please pass it: "
-                "SelfHealingCallback(config, trainer=trainer)."
-            )
+            with speaking_of(args):
+                logger.warning(
+                    "SelfHealingCallback found no trainer in the call stack and does nothing. Please pass it: "
+                    "SelfHealingCallback(config, trainer=trainer)."
+                )
             return
         resumed_from = find_resume_path()
         fault: TrainingFault | None = None
@@ -134,12 +136,15 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         args = trainer.args
         adopted: Run | None = getattr(trainer, _RUN_ATTRIBUTE, None)
         if self.run is not None and self.run.instrument is not None:
-            _warn_about_the_run_it_leaves(self.run.instrument, trainer)
+            with speaking_of(args):
+                _warn_about_the_run_it_leaves(self.run.instrument, trainer)
             self.run.instrument.detach()
         if self._is_second(trainer):
-            logger.warning(
-                "The trainer has more than one SelfHealingCallback; only the first one heals. Please remove the rest."
-            )
+            with speaking_of(args):
+                logger.warning(
+                    "The trainer has more than one SelfHealingCallback; only the first one heals. Please remove the "
+                    "rest."
+                )
             self.run = None
             return
         if adopted is None:

@@ -382,14 +382,16 @@ def chaos(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    context: typer.Context,
     command: Annotated[
         list[str],
         typer.Argument(help="The program and its arguments: trl sft ..., python train.py ...", show_default=False),
     ],
     preset: Annotated[
         Preset | None,
-        typer.Option(help="Which settings to use.", envvar="SELF_HEALING_PRESET", show_default=False),
+        typer.Option(
+            help="Which settings to use. Left out, those that SELF_HEALING_PRESET names in the environment.",
+            show_default=False,
+        ),
     ] = None,
     settings: Annotated[
         Path | None,
@@ -401,16 +403,18 @@ def run(
 
     Nothing in the program changes, and its exit code is this command's. Codes 2, 126 and 127: nothing was started.
     """
+    import logging
+    import os
+
     from .anywhere.program import ProgramError, become, find_program, python_of, refuse_what_would_not_be_healed
-    from .anywhere.settings import environment, read_settings
+    from .anywhere.settings import PRESET_VARIABLE, environment, read_settings
     from .config import ConfigurationError, HealingConfig
     from .detectors.rules import RuleError
+    from .journal.terminal import chosen_level
 
-    source = context.get_parameter_source("preset")
-    flag = preset if source is not None and source.name == "COMMANDLINE" else None
-    if flag is not None and settings is not None:
+    if preset is not None and settings is not None:
         typer.echo(
-            f"[self_healing] --preset {flag} and --config {settings} both give all settings. Please choose one of "
+            f"[self_healing] --preset {preset} and --config {settings} both give all settings. Please choose one of "
             "them: in a file, `healing_preset` under [preset] gives those that are left out.",
             err=True,
         )
@@ -419,18 +423,26 @@ def run(
         chosen: HealingConfig | None = None
         if settings is not None:
             chosen = read_settings(settings)
-        elif flag is not None:
-            chosen = HealingConfig.from_dict({"healing_preset": flag.value})
+        elif preset is not None:
+            chosen = HealingConfig.from_dict({"healing_preset": preset.value})
+        elif (named := os.environ.get(PRESET_VARIABLE)) and named not in list(Preset):
+            raise ConfigurationError(
+                f"{PRESET_VARIABLE} is {named!r}, which is not one of: {', '.join(Preset)}. Please change it, or "
+                "unset it."
+            )
         program = find_program(command)
         env = environment(chosen)
         python = python_of(program, command[1:])
         if python is not None:
             refuse_what_would_not_be_healed(python, env)
-        origin = f"settings of {settings}" if settings is not None else f"preset {preset or Preset.DEFAULT}"
-        typer.echo(
-            f"[self_healing] Every Trainer of this program is healed ({origin}), and says so when it begins to train.",
-            err=True,
-        )
+        if chosen_level() <= logging.INFO:
+            # Which settings are in force is known in `train()`: the program may have its own, or name a preset.
+            origin = f"the settings of {settings}" if settings is not None else preset and f"preset {preset}"
+            given = f" (given: {origin})" if origin else ""
+            typer.echo(
+                f"[self_healing] Every Trainer of this program is healed{given}, and says so when it begins to train.",
+                err=True,
+            )
         become(program, command, env)
     except ProgramError as error:
         typer.echo(f"[self_healing] {error}", err=True)

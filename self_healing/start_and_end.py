@@ -115,7 +115,8 @@ def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
             needs_wrapper.append(what)
         elif where != "steps" or steps_can_be_healed:
             healed.append(what)
-    text = f"on: heals {', '.join(healed) or 'nothing'}"
+    preset = "" if config.healing_preset == "default" else f" (preset {config.healing_preset})"
+    text = f"on{preset}: heals {', '.join(healed) or 'nothing'}"
     if off:
         text += f"; not {', '.join(off)}"
     if not steps_can_be_healed:

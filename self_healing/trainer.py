@@ -24,7 +24,7 @@ from .instrument import ReportingGuard, let_go
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.progress_bars import remove_progress_bars
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader
-from .journal.terminal import Terminal
+from .journal.terminal import Terminal, speaking_of
 from .log_safely import log_safely
 from .random_state import RandomState
 from .recovery import NextEntry, Recovery
@@ -312,11 +312,12 @@ class SelfHealingTrainer:
         changed = [f"{name}={value!r} (was {theirs[name]!r})" for name, value in ours.items() if value != theirs[name]]
         if not changed:
             return
-        logger.warning(
-            "The trainer's SelfHealingCallback had other settings than this SelfHealingTrainer. Those of the "
-            "SelfHealingTrainer are in force from here on: %s.",
-            ", ".join(changed),
-        )
+        with speaking_of(self.trainer.args):
+            logger.warning(
+                "The trainer's SelfHealingCallback had other settings than this SelfHealingTrainer. Those of the "
+                "SelfHealingTrainer are in force from here on: %s.",
+                ", ".join(changed),
+            )
         callback.reconfigure(self.config)
 
     # ---- looking ----

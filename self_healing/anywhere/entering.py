@@ -12,6 +12,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..callback import SelfHealingCallback, is_adopted
 from ..config import ConfigurationError, HealingConfig
+from ..journal.terminal import speaking_of
 from ..trainer import SelfHealingTrainer
 from .settings import given_settings, settings_of_the_process
 
@@ -68,16 +69,18 @@ def way_in(
         return as_it_is
     named = dict(list(named.items())[1:])
     if named.get("trial") is not None:
-        logger.warning(
-            "Trials of a hyperparameter search are not healed: the search needs the exception, to prune the trial."
-        )
+        with speaking_of(trainer.args):
+            logger.warning(
+                "Trials of a hyperparameter search are not healed: the search needs the exception, to prune the trial."
+            )
         return as_it_is
     try:
         return functools.partial(_Within(trainer, plain, _config_for(trainer)).train, **named)
     except ConfigurationError:
         raise
     except Exception:
-        logger.exception("self_healing could not wrap the trainer; training goes on without it.")
+        with speaking_of(trainer.args):
+            logger.exception("self_healing could not wrap the trainer; training goes on without it.")
         return as_it_is
 
 
@@ -88,8 +91,9 @@ def _config_for(trainer: Any) -> HealingConfig | None:
     if theirs is None:
         return settings
     if given_settings() is not None and theirs.config != settings:
-        logger.warning(
-            "The program has its own SelfHealingCallback. Its settings are in force, and those of `self-healing run` "
-            "are not."
-        )
+        with speaking_of(trainer.args):
+            logger.warning(
+                "The program has its own SelfHealingCallback. Its settings are in force, and those of "
+                "`self-healing run` are not."
+            )
     return None

@@ -26,7 +26,7 @@ HEADLINE_WIDTH = WIDTH - len(NAME) - 1
 _IN_FULL = 3
 # As TRANSFORMERS_VERBOSITY, for programs whose code is not changed.
 VERBOSITY = "SELF_HEALING_VERBOSITY"
-_LEVELS = {name: getattr(logging, name.upper()) for name in ("info", "warning", "error", "critical")}
+_LEVELS: dict[str, int] = {name: getattr(logging, name.upper()) for name in ("info", "warning", "error", "critical")}
 _CLEAR_LINE = "\r\x1b[K"
 _GREEN, _YELLOW, _RED = "\x1b[32m", "\x1b[33m", "\x1b[31m"
 _COLOURS = {"info": _GREEN, "warning": _YELLOW, "error": _RED}
@@ -71,11 +71,10 @@ class Terminal(logging.Handler):
 
     def start(self) -> None:
         """Speaks from here on, unless another one does already: two trainers share a terminal."""
-        asked = os.environ.get(VERBOSITY) or "info"
-        level = _LEVELS.get(asked.lower(), logging.NOTSET)
-        self.setLevel(max(level, logging.ERROR if self._rank else logging.NOTSET))
+        asked = os.environ.get(VERBOSITY)
+        self.setLevel(max(chosen_level(), logging.ERROR if self._rank else logging.NOTSET))
         _logger.addHandler(self)
-        if asked.lower() not in _LEVELS and not self._begun:
+        if asked and asked.lower() not in _LEVELS and not self._begun:
             text = "%s=%r is not known, and is ignored. Please use %s."
             log_safely(_logger, logging.WARNING, text, VERBOSITY, asked, " or ".join(_LEVELS))
         self._begun = True
@@ -134,6 +133,27 @@ class Terminal(logging.Handler):
         # was forked is not there to give it back. The bar's line is taken, and the bar comes again on the next one.
         stream.write(f"{_CLEAR_LINE if _is_terminal(stream) else ''}{name} {text}\n")
         stream.flush()
+
+
+def chosen_level() -> int:
+    """The level that the environment asks for, one of `logging`; one that is not known asks for nothing."""
+    return _LEVELS.get((os.environ.get(VERBOSITY) or "info").lower(), logging.NOTSET)
+
+
+@contextlib.contextmanager
+def speaking_of(args: Any) -> Iterator[None]:
+    """
+    Speaks for the time of a block outside of training, unless something speaks already.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]):
+            Of the trainer, which know the rank of this process.
+    """
+    if _speaker() is not None:
+        yield
+        return
+    with Terminal(int(args.process_index)).speaking():
+        yield
 
 
 def announce(text: str, level: int = logging.INFO, severity: str | None = None) -> None:

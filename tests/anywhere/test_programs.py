@@ -145,7 +145,7 @@ def test_trl_sft_with_a_poison_row(project: Path) -> None:
 
     healed = call([*HEALED, "--", *command], FAULT="poison")
     assert healed.returncode == 0, healed.stderr
-    assert "Every Trainer of this program is healed (preset default)" in healed.stderr
+    assert "Every Trainer of this program is healed, and says so" in healed.stderr
     assert trained_model_is_finite()
     assert len(quarantined(Path("out"))) == 1
     assert failures() == [("nonfinite_poison_rows", "resolved")]
@@ -158,7 +158,7 @@ def test_trl_dpo_that_runs_out_of_memory(project: Path) -> None:
 
     healed = call([*HEALED, "--preset", "aggressive", "--", *trl("dpo")], FAULT="memory")
     assert healed.returncode == 0, healed.stderr
-    assert "(preset aggressive)" in healed.stderr
+    assert "(given: preset aggressive)" in healed.stderr
     assert len(losses(healed)) == 4
     assert failures() == [("out_of_memory", "resolved")]
 
@@ -185,6 +185,8 @@ def test_a_preset_in_the_yaml_of_trl_is_the_one_in_force(project: Path) -> None:
     del arguments[arguments.index("--max_steps") : arguments.index("--max_steps") + 2]
     result = call([*HEALED, "--", *arguments], FAULT="poison")
     assert result.returncode == 0, result.stderr
+    assert "Every Trainer of this program is healed, and says so" in result.stderr
+    assert "on (preset conservative): heals" in result.stderr
     # Where the default drops the row, this preset leaves out the step.
     actions = {event["action"] for event in journal(Path("out"), "action")}
     assert "drop_rows" not in actions

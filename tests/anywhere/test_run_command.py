@@ -59,15 +59,15 @@ def test_the_two_dashes_may_be_left_out(started: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "expected", "told"),
     [
-        ([], {}, None, "preset default"),
-        (["--preset", "aggressive"], {}, HealingConfig.aggressive(), "preset aggressive"),
+        ([], {}, None, ""),
+        (["--preset", "aggressive"], {}, HealingConfig.aggressive(), " (given: preset aggressive)"),
         # Left to each process, which may set another one.
-        ([], {"SELF_HEALING_PRESET": "conservative"}, None, "preset conservative"),
+        ([], {"SELF_HEALING_PRESET": "conservative"}, None, ""),
         (
             ["--preset", "aggressive"],
             {"SELF_HEALING_PRESET": "conservative"},
             HealingConfig.aggressive(),
-            "preset aggressive",
+            " (given: preset aggressive)",
         ),
     ],
 )
@@ -81,8 +81,15 @@ def test_the_settings_are_handed_on(
     result = run(*arguments, "--", "ls", **environment)
     assert json.loads(started["environment"][hook.VARIABLE]) == (expected and expected.to_dict())
     assert result.stderr == (
-        f"[self_healing] Every Trainer of this program is healed ({told}), and says so when it begins to train.\n"
+        f"[self_healing] Every Trainer of this program is healed{told}, and says so when it begins to train.\n"
     )
+
+
+@pytest.mark.parametrize("level", ["warning", "ERROR", "critical"])
+def test_the_line_is_left_out_where_the_environment_asks_for_less(started: dict[str, Any], level: str) -> None:
+    result = run("--", "ls", SELF_HEALING_VERBOSITY=level)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert started
 
 
 def test_a_recipe_wins_over_the_preset_of_the_environment(started: dict[str, Any], tmp_path: Path) -> None:
@@ -91,7 +98,7 @@ def test_a_recipe_wins_over_the_preset_of_the_environment(started: dict[str, Any
     result = run("--config", str(recipe), "--", "ls", SELF_HEALING_PRESET="conservative")
     given = HealingConfig.from_dict(json.loads(started["environment"][hook.VARIABLE]))
     assert given == HealingConfig.aggressive(nan_patience=5)
-    assert f"(settings of {recipe})" in result.stderr
+    assert f"(given: the settings of {recipe})" in result.stderr
 
 
 def test_rules_that_a_recipe_names_are_found_from_wherever_the_script_looks(
@@ -147,6 +154,11 @@ def test_a_preset_there_is_not_is_an_error_that_names_those_there_are(started: d
     assert (result.exit_code, started) == (2, {})
     assert "timid" in result.stderr
     assert "conservative" in result.stderr
+    if how == "variable":
+        assert result.stderr == (
+            "[self_healing] SELF_HEALING_PRESET is 'timid', which is not one of: default, aggressive, conservative. "
+            "Please change it, or unset it.\n"
+        )
 
 
 def test_a_preset_beside_a_recipe_is_an_error(started: dict[str, Any], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from conftest import (
     tiny_model,
 )
 from replayed_terminal import terminal_of
-from transformers import ProgressCallback, TrainerCallback
+from transformers import ProgressCallback, Trainer, TrainerCallback
 
 from self_healing import (
     HealingConfig,
@@ -29,6 +29,9 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
+from self_healing.anywhere.entering import way_in
+from self_healing.anywhere.hook import VARIABLE
+from self_healing.anywhere.settings import environment
 from self_healing.journal.terminal import Terminal
 
 
@@ -88,6 +91,41 @@ def test_a_healthy_run_says_what_it_heals_and_that_nothing_happened(tmp_path: Pa
     assert said(healer_of(trainer).train) == [
         f"{ON} Journal: {tmp_path}/healing_events.jsonl",
         "[self_healing] ended at step 2 of 2: 0 incidents",
+    ]
+
+
+def test_a_preset_that_is_in_force_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    healer = SelfHealingTrainer(plain_trainer(tmp_path, tokenizer, max_steps=1), HealingConfig.aggressive())
+    assert said(healer.train)[0].startswith("[self_healing] on (preset aggressive): heals NaN/Inf")
+
+
+def test_a_second_callback_is_spoken_of_by_name(tmp_path: Path, tokenizer: Any) -> None:
+    twice = [SelfHealingCallback(), SelfHealingCallback()]
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=1, callbacks=twice)
+    assert [line for line in said(trainer.train) if "more than one SelfHealingCallback" in line] == [
+        "[self_healing] The trainer has more than one SelfHealingCallback; only the first one heals. Please remove "
+        "the rest."
+    ]
+
+
+def test_settings_that_give_way_are_spoken_of_by_name(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    (line,) = said(lambda: SelfHealingTrainer(trainer, HealingConfig(nan_patience=7)))
+    assert line.startswith("[self_healing] The trainer's SelfHealingCallback had other settings than")
+    monkeypatch.setenv("SELF_HEALING_VERBOSITY", "error")
+    assert said(lambda: SelfHealingTrainer(trainer, HealingConfig(nan_patience=8))) == []
+
+
+def test_settings_of_the_program_are_spoken_of_by_name(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, environment(HealingConfig.aggressive())[VARIABLE])
+    trainer = plain_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback()])
+    assert said(lambda: way_in(trainer, Trainer.train, (), {})) == [
+        "[self_healing] The program has its own SelfHealingCallback. Its settings are in force, and those of "
+        "`self-healing run` are not."
     ]
 
 
