@@ -106,15 +106,16 @@ class NumericsRemedies:
 
     def _roll_back(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         instrument, incident = context.running, context.incident
-        step = instrument.view.step
+        step, missing = instrument.view.step, self._numerics.missing
+        before = missing.count
         went = context.went_back = self._rollback.go_back(context.target, step, incident.id)
         if went is None:
             return {"why": "there is no trusted state, neither in memory nor on disk", "happened": False}
         self._numerics.went_back(incident)
         # Asked for between two steps, no step is left out for it.
-        self._numerics.missing.went_back(step + (context.window is not None), went.trained)
-        # One that was left out before is among them.
-        incident.steps_lost = max(incident.steps_lost, went.steps_lost)
+        missing.went_back(step + (context.window is not None), went.trained)
+        # Steps since that state which were missing before are lost already, in this incident or an earlier one.
+        incident.steps_lost += max(missing.count - before, 0)
         incident.figures.append(f"back to the state of step {went.step}")
         return went.to_dict()
 

@@ -235,6 +235,8 @@ def test_what_neither_patience_nor_a_lower_rate_heals_stops_the_run_with_a_postm
     assert postmortem["chain"][2]["actions"] == ["skip_step", "roll_back", "skip_step", "reduce_learning_rate"]
     assert postmortem["emergency_checkpoint"] == str(tmp_path / "checkpoint-7")
     assert_same_weights(weights(trainer), good)
+    # None of its steps is in the weights, and none is counted twice: not one that was skipped and then gone back over.
+    assert sum(incident["steps_lost"] for incident in incidents(tmp_path)) == 8
 
 
 def test_skipping_cannot_hide_a_dead_model(tmp_path: Path, tokenizer: Any) -> None:
