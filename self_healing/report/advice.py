@@ -10,7 +10,7 @@ from typing import Any
 
 from ..failures import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, FailureType
 from .data import Budget, CheckpointRow, IncidentStory, NextStep, RowNamed, State
-from .words import counted
+from .words import counted, sentence
 
 
 # Share of the steps of a run whose loss makes its weights doubtful.
@@ -84,13 +84,14 @@ def _about_the_state(
     interrupted = postmortem is not None and postmortem.get("failure") == FailureType.INTERRUPTED
     if postmortem is not None and not interrupted:
         yield NextStep(
-            str(postmortem.get("what_to_do") or "Read the postmortem."), str(postmortem.get("verdict") or state.why)
+            str(postmortem.get("what_to_do") or "Read the postmortem."),
+            sentence(str(postmortem.get("verdict") or state.why)),
         )
     elif state.name == "died":
         recipe = FAILURE_RECIPES[FailureType.PROCESS_DIED]
         yield NextStep(recipe.advice, recipe.diagnosis)
     elif state.name == "stopped" and not interrupted:
-        yield NextStep("Fix the error in its last output.", state.why or "train() was left before its end.")
+        yield NextStep("Fix the error in its last output.", sentence(state.why or "train() was left before its end"))
     if not anew:
         yield _resume(output_dir, state, checkpoints, postmortem)
 

@@ -18,7 +18,7 @@ from ..journal.incident import Incident
 from ..own_files import POSTMORTEM_FILE
 from ..restarts.status import RunStatus
 from .journals import Damage, find_journal, no_journal, read_events, status_in
-from .words import counted, printable
+from .words import counted, printable, sentence
 
 
 logger = logging.getLogger("self_healing")
@@ -223,8 +223,10 @@ class HealingReport:
             return ""
         try:
             told = json.loads((Path(self.journal).parent / POSTMORTEM_FILE).read_text(encoding="utf-8"))
-            return f"The run ended at step {told['step']}: {told['verdict']} What to do: {told['what_to_do']}"
-        except (OSError, ValueError, LookupError, TypeError):
+            return (
+                f"The run ended at step {told['step']}: {sentence(told['verdict'])} What to do: {told['what_to_do']}"
+            )
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return ""
 
     def __rich__(self) -> Table:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint_files import EMERGENCY_DIR, PINNED_DIR, number_of
 from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..journal.incident import Incident, describe, figures
 from .data import FileNamed, IncidentStory, RowNamed, StoryLine
@@ -68,7 +69,8 @@ class Places:
     def find(self, path: Path) -> Path:
         """Where a file is now."""
         if not path.is_absolute():
-            return self.directory / path
+            beside = self.directory / path
+            return beside if os.path.exists(beside) else self._checkpoint(path) or beside
         # `Path.exists` raises for a name that is too long to be one.
         if os.path.exists(path):
             return path
@@ -76,7 +78,16 @@ class Places:
             for now in (self.output_dir, self.directory):
                 if path.is_relative_to(recorded) and os.path.exists(moved := now / path.relative_to(recorded)):
                     return moved
-        return path
+        return self._checkpoint(path) or path
+
+    def _checkpoint(self, path: Path) -> Path | None:
+        """Where a checkpoint is now: at the end of a run, an emergency one is put among the regular ones."""
+        if number_of(path) is None:
+            return None
+        found = [self.output_dir / path.name]
+        if path.parent.name in (EMERGENCY_DIR, PINNED_DIR):
+            found.insert(0, self.output_dir / path.parent.name / path.name)
+        return next((each for each in found if os.path.exists(each)), None)
 
 
 def tell_incidents(events: Iterable[Event], places: Places, rows: Sequence[RowNamed] = ()) -> list[IncidentStory]:
@@ -263,7 +274,8 @@ def _files_of(name: str, lines: Sequence[Event], places: Places) -> list[FileNam
         for key, value in (*event.items(), *event.get("evidence", {}).items()):
             if key in _FILES and isinstance(value, str):
                 named = places.named(_FILES[key], value)
-                found.setdefault(named.path, named)
+                if os.path.exists(places.directory / named.path):
+                    found.setdefault(named.path, named)
     batch = places.directory / "incidents" / f"{name}.pt"
     if os.path.isfile(batch):
         found.setdefault(str(batch), places.named("offending batch", batch))

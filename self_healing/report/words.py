@@ -15,6 +15,12 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else " " for each in text)
 
 
+def sentence(text: str) -> str:
+    """Ends a text as a sentence ends."""
+    text = text.rstrip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def duration(seconds: float) -> str:
     """A time in two units at most: `"0.4 s"`, `"3 min 20 s"`, `"5 h 12 min"`, `"2 d 3 h"`."""
     if seconds < 60:

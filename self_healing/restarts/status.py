@@ -25,6 +25,8 @@ from .record import Ending
 logger = logging.getLogger("self_healing")
 
 STATUS_FILE = "healing_status.json"
+# Of what ended a run, in characters.
+_LONGEST = 300
 SCHEMA_VERSION = 1
 
 
@@ -103,6 +105,14 @@ class RunStatus:
             RunState.UNKNOWN: f"Whether the run is still going is not known: {of}, last sign of life {at}, {process}.",
         }[self.state]
         return told if told.endswith((".", "!", "?")) else f"{told}."
+
+
+def _cut(line: str) -> str:
+    """Shortens a line to whole words, and shows that there was more."""
+    if len(line) <= _LONGEST:
+        return line
+    kept = line[: _LONGEST - 4]
+    return f"{kept[: kept.rfind(' ')] if ' ' in kept else kept} ..."
 
 
 def is_moment(seconds: float) -> bool:
@@ -216,7 +226,7 @@ class StatusKeeper:
         if self.status is None or self.status.over:
             return
         lines = why.strip().splitlines()
-        why = lines[0][:300] if lines else ""
+        why = _cut(lines[0]) if lines else ""
         self.status = replace(self.status, state=state, step=step, since=time.time(), why=why)
         self._write()
         if self._mark is not None:

@@ -16,9 +16,10 @@ from self_healing.failures import FAILURE_RECIPES, FailureType
 from self_healing.journal.step_log import StepLog, StepRow, step_log_of
 from self_healing.report.briefing import LINES, briefing_of
 from self_healing.report.data import SCHEMA
+from self_healing.report.healing_report import HealingReport
 from self_healing.report.reading import read_run
 from self_healing.restarts.record import Attempt, Ending, RunRecord
-from self_healing.restarts.status import STATUS_FILE, RunState, RunStatus
+from self_healing.restarts.status import STATUS_FILE, RunState, RunStatus, StatusKeeper, read_status
 
 
 BEGAN = 1_000_000.0
@@ -161,7 +162,26 @@ def test_a_postmortem_says_what_to_do(made_up: MadeUpDirectory) -> None:
     }
     (made_up.path / "postmortem.json").write_text(json.dumps(content))
     first, second = read_run(made_up.path).next_steps
-    assert (first.text, first.why, second.command) == ("Mend it.", "it failed", "train(1)")
+    assert (first.text, first.why, second.command) == ("Mend it.", "it failed.", "train(1)")
+
+
+def test_the_end_of_a_run_is_told_in_sentences(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    made_up.status(RunState.STOPPED, 52, why="KeyboardInterrupt")
+    content = {"run": "run", "step": 52, "verdict": "ValueError: my own bug", "what_to_do": "Mend it."}
+    (made_up.path / "postmortem.json").write_text(json.dumps(content))
+    report = HealingReport.from_run_dir(made_up.path)
+    assert report.ending == "The run ended at step 52: ValueError: my own bug. What to do: Mend it."
+
+
+def test_what_is_too_long_ends_in_an_ellipsis(made_up: MadeUpDirectory) -> None:
+    keeper = StatusKeeper(made_up.path)
+    keeper.begin("run", made_up.path / "healing_events.jsonl", 0, 100, marks=False)
+    keeper.end(RunState.STOPPED, 3, "word " * 100)
+    status = read_status(made_up.path)
+    assert status is not None
+    assert len(status.why) <= 300
+    assert status.why.endswith("word ...")
 
 
 def test_where_a_new_run_is_asked_for_nothing_says_to_resume(made_up: MadeUpDirectory) -> None:
@@ -383,6 +403,17 @@ def test_files_are_found_where_the_directory_was_moved_to(made_up: MadeUpDirecto
     made_up.path.rename(tmp_path / "moved")
     (incident,) = read_run(tmp_path / "moved").incidents
     assert [(file.path, file.bytes) for file in incident.files] == [("hangs/run-001.txt", 5)]
+
+
+@pytest.mark.parametrize("path", ["ex/emergency/checkpoint-19", "/gone/ex/emergency/checkpoint-19"])
+def test_an_emergency_checkpoint_is_named_where_it_is(made_up: MadeUpDirectory, path: str) -> None:
+    made_up.started()
+    made_up.event("detected", 19, incident="run-001", symptom="nonfinite_loss")
+    made_up.event("action", 19, incident="run-001", action="emergency_checkpoint", happened=True, checkpoint=path)
+    assert [file.path for file in read_run(made_up.path).incidents[0].files] == []
+    # Among the regular ones, once the run has ended.
+    made_up.checkpoint(19)
+    assert [file.path for file in read_run(made_up.path).incidents[0].files] == ["checkpoint-19"]
 
 
 # ---- several runs ----
