@@ -190,7 +190,7 @@ def texts_in_the_code() -> str:
 def test_messages_are_quoted_as_the_code_says_them() -> None:
     code = texts_in_the_code()
     messages: list[str] = []
-    for page in ("messages-stopped.md", "messages.md"):
+    for page in ("messages-stopped.md", "messages.md", "messages-start.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         messages += (found := re.findall(r"^### `(.+)`$", text, re.MULTILINE))
         assert len(found) > 10
