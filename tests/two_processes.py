@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from conftest import (
@@ -49,6 +50,7 @@ from self_healing import (
     consensus,
 )
 from self_healing.checkpoints.choice import CheckpointError
+from self_healing.numerics import replicas
 
 
 def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
@@ -140,18 +142,20 @@ def main(directory: Path) -> None:
         }
 
     def flipped(name: str, struck_rank: int) -> None:
-        """One bit of one weight of one rank is another one after the 12th step."""
+        """One bit of one weight of one rank is another one after the 20th step, and no look at it is due any more."""
         set_seed(1234)
-        flip = BitFlip(rank == struck_rank, step=12, bit=3, place=0.7)
+        flip = BitFlip(rank == struck_rank, step=20, bit=3, place=0.7)
         trainer = sft_trainer(
             directory / name,
             tokenizer,
-            callbacks=[SelfHealingCallback(), flip],
+            callbacks=[SelfHealingCallback(HealingConfig(snapshot_interval=1000)), flip],
             ddp_backend="gloo",
             max_steps=24,
             gradient_accumulation_steps=1,
         )
-        trainer.train()
+        # How often they are compared is chosen by what it costs, which is up to how busy the machine is.
+        with patch.object(replicas, "_FEWEST_STEPS", 1000):
+            trainer.train()
         results[name] = {
             "weights": digest(trainer),
             "flipped": flip.fired,

@@ -61,6 +61,12 @@ class TrainerView:
         return int(self._trainer.state.global_step)
 
     @property
+    def in_last_step(self) -> bool:
+        """Whether the step under way is the last one of the run."""
+        state = self._trainer.state
+        return 0 < int(state.max_steps) <= int(state.global_step) + 1
+
+    @property
     def last_step_done(self) -> bool:
         """Whether the run has all the steps it was to have."""
         state = self._trainer.state

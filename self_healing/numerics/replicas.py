@@ -70,7 +70,10 @@ class ReplicaHealer(NumericsHealer):
             self._off = True
             return False
         return (
-            step >= self._next or self.rollback.states.will_trust(step) or (suspicious and self._same_at is not None)
+            step >= self._next
+            or self.rollback.states.will_trust(step)
+            or self.instrument.view.in_last_step
+            or (suspicious and self._same_at is not None)
         )
 
     def heal(self, window: Window) -> bool:
