@@ -159,4 +159,7 @@ def _look(path: str, number: int) -> None:
 
 
 def _say(text: str) -> None:
+    # As `journal/terminal.py` reads it, which may not be there to be imported.
+    if os.environ.get("SELF_HEALING_VERBOSITY", "").lower() == "critical":
+        return
     print(f"[self_healing] {text}", file=sys.stderr, flush=True)

@@ -200,6 +200,17 @@ def test_one_that_dies_ends_with_its_own_traceback(tmp_path: Path) -> None:
     assert result.stderr.splitlines()[-1] == "ValueError: theirs"
 
 
+def test_nothing_is_said_where_the_environment_asks_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SELF_HEALING_VERBOSITY", "Critical")
+    hook._say("Nothing is healed.")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("SELF_HEALING_VERBOSITY", "error")
+    hook._say("Nothing is healed.")
+    assert capsys.readouterr().err == "[self_healing] Nothing is healed.\n"
+
+
 def test_a_process_it_forks_says_nothing(tmp_path: Path) -> None:
     fork = "import os, sys; pid = os.fork(); pid or sys.exit(); os.waitpid(pid, 0)"
     assert first_process(f"{fork}; os.remove(os.environ[{hook.UNTOUCHED!r}])", tmp_path).stderr == ""
