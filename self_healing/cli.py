@@ -7,7 +7,9 @@ What a command needs is imported when it runs, so that one that needs little doe
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
+import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -122,7 +124,7 @@ def report(
     """
     Show the state of a run, its incidents and what to do next, read from its files.
 
-    Exit code 0: it ended; 1: it stopped, left or died before its end; 3: it goes on; 4: not known; 2: no journal.
+    Exit code 0: it ended; 1: it stopped, left or died before its end; 3: it goes on; 4: not known; 2: no report.
     """
     if as_json and briefing:
         typer.echo("--json and --agent each print all there is to print. Please choose one of them.", err=True)
@@ -147,20 +149,29 @@ def report(
             typer.echo(f"{html} cannot be written: {error.strerror}. Please name a file that can be.", err=True)
             raise typer.Exit(2) from None
         typer.echo(f"Written: {html}", err=as_json or briefing)
-    if as_json:
-        import json
+    try:
+        if as_json:
+            import json
 
-        typer.echo(json.dumps(found.to_dict()))
-    elif briefing:
-        from .report.briefing import briefing_of
+            typer.echo(json.dumps(found.to_dict()))
+        elif briefing:
+            from .report.briefing import briefing_of
 
-        typer.echo(briefing_of(found), nl=False)
-    elif html is None:
-        from rich.console import Console
+            typer.echo(briefing_of(found), nl=False)
+        elif html is None:
+            from rich.console import Console
 
-        from .report.text import show
+            from .report.text import show
 
-        show(found, summary, Console(highlight=False))
+            show(found, summary, Console(highlight=False))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        typer.echo(f"The report cannot be printed: {error.strerror}.", err=True)
+        # What is left in the buffer is not tried again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(2) from None
     raise typer.Exit(_EXIT_CODES.get(summary.status.state if summary.status is not None else "", 0))
 
 

@@ -169,6 +169,16 @@ def test_a_page_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8").count('class="incident ') > 1
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no disk that is always full")
+@pytest.mark.parametrize("form", [(), ("--json",), ("--agent",)], ids=str)
+def test_report_to_a_full_disk_is_a_clear_error(tmp_path: Path, form: tuple[str, ...]) -> None:
+    write_journal(tmp_path, incidents=1)
+    command = [sys.executable, "-c", "from self_healing.cli import app; app()", "report", str(tmp_path), *form]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "The report cannot be printed: No space left on device.\n")
+
+
 @pytest.mark.parametrize("name", ["", "nowhere/page.html"])
 def test_a_page_makes_no_directories(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..files import parse_lines
 from ..own_files import EVENTS_FILE
-from ..restarts.status import RunState, RunStatus, read_status
+from ..restarts.status import RunState, RunStatus, looked_up, read_status
 from .values import is_time, taken_event
 from .words import counted
 
@@ -215,7 +215,7 @@ def status_in(events: Sequence[Mapping[str, Any]], run: str | None = None) -> Ru
     last = own[-1]
     ended = {"run_ended": RunState.ENDED, "postmortem": RunState.STOPPED}
     newest = next((event for event in reversed(own) if event["kind"] in {*ended, "run_started"}), last)
-    return RunStatus(
+    found = RunStatus(
         started["run"],
         "",
         started.get("max_steps", 0),
@@ -227,6 +227,9 @@ def status_in(events: Sequence[Mapping[str, Any]], run: str | None = None) -> Ru
         last.get("time", 0.0),
         newest.get("verdict", ""),
     )
+    # As of one that the status spoke of until another run began.
+    known = found.state is not RunState.UNKNOWN or found.pid == 0
+    return found if known else replace(found, state=looked_up(found))
 
 
 def number(value: Any) -> float | None:

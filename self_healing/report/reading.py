@@ -179,8 +179,10 @@ class _Reader:
             seen = self.events[-1].get("time") if self.events else None
             told = "Whether the run is still going is not known: its journal does not say that it began."
             return State("unknown", max(last, logged), None, seen, told=told)
-        if status.state in (RunState.RUNNING, RunState.DIED, RunState.UNKNOWN) and logged > status.step:
-            status = replace(status, step=logged)
+        if status.state in (RunState.RUNNING, RunState.DIED, RunState.UNKNOWN):
+            # Where nothing marked how far it came, what it wrote down is the last sign of life.
+            signs = [row.time for row in rows[-1:]] + [event.get("time", 0.0) for event in self.events[-1:]]
+            status = replace(status, step=max(status.step, logged), since=max(status.since, *signs))
         elif status.state in (RunState.STOPPED, RunState.LEFT):
             status = replace(status, step=self._left_at(status, rows))
         known = status.state is not RunState.UNKNOWN or status.pid > 0

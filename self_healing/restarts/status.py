@@ -141,7 +141,7 @@ def read_status(directory: Path) -> RunStatus | None:
     if status.over:
         return status
     step, seen = _progress_in(directory, status)
-    return replace(status, state=_looked_up(status), step=step, since=seen)
+    return replace(status, state=looked_up(status), step=step, since=seen)
 
 
 def _progress_in(directory: Path, status: RunStatus) -> tuple[int, float]:
@@ -157,7 +157,7 @@ def _progress_in(directory: Path, status: RunStatus) -> tuple[int, float]:
     return (max(mark[1], status.step), seen) if seen >= status.since - 1 else (status.step, status.since)
 
 
-def _looked_up(status: RunStatus) -> RunState:
+def looked_up(status: RunStatus) -> RunState:
     """Of a run whose end is not written down: whether its process is still there."""
     if status.host != socket.gethostname():
         return RunState.UNKNOWN

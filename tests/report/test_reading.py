@@ -51,7 +51,7 @@ class MadeUpDirectory:
 
     def started(self, step: int = 0, rank: int = 0, **fields: Any) -> None:
         about = {"output_dir": str(self.path), "max_steps": 100, "pid": 1, "host": "h", "limits": LIMITS}
-        self.event("run_started", step, rank, **about, objective="sft", **fields)
+        self.event("run_started", step, rank, **{**about, "objective": "sft", **fields})
 
     def incident(self, number: int, step: int, actions: list[str], outcome: str | None, rank: int = 0) -> str:
         name = f"{self.run}-{number:03d}"
@@ -182,6 +182,25 @@ def test_what_is_too_long_ends_in_an_ellipsis(made_up: MadeUpDirectory) -> None:
     assert status is not None
     assert len(status.why) <= 300
     assert status.why.endswith("word ...")
+
+
+def test_where_nothing_marked_how_far_it_came_the_step_log_is_the_last_sign_of_life(made_up: MadeUpDirectory) -> None:
+    made_up.started()
+    host = os.uname().nodename
+    status = RunStatus("run", "healing_events.jsonl", 100, os.getpid(), host, BEGAN, step=0, since=BEGAN)
+    (made_up.path / STATUS_FILE).write_text(json.dumps(asdict(status)))
+    (made_up.path / "healing_progress.bin").touch()
+    made_up.steps(row(0), row(30))
+    report = read_run(made_up.path)
+    assert (report.state.name, report.state.since) == ("died", BEGAN + 30)
+
+
+def test_another_run_that_died_is_told_as_dead(made_up: MadeUpDirectory) -> None:
+    # A process with this number that began later.
+    made_up.started(run="first", pid=os.getpid(), host=os.uname().nodename)
+    made_up.started()
+    made_up.status(RunState.ENDED, 100)
+    assert [(each.run, each.state) for each in read_run(made_up.path).other_runs] == [("first", "died")]
 
 
 def test_where_a_new_run_is_asked_for_nothing_says_to_resume(made_up: MadeUpDirectory) -> None:
