@@ -13,6 +13,7 @@ import torch
 from conftest import assert_same_weights, logged, sft_trainer, weights
 from transformers import TrainerCallback
 
+from self_healing.batch_layout import Layout
 from self_healing.instrument import EarlierSteps, Hooks, Instrument, StepEngine, StepExperiments, TrainingFault, Window
 from self_healing.instrument.bookkeeping import Bookkeeper
 from self_healing.instrument.row_sources import DataPosition
@@ -242,6 +243,19 @@ def test_a_probe_tells_rows_that_are_finite_and_leaves_no_gradient() -> None:
     assert StepExperiments(window).probe(0, [0])
     assert not StepExperiments(window).probe(0, [1])
     assert not engine.sums
+
+
+def test_rows_of_which_each_process_has_a_part_are_not_told_apart() -> None:
+    window, engine = step_of([1.0, 2.0])
+    window.reexecute()
+    assert window.layout(0) is not None
+    engine.view.shares_rows = True
+    assert window.layout(0) is None
+
+
+def test_a_row_is_tried_twice_where_there_is_memory_for_two() -> None:
+    assert Layout("rows", 3).alone(2) == [2, 2]
+    assert Layout("rows", 1).alone(0) == [0]
 
 
 def test_an_attempt_that_fails_is_discarded_and_repeated_by_the_engine() -> None:
