@@ -19,7 +19,7 @@ from .checkpoints.choice import CheckpointError
 from .checkpoints.trainer_state import healing_state_of
 from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
-from .end_of_run import end_run
+from .end_of_run import end_run, heal_the_last_step
 from .entry import Entry
 from .entry_checks import refuse_unwritable_output
 from .exceptions import UnrecoverableTrainingError
@@ -199,9 +199,13 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if run is None or run.instrument is None:
             return
         instrument = run.instrument
+        failsafe = instrument.failsafe
         try:
+            if not run.broken and instrument.attached:
+                with failsafe.contained(), failsafe.together("the end is looked at"):
+                    heal_the_last_step(run)
             # All is trained: what fails here is no reason to lose it.
-            with instrument.failsafe.contained():
+            with failsafe.contained():
                 end_run(run, instrument, int(state.global_step))
         except BaseException as error:
             left_by = error

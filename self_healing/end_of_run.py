@@ -19,9 +19,15 @@ logger = logging.getLogger("self_healing")
 _MANY = 0.2
 
 
+def heal_the_last_step(run: Run) -> None:
+    """Heals what the last step has left, which would be handed over as trained. All ranks have to come."""
+    with run.context.heartbeat.section("judge"):
+        run.context.attachment.healers.last_step_taken()
+
+
 def end_run(run: Run, instrument: Instrument, step: int) -> None:
     """
-    Heals what the last step has left, closes what is open, and gives the trainer back as it was.
+    Closes what is open, and gives the trainer back as it was.
 
     Args:
         run ([`Run`]):
@@ -33,10 +39,6 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
     """
     context, args, leaves = run.context, instrument.trainer.args, run.departure.begun
     healers = context.attachment.healers
-    if not run.broken and instrument.attached:
-        failsafe = instrument.failsafe
-        with failsafe.contained(), failsafe.together("the end is looked at"), context.heartbeat.section("judge"):
-            healers.last_step_taken()
     run.numerics.close_outcomes(unfollowed="resolved")
     healers.run_ends(step)
     if context.stop.incident is not None:

@@ -26,6 +26,7 @@ from self_healing.detectors.nonfinite import NonFiniteDetector
 from self_healing.instrument.live_state import local
 from self_healing.instrument.reentry import Reentry
 from self_healing.instrument.step_record import StepRecord
+from self_healing.numerics.judge import StepJudge
 from self_healing.numerics.observer import StepObserver
 from self_healing.rollback import in_place, kept_batches
 from self_healing.rollback.ring import SnapshotRing
@@ -135,10 +136,10 @@ def failing(holder: Any, name: str, when: Callable[[Any], bool], error: Exceptio
     return mock.patch.object(holder, name, method)
 
 
-def code_of_ours(directory: Path, rank: int, holder: Any, name: str) -> dict[str, Any]:
-    """Code of this library fails in the sixth step."""
+def code_of_ours(directory: Path, rank: int, holder: Any, name: str, after: int = 5) -> dict[str, Any]:
+    """Code of this library fails after so many finished steps."""
     trainer, healing = build(directory)
-    with failing(holder, name, lambda _: rank == 1 and trainer.state.global_step == 5, RuntimeError("a bug")):
+    with failing(holder, name, lambda _: rank == 1 and trainer.state.global_step == after, RuntimeError("a bug")):
         trainer.train()
     return result_of(trainer, healing)
 
@@ -153,6 +154,10 @@ def before_the_vote(directory: Path, rank: int) -> dict[str, Any]:
 
 def after_the_vote(directory: Path, rank: int) -> dict[str, Any]:
     return code_of_ours(directory, rank, StepObserver, "take_in")
+
+
+def at_the_end(directory: Path, rank: int) -> dict[str, Any]:
+    return code_of_ours(directory, rank, StepJudge, "last_step_taken", after=STEPS)
 
 
 def snapshot_without_memory(directory: Path, rank: int) -> dict[str, Any]:
@@ -247,6 +252,7 @@ SCENARIOS = (
     between_steps,
     before_the_vote,
     after_the_vote,
+    at_the_end,
     snapshot_without_memory,
     batches_too_large,
     experiment_raises,

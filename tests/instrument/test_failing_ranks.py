@@ -50,7 +50,7 @@ def test_a_vote_raises_on_all_ranks_or_on_none(outcomes: dict[str, Any]) -> None
         assert rank["still"] == 2.0
 
 
-@pytest.mark.parametrize("where", ["between_steps", "before_the_vote", "after_the_vote"])
+@pytest.mark.parametrize("where", ["between_steps", "before_the_vote", "after_the_vote", "at_the_end"])
 def test_a_failure_of_our_own_on_one_rank_switches_healing_off_on_both(outcomes: dict[str, Any], where: str) -> None:
     ranks = both(outcomes, where)
     assert [rank["broken"] for rank in ranks] == [True, True]
