@@ -12,7 +12,7 @@ import torch.distributed
 
 _TORCH = Path(torch.__file__).parent
 # Where a call leads through to native code, whichever it is.
-_LEADS_THROUGH = (str(_TORCH / "_ops.py"), str(_TORCH / "utils" / "_contextlib.py"))
+_LEADS_THROUGH = tuple(str(_TORCH / name) for name in ("_ops.py", "_library", "utils/_contextlib.py"))
 _DISTRIBUTED = (str(_TORCH / "distributed"), str(_TORCH / "nn" / "parallel" / "distributed.py"))
 # Gradients are reduced in native code, while the backward pass goes on (DDP).
 _BACKWARD = (str(_TORCH / "autograd" / "graph.py"), "_engine_run_backward")
@@ -31,7 +31,7 @@ def collective_in(frame: FrameType | None) -> str | None:
     Returns:
         `str`: `None` if it is in none that can be seen: with CUDA a thread waits for the device, and not in one.
     """
-    while frame is not None and frame.f_code.co_filename in _LEADS_THROUGH:
+    while frame is not None and frame.f_code.co_filename.startswith(_LEADS_THROUGH):
         frame = frame.f_back
     if frame is None:
         return None
