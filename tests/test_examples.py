@@ -82,7 +82,9 @@ def test_sft_with_model_and_dataset_by_name_and_lora(
 @pytest.mark.slow
 def test_sft_ends_with_a_postmortem_where_nothing_helps(tmp_path: Path, sft: Any) -> None:
     # A learning rate no model survives: the overflow is real, and the settings from the command line end the run.
-    with pytest.raises(UnrecoverableTrainingError, match=r"\(nan_patience=2\); training still fails at a learning rate of "):
+    with pytest.raises(
+        UnrecoverableTrainingError, match=r"\(nan_patience=2\); training still fails at a learning rate"
+    ):
         sft(
             *("--offline_tiny", "--output_dir", str(tmp_path), "--max_steps", "24", "--nan_patience", "2"),
             *("--learning_rate", "1e20", "--max_grad_norm", "1e30", "--optim", "sgd"),
