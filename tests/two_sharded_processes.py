@@ -263,6 +263,9 @@ class Runs:
             "poison": {"fault": self.poison_token, "poisoned": (5, 17)},
             "pieces": {"fault": self.learned_before(f"{name}_pieces")},
         }.items():
+            if (name, run) == ("loaded_tensor_parallel", "pieces"):
+                # Not split: the Trainer averages gradients of weights that stay whole, in hooks on them.
+                continue
             texts = self.texts(options.pop("poisoned", ()))  # type: ignore[arg-type]
             self.run(f"{name}_{run}", make=made, texts=texts, **options, **same)  # type: ignore[arg-type]
         for variable in variables:

@@ -413,9 +413,8 @@ def test_each_way_to_shard_is_healed(processes: int, strategy: str, variants: tu
     ranks = under(strategy, tmp_path, *variants, processes=processes)
     for rank in ranks:
         for name in variants:
-            plain, transient, poison, pieces = (
-                rank[f"{name}_{run}"] for run in ("plain", "transient", "poison", "pieces")
-            )
+            plain, transient, poison = (rank[f"{name}_{run}"] for run in ("plain", "transient", "poison"))
+            pieces = rank.get(f"{name}_pieces")
             assert "Shard" in plain["placements"]
             assert ("Replicate" in plain["placements"]) == ("hsdp" in name)
             assert (transient["losses"], transient["sum"]) == (plain["losses"], plain["sum"])
@@ -423,16 +422,20 @@ def test_each_way_to_shard_is_healed(processes: int, strategy: str, variants: tu
             assert all(math.isfinite(loss) for loss in poison["losses"])
             # Of an adapter and in half precision, pieces round, or draw, in another way.
             exactness = 1e-3 if name in ("bf16", "lora") else 1e-6
+            assert {run["left_over"] for run in (transient, poison)} == {0}
+            if pieces is None:
+                assert name == "loaded_tensor_parallel"
+                continue
             assert pieces["losses"] == pytest.approx(plain["losses"], rel=exactness)
-            assert {run["left_over"] for run in (transient, poison, pieces)} == {0}
+            assert pieces["left_over"] == 0
+            assert pieces["metrics"]["healing/split_into"] == 4
     for name in variants:
-        for run in ("plain", "transient", "poison", "pieces"):
+        for run in ("plain", "transient", "poison"):
             assert len({rank[f"{name}_{run}"]["sum"] for rank in ranks}) == 1
         assert ranks[0][f"{name}_transient"]["outcomes"] == [["nonfinite_transient", 0]]
         outcomes = ranks[0][f"{name}_poison"]["outcomes"]
         assert outcomes
         assert all(outcome == ["nonfinite_poison_rows", 0] for outcome in outcomes)
-        assert ranks[0][f"{name}_pieces"]["metrics"]["healing/split_into"] == 4
 
 
 @pytest.mark.heals("disk", "fsdp2")
