@@ -204,10 +204,8 @@ class Watchdog:
         self._stopping.set()
         with self._lock:
             # From here on no signal is sent any more.
-            alarm, self._alarm = self._alarm, None
             self._remove_handlers()
-        if alarm is not None and not alarm.answered:
-            self._moves_again(alarm)
+        self._end_alarm()
 
     def _install_handlers(self) -> None:
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
@@ -308,9 +306,7 @@ class Watchdog:
             return
         alarm = self._alarm
         if alarm is not None and beats != alarm.beats:
-            self._alarm = None
-            if not alarm.answered:
-                self._moves_again(alarm)
+            self._end_alarm()
             return
         self._look_after_the_interrupted(beats)
         if heartbeat.waits_on_purpose:
@@ -371,12 +367,9 @@ class Watchdog:
     def _let_go(self, stopping: threading.Event) -> None:
         """An exception has ended `train()`, and there is no event that says so."""
         stopping.set()
-        with self._lock:
-            # What was installed for the main thread stays until it is come by there, and holds on to nothing.
-            alarm, self._alarm = self._alarm, None
-            self._thread = None
-        if alarm is not None and not alarm.answered:
-            self._moves_again(alarm)
+        # What was installed for the main thread stays until it is come by there, and holds on to nothing.
+        self._thread = None
+        self._end_alarm()
         self._over()
 
     def _stood_still(self, beats: int, now: float) -> float:
@@ -417,8 +410,7 @@ class Watchdog:
                 _bounded(lambda: self._tell(alarm))
         if stopping.is_set():
             # It moved, and `train()` ended, while this was being written.
-            self._alarm = None
-            self._moves_again(alarm)
+            self._end_alarm()
 
     def _may_interrupt(self, alarm: _Alarm) -> bool:
         if self._is_only_told(alarm):
@@ -560,6 +552,13 @@ class Watchdog:
     def _tell(self, alarm: _Alarm) -> None:
         if alarm.incident is not None:
             self._journal.dealt_with(alarm.incident)
+
+    def _end_alarm(self) -> None:
+        """Called in either thread: the one that comes first says how the hang ended."""
+        with self._lock:
+            alarm, self._alarm = self._alarm, None
+        if alarm is not None and not alarm.answered:
+            self._moves_again(alarm)
 
     def _moves_again(self, alarm: _Alarm) -> None:
         seconds = self._heartbeat.clock() - alarm.since

@@ -303,6 +303,8 @@ class Desk:
 
     def __enter__(self) -> Desk:
         self.watchdog.start()
+        assert self.watchdog._thread is not None
+        self._thread = self.watchdog._thread
         for _ in range(3):
             self.heartbeat.enter("step")
             self.heartbeat.leave()
@@ -310,6 +312,8 @@ class Desk:
 
     def __exit__(self, *_: Any) -> None:
         self.watchdog.stop()
+        # What it was writing when training ended is written.
+        self._thread.join(60.0)
 
 
 def wait_for_a_queue() -> None:
@@ -541,6 +545,24 @@ def test_after_the_last_step_nothing_is_interrupted_or_ended(tmp_path: Path) -> 
     with Desk(tmp_path, ending=True, launcher_restarts="yes") as desk:
         desk.wait_between(lambda: actions(tmp_path))
     assert actions(tmp_path) == ["write_stacks"]
+    assert outcomes(tmp_path) == ["self_recovered"]
+
+
+def test_a_hang_that_is_over_while_it_is_reported_has_one_outcome(tmp_path: Path) -> None:
+    with Desk(tmp_path, ending=True) as desk:
+        stopping, closed = threading.Thread(target=desk.watchdog.stop), desk.journal.closed
+
+        def stop_meanwhile(_: Incident) -> None:
+            stopping.start()
+            wait_until(desk.watchdog._stopping.is_set)
+
+        def written_slowly(*args: Any) -> None:
+            time.sleep(0.5)
+            closed(*args)
+
+        desk.journal.notify, desk.journal.closed = stop_meanwhile, written_slowly  # type: ignore[method-assign]
+        desk.wait_between(lambda: outcomes(tmp_path))
+        stopping.join()
     assert outcomes(tmp_path) == ["self_recovered"]
 
 
