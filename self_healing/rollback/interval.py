@@ -14,6 +14,9 @@ from .snapshots import Snapshot
 
 # Closer snapshots would be no older than what verification takes anyway.
 _LEAST_STEPS = 5
+# One copy that was held up by something else must not leave the run without a newer state for hundreds of steps: the
+# next one, at most this many times as far away, says what copies cost.
+_MOST_GROWTH = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class SnapshotInterval:
         self._step_began: float | None = None
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._copy_seconds: deque[float] = deque(maxlen=5)
+        # The shortest of the copies into new memory, which take several times as long, and are few.
+        self._first_copy_seconds = math.inf
 
     def entry_begins(self) -> None:
         """Forgets when the last step began: `train()` is entered (again)."""
@@ -73,10 +78,14 @@ class SnapshotInterval:
     def share_of_step(self, snapshot: Snapshot) -> float:
         """Measures what the copy into a snapshot cost on this rank, in steps."""
         typical = median(self._step_seconds) if self._step_seconds else math.inf
-        if not snapshot.allocated or not self._copy_seconds:
-            # The first copies into new memory take several times as long, and are few.
+        if snapshot.allocated:
+            self._first_copy_seconds = min(self._first_copy_seconds, snapshot.seconds)
+        else:
             self._copy_seconds.append(snapshot.seconds)
-        return median(self._copy_seconds) / typical
+        return self._typical_copy() / typical
+
+    def _typical_copy(self) -> float:
+        return median(self._copy_seconds) if self._copy_seconds else self._first_copy_seconds
 
     def choose(self, share: float) -> IntervalChoice | None:
         """
@@ -92,8 +101,9 @@ class SnapshotInterval:
         steps = self._config.snapshot_interval
         if not steps:
             steps = max(math.ceil(share / self._config.snapshot_overhead_budget), _LEAST_STEPS)
+            steps = min(steps, _MOST_GROWTH * self._steps)
         # Near enough is left as it is: the measurement varies, and the journal is read by people.
         if self._chosen is not None and 0.5 <= steps / self._steps <= 2:
             return None
         self._steps = self._chosen = steps
-        return IntervalChoice(steps, median(self._copy_seconds), share)
+        return IntervalChoice(steps, self._typical_copy(), share)

@@ -791,11 +791,12 @@ class TestCost:
         assert callback.run.rollback.batches.first_steps == []
 
     def test_copies_take_no_more_than_their_share(self, tmp_path: Path, tokenizer: Any) -> None:
-        config = HealingConfig(snapshot_overhead_budget=1e-4)
+        config = HealingConfig(snapshot_overhead_budget=1e-3)
         sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)], max_steps=20).train()
 
-        (plan,) = journal(tmp_path, "snapshots")
-        assert plan["interval"] == math.ceil(plan["share_of_step"] / 1e-4)
+        plan = journal(tmp_path, "snapshots")[0]
+        # From the first five steps it grows tenfold at most.
+        assert plan["interval"] == min(max(math.ceil(plan["share_of_step"] / 1e-3), 5), 50)
 
 
 def test_a_failure_of_ours_in_taking_a_snapshot_leaves_the_training_alone(

@@ -386,6 +386,13 @@ class TestInterval:
         self.chosen(interval, 0.5)
         assert self.chosen(interval, 50.0, allocated=True) is None
 
+    def test_grows_tenfold_at_most_at_a_time(self, interval: SnapshotInterval) -> None:
+        assert [self.chosen(interval, 20.0) for _ in range(3)] == [50, 500, 2000]
+
+    def test_is_not_spoiled_by_a_first_copy_that_was_held_up(self, interval: SnapshotInterval) -> None:
+        assert self.chosen(interval, 100.0, allocated=True) == 50
+        assert self.chosen(interval, 0.1, allocated=True) == 10
+
     def test_does_not_count_the_copy_as_part_of_the_step(self, interval: SnapshotInterval) -> None:
         for step in range(20, 40):
             interval.step_begins(step)
