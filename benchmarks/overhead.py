@@ -139,6 +139,8 @@ class Profile(TrainerCallback):
 class Bench:
     """Builds the same trainer again and again and times its steps."""
 
+    warm_up = WARM_UP
+
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.size = DemoSize(tokens=options.tokens, vocabulary=2048, width=options.width, layers=options.layers)
@@ -148,31 +150,35 @@ class Bench:
         # Tokenized once, and every row full: all steps do the same work.
         rows = [self.tokenizer(text)["input_ids"][: options.tokens] for text in texts]
         rows = [row for row in rows if len(row) == options.tokens]
-        self.steps = (options.turns + WARM_UP) * options.turn
+        self.steps = (options.turns + self.warm_up) * options.turn
         needed = self.steps * options.rows
         self.dataset = Dataset.from_dict({"input_ids": [rows[index % len(rows)] for index in range(needed)]})
         model = small_llama(self.tokenizer, self.size, seed=0)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
-    def trainer(self, healed: bool, turn: TrainerCallback, directory: str) -> SFTTrainer:
+    def arguments(self, directory: str) -> dict[str, Any]:
+        """Of `SFTConfig`."""
         options = self.options
+        return {
+            "output_dir": directory,
+            "max_steps": self.steps,
+            "max_length": options.tokens,
+            "per_device_train_batch_size": options.rows,
+            "gradient_accumulation_steps": 1,
+            "logging_steps": 10,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": options.device == "cpu",
+            "bf16": options.device != "cpu",
+            "gradient_checkpointing": False,
+            "dataloader_pin_memory": options.device != "cpu",
+        }
+
+    def trainer(self, healed: bool, turn: TrainerCallback, directory: str) -> SFTTrainer:
         trainer = SFTTrainer(
             model=small_llama(self.tokenizer, self.size, seed=0),
-            args=SFTConfig(
-                output_dir=directory,
-                max_steps=self.steps,
-                max_length=options.tokens,
-                per_device_train_batch_size=options.rows,
-                gradient_accumulation_steps=1,
-                logging_steps=10,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-                use_cpu=options.device == "cpu",
-                bf16=options.device != "cpu",
-                gradient_checkpointing=False,
-                dataloader_pin_memory=options.device != "cpu",
-            ),
+            args=SFTConfig(**self.arguments(directory)),
             train_dataset=self.dataset,
             processing_class=self.tokenizer,
             callbacks=[SelfHealingCallback()] if healed else None,

@@ -1,0 +1,366 @@
+"""
+What healing costs on two ranks of a run in which nothing goes wrong.
+
+As `overhead.py`, on two processes that train together: both hold the plain trainer and the one with a
+`SelfHealingCallback`, which take turns of some steps. Both ranks have come before a turn begins. A turn holds all that
+a step brings now and then: snapshots, the comparison of weights. So of a duet the ratio of all its steps counts.
+
+```bash
+python benchmarks/ranks.py
+python benchmarks/ranks.py --strategy fsdp2
+```
+
+What threads of the package do beside training falls on both trainers alike, and stands beside the ratio, as share of
+one core. A run of its own counts the votes of ranks, and the time from a rank's ballot to the result: that of the
+reduction, and of waiting for the other rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from overhead import RESULTS, Bench, Profile, Turn, keep_freed_memory, median_and_interval, processor
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+import self_healing
+from self_healing import consensus
+
+
+RANKS = 2
+# What a step with healing may take, of one without.
+BOUND = 1.02
+# Turns at the start of a duet that are not counted: a turn is noted from the end of the one before.
+WARM_UP_TURNS = 1
+# The job is ended after so many seconds, whatever became of it, and a collective after so many.
+LIMIT, COLLECTIVE = 1800, 90
+
+
+class BothRanks:
+    """Waits for the other rank at the end of a turn."""
+
+    @staticmethod
+    def synchronize() -> None:
+        dist.barrier()
+
+
+class RankTurn(Turn):
+    """
+    A turn on several ranks: only the trainer whose turn it is may be in a collective, also at the end of its run. So
+    the one that has had its last turn waits until the other has ended.
+    """
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == state.max_steps and self.other is not None and self.other.ended:
+            self._note()
+            return
+        if state.global_step == state.max_steps:
+            self.ended = True
+        super().on_step_end(args, state, control, **kwargs)
+        if self.ended:
+            self.wait()
+
+    ended = False
+
+    def _note(self) -> None:
+        self._synchronize()
+        self.seconds.append((self._clock() - (self._began or 0.0)) / self._steps)
+        self.cpu_seconds.append((time.thread_time() - self._cpu_began) / self._steps)
+
+
+class OwnThreads(TrainerCallback):
+    """Adds up the CPU time of the threads of the package, at the end of the last step."""
+
+    def __init__(self) -> None:
+        self.share: dict[str, float] = {}
+        self._began: dict[str, float] = {}
+        self._since = 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self._began, self._since = _seconds_of_threads(), time.perf_counter()
+        elif state.global_step == state.max_steps:
+            passed = time.perf_counter() - self._since
+            self.share = {
+                name: (seconds - self._began.get(name, 0.0)) / passed
+                for name, seconds in _seconds_of_threads().items()
+            }
+
+
+def _seconds_of_threads() -> dict[str, float]:
+    threads = [each for each in threading.enumerate() if each.name.startswith("self_healing") and each.ident]
+    return {each.name: time.clock_gettime(time.pthread_getcpuclockid(each.ident or 0)) for each in threads}
+
+
+class Votes:
+    """Times the votes of this process while it is entered."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self._cast = consensus._cast
+
+    def _timed(self, question: str, ballot: torch.Tensor) -> list[float]:
+        began = time.perf_counter()
+        try:
+            return self._cast(question, ballot)
+        finally:
+            self.seconds.setdefault(question, []).append(time.perf_counter() - began)
+
+    def __enter__(self) -> Votes:
+        consensus._cast = self._timed
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        consensus._cast = self._cast
+
+    def table(self, steps: int) -> list[dict[str, Any]]:
+        """By question, those that take most time first."""
+        found = sorted(self.seconds.items(), key=lambda each: -sum(each[1]))
+        return [
+            {
+                "question": question,
+                "votes": len(seconds),
+                "per_step": round(len(seconds) / steps, 3),
+                "us_each": round(1e6 * statistics.median(seconds), 1),
+                "us_per_step": round(1e6 * sum(seconds) / steps, 1),
+            }
+            for question, seconds in found
+        ]
+
+
+class RanksBench(Bench):
+    """Builds the same trainer again and again on each rank, and times its steps."""
+
+    warm_up = WARM_UP_TURNS
+
+    def arguments(self, directory: str) -> dict[str, Any]:
+        return {**super().arguments(directory), "ddp_backend": "gloo", "ddp_find_unused_parameters": False}
+
+    def rank_duet(self, healed_first: bool) -> tuple[list[tuple[float, float]], dict[str, float]]:
+        """Seconds per step, plain and healed, of each pair of turns, and the share of a core of our threads."""
+        turns = {healed: RankTurn(self.options.turn, BothRanks) for healed in (False, True)}
+        for healed, turn in turns.items():
+            turn.other = turns[not healed]
+        own = OwnThreads()
+
+        def train(healed: bool) -> None:
+            torch.set_num_threads(self.options.threads)
+            turns[healed].wait()
+            trainers[healed].train()
+            turns[not healed].mine.release()
+
+        with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as threads:
+            trainers = {healed: self.trainer(healed, turn, directory) for healed, turn in turns.items()}
+            trainers[True].add_callback(own)
+            gc.collect()
+            dist.barrier()
+            running = [threads.submit(train, healed) for healed in (False, True)]
+            turns[healed_first].mine.release()
+            for run in running:
+                run.result()
+            sharded = [isinstance(each, DTensor) for each in trainers[True].model.parameters()]
+            assert all(sharded) == any(sharded) == (self.options.strategy == "fsdp2")
+        return list(zip(turns[False].seconds, turns[True].seconds, strict=True)), own.share
+
+    def votes(self) -> list[dict[str, Any]]:
+        """Counts and times the votes, in a run of its own."""
+        torch.set_num_threads(self.options.threads)
+        with tempfile.TemporaryDirectory() as directory, Votes() as votes:
+            trainer = self.trainer(True, TrainerCallback(), directory)
+            dist.barrier()
+            trainer.train()
+        return votes.table(self.steps)
+
+
+def sharded_on_the_cpu() -> None:
+    """Has accelerate take the CPU for a device that FSDP2 can shard over; otherwise it trains under DDP, silently."""
+    os.environ.update(
+        ACCELERATE_TORCH_DEVICE="cpu",
+        ACCELERATE_USE_FSDP="true",
+        FSDP_VERSION="2",
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_TRANSFORMER_CLS_TO_WRAP="LlamaDecoderLayer",
+    )
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+
+
+def ratio_of(duet: list[tuple[float, float]]) -> float:
+    """Of all its steps: what comes only now and then is in some turns, and in the median of none."""
+    return sum(healed for _, healed in duet) / sum(plain for plain, _ in duet)
+
+
+def typical_ratio_of(duet: list[tuple[float, float]]) -> float:
+    """Of a step in which nothing comes that comes only now and then."""
+    return statistics.median(healed / plain for plain, healed in duet)
+
+
+def both_orders(values: list[float]) -> list[float]:
+    """The mean of two duets, one in which either trainer begins."""
+    return [statistics.mean(values[first : first + 2]) for first in range(0, len(values), 2)]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
+    bench, began = RanksBench(options), time.monotonic()
+    duets: list[list[tuple[float, float]]] = []
+    shares: list[dict[str, float]] = []
+    for number in range(options.duets):
+        duet, share = bench.rank_duet(healed_first=number % 2 == 1)
+        # Both ranks wait for each other in each step: what one takes longer is in the time of the other as well.
+        of_ranks: list[Any] = [None] * RANKS
+        dist.all_gather_object(of_ranks, duet)
+        duets.append([tuple(map(statistics.mean, zip(*pairs, strict=True))) for pairs in zip(*of_ranks, strict=True)])
+        shares.append(share)
+        if dist.get_rank() == 0:
+            plain = 1e3 * statistics.median(plain for plain, _ in duets[-1])
+            seconds = time.monotonic() - began
+            told = f"ratio {ratio_of(duets[-1]):.4f}, {plain:.0f} ms per plain step ({seconds:.0f} s)"
+            print(f"duet {number + 1} of {options.duets}: {told}", flush=True)
+    pairs = [pair for duet in duets for pair in duet]
+    ratios, typical = both_orders(list(map(ratio_of, duets))), both_orders(list(map(typical_ratio_of, duets)))
+    ratio, interval = median_and_interval(ratios)
+    typical_ratio, typical_interval = median_and_interval(typical)
+    bench.steps = options.profiled
+    votes = bench.votes()
+    bench.steps = options.profiled
+    profile = Profile()
+    with tempfile.TemporaryDirectory() as directory:
+        torch.set_num_threads(options.threads)
+        bench.trainer(True, profile, directory).train()
+    return {
+        "what": f"time of an optimizer step with SelfHealingCallback over that of the plain trainer, {RANKS} ranks, "
+        f"{options.strategy}, healthy SFT run",
+        "bound": BOUND,
+        "ratio": ratio,
+        "ratio_ci95": interval,
+        "typical_ratio": typical_ratio,
+        "typical_ratio_ci95": typical_interval,
+        "plain_ms_per_step": 1e3 * statistics.mean(plain for plain, _ in pairs),
+        "healed_ms_per_step": 1e3 * statistics.mean(healed for _, healed in pairs),
+        "threads_share_of_a_core": {
+            name: round(statistics.mean(each.get(name, 0.0) for each in shares), 5) for name in shares[0]
+        },
+        "duets": options.duets,
+        "pairs_of_turns_per_duet": options.turns,
+        "steps_per_turn": options.turn,
+        "setting": {
+            "ranks": RANKS,
+            "strategy": options.strategy,
+            "backend": "gloo",
+            "cpu": processor(),
+            "threads": options.threads,
+            "cores": os.cpu_count(),
+            "parameters": bench.parameters,
+            "rows": options.rows,
+            "tokens": options.tokens,
+        },
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "self_healing": self_healing.__version__,
+        },
+        "votes": votes,
+        "profile": profile.own_time(),
+        "ratio_of_two_duets": [round(value, 5) for value in ratios],
+        "typical_ratio_of_two_duets": [round(value, 5) for value in typical],
+    }
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    table = Table(title=f"Cost on {RANKS} ranks, {result['setting']['strategy']}", header_style="bold")
+    for column in ("", "value", "95 % interval"):
+        table.add_column(column, justify="left" if not column else "right")
+    table.add_row("plain trainer, ms per step", f"{result['plain_ms_per_step']:.2f}", "")
+    table.add_row("with the callback, ms per step", f"{result['healed_ms_per_step']:.2f}", "")
+    for name, key in (("ratio", "ratio"), ("ratio of a step with nothing special", "typical_ratio")):
+        low, high = result[f"{key}_ci95"]
+        table.add_row(name, f"{result[key]:.4f}", f"{low:.4f} to {high:.4f}")
+    for name, share in result["threads_share_of_a_core"].items():
+        table.add_row(f"thread '{name}', of a core", f"{100 * share:.2f} %", "")
+    console.print(table)
+    votes = Table(title="Votes of the ranks", header_style="bold")
+    for column in ("question", "per step", "us each", "us per step"):
+        votes.add_column(column, justify="left" if column == "question" else "right")
+    for entry in result["votes"]:
+        votes.add_row(entry["question"], *(str(entry[key]) for key in ("per_step", "us_each", "us_per_step")))
+    console.print(votes)
+    functions = Table(title="Own time of the package, under the profiler", header_style="bold")
+    for column in ("function", "us per step", "calls per step"):
+        functions.add_column(column, justify="left" if column == "function" else "right")
+    for entry in result["profile"]:
+        functions.add_row(entry["function"], f"{entry['us_per_step']:.1f}", f"{entry['calls_per_step']:.2f}")
+    console.print(functions)
+    told = "within" if result["ratio"] <= BOUND else "above"
+    console.print(f"The ratio is {told} the bound of {BOUND}.")
+
+
+def on_each_rank(options: argparse.Namespace) -> None:
+    if options.strategy == "fsdp2":
+        sharded_on_the_cpu()
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE))
+    result = measure(options)
+    if dist.get_rank() == 0:
+        output = options.output or RESULTS / f"ranks_{options.strategy}.json"
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        console = Console(highlight=False)
+        show(console, result)
+        console.print(f"Written to {output}", soft_wrap=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch() -> int:
+    """Starts this script on each rank; returns the exit code."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.run([*command, *sys.argv], env=environment, timeout=LIMIT, check=False).returncode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
+    parser.add_argument("--strategy", default="ddp", choices=["ddp", "fsdp2"])
+    parser.add_argument("--duets", type=int, default=10, help="duets of a plain and a healed run; an even number")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each run in a duet that count")
+    parser.add_argument("--turn", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--profiled", type=int, default=40, help="steps of the runs whose votes and calls are counted")
+    parser.add_argument("--rows", type=int, default=6, help="rows of a step on each rank")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a row")
+    parser.add_argument("--width", type=int, default=160, help="size of the hidden states")
+    parser.add_argument("--layers", type=int, default=2, help="transformer blocks")
+    parser.add_argument("--output", type=Path, help="JSON file; by default results/ranks_STRATEGY.json")
+    options = parser.parse_args()
+    if options.duets < 2 or options.duets % 2:
+        parser.error(f"--duets is {options.duets}, but must be an even number: either run begins in half of them")
+    if "RANK" not in os.environ:
+        raise SystemExit(launch())
+    # Two ranks, and two cores are all that most machines have for certain.
+    options.device, options.threads = "cpu", 1
+    on_each_rank(options)
+
+
+if __name__ == "__main__":
+    main()
