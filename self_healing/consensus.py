@@ -38,6 +38,8 @@ _QUESTION, _FAILED, _RAISED, _FIRST_ANSWER = 0, 1, 2, 3
 _ANSWERS = 5
 # Sums of such numbers over some thousand ranks are exact in single precision, which every device has.
 _QUESTIONS = 4096
+# A size in bytes is cast as so many of these and a rest: single precision has no odd numbers above 2**24.
+_CHUNK = 2**20
 # How long a rank that failed waits for the others: to fail alike, or to be through what they compute.
 _MEETING_SECONDS, _COMPUTING_SECONDS = 10.0, 20.0
 
@@ -192,15 +194,17 @@ def from_first_rank_with(question: str, find: Callable[[], _T | None], device: t
 def _from_rank(source: int, question: str, find: Callable[[], _T], device: torch.device) -> _T:
     content = b""
 
-    def size() -> list[float]:
+    def size() -> tuple[float, ...]:
         nonlocal content
         content = pickle.dumps(find()) if dist.get_rank() == source else b""
-        return [float(len(content))]
+        return divmod(len(content), _CHUNK)
 
-    length = int(sum_over_ranks(question, size, device)[0])
-    box = torch.tensor(list(content or bytes(length)), dtype=torch.uint8, device=device)
+    chunks, rest = (int(each) for each in sum_over_ranks(question, size, device)[:2])
+    length = chunks * _CHUNK + rest
+    # All are here, and nothing can come between.
+    box = torch.frombuffer(bytearray(content or length), dtype=torch.uint8).to(device)
     dist.broadcast(box, src=source)
-    received: _T = pickle.loads(bytes(box.tolist()))
+    received: _T = pickle.loads(box.cpu().numpy().tobytes())
     return received
 
 

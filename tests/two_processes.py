@@ -469,6 +469,10 @@ def main(directory: Path) -> None:
         finally:
             vars(consensus)["time"] = time
 
+    def of_many_bytes() -> int:
+        """What one process gives to the other, of a size that single precision does not hold."""
+        return len(consensus.from_first_rank("much", lambda: bytes(2**24 + 1), torch.device("cpu")))
+
     def of_a_gone_peer() -> list[str]:
         """How errors are classified that can only be told apart where several processes train."""
         source = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537]"
@@ -489,6 +493,7 @@ def main(directory: Path) -> None:
     run("plain", healed=False)
     results["of_a_gone_peer"] = of_a_gone_peer()
     results["lookup"] = long_lookup()
+    results["much"] = of_many_bytes()
     run("healthy")
     slow_to_save("slow_to_save_1", slow_rank=1)
     for full_rank in (None, 0, 1):

@@ -226,6 +226,10 @@ def test_no_rank_waits_in_a_collective_while_the_first_one_looks_something_up(re
     assert [rank["lookup"] for rank in results] == ["found by 0"] * 2
 
 
+def test_what_one_rank_gives_to_all_may_be_of_any_size(results: list[dict[str, Any]]) -> None:
+    assert [rank["much"] for rank in results] == [2**24 + 1] * 2
+
+
 def test_an_error_that_says_that_another_process_is_gone_is_no_bug(results: list[dict[str, Any]]) -> None:
     # The last three speak of something else.
     gone, other = ["process_died"] * 5, ["user_code", "user_code", "network"]
