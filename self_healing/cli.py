@@ -340,6 +340,7 @@ def chaos(
     ] = "all",
     seed: Annotated[int, typer.Option(help="Of the steps and the order of faults at random.", min=0)] = 0,
     restarts: Annotated[int, typer.Option(help="How often torchrun starts the script again.", min=0)] = 0,
+    nproc_per_node: Annotated[int, typer.Option(help="Processes that train together, under torchrun.", min=1)] = 1,
     ledger: Annotated[
         Path | None,
         typer.Option(help="Where to write what has struck. Left out, a new chaos-....jsonl here.", show_default=False),
@@ -370,7 +371,7 @@ def chaos(
         )
         raise typer.Exit(2)
     try:
-        code, rows = rehearse(script, faults, arguments or (), seed, restarts, book, min_gap)
+        code, rows = rehearse(script, faults, arguments or (), seed, restarts, book, min_gap, nproc_per_node)
     except FaultError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

@@ -48,7 +48,8 @@ from self_healing.chaos import (
     survived,
 )
 from self_healing.chaos.places import output_module, pieces_of
-from self_healing.chaos.schedule import strike_steps
+from self_healing.chaos.schedule import strike_ranks, strike_steps
+from self_healing.chaos.strikes import Strikes
 from self_healing.chaos.waiting import wait_in_c, wait_in_python
 from self_healing.cli import app
 from self_healing.failures import FailureType
@@ -99,6 +100,7 @@ def unprotected(directory: Path, tokenizer: Any, faults: str, maker: Any = sft_t
         "hang@20:seconds=0.5:where=forward:wait=native",
         "bad_sample@random:index=17",
         "torn_checkpoint@9:then=sigkill",
+        "nan_loss@12:rank=3",
     ],
 )
 def test_a_fault_is_read_as_it_is_written(text: str) -> None:
@@ -124,11 +126,12 @@ def test_all_is_every_fault_there_is() -> None:
         ("oom@-1", "at=-1 is no step"),
         ("oom*none", "times='none' is no number of times; please give one from 1, or 'always'"),
         ("oom*0", "times=0"),
-        ("nan_loss:seconds=3", "nan_loss has no parameter 'seconds'; it takes none"),
+        ("nan_loss:seconds=3", "nan_loss has no parameter 'seconds'; it takes rank"),
         ("hang:where=moon", "where='moon' must be one of data, forward"),
         ("hang:seconds=-1", "seconds=-1.0 is no time"),
+        ("sigkill:rank=-1", "sigkill: rank=-1 must be a whole number from 0"),
         ("bad_sample:index=-3", "index=-3 must be a whole number from 0"),
-        ("hang:5", "'5' is no parameter of hang, which takes: seconds, where, wait"),
+        ("hang:5", "'5' is no parameter of hang, which takes: seconds, where, wait, rank"),
         ("@3", "is no fault. Please write KIND"),
         ("", "There are no faults in ''"),
     ],
@@ -247,6 +250,123 @@ def test_a_line_torn_by_a_killed_process_is_passed_over(tmp_path: Path) -> None:
     with ledger.path.open("a") as file:
         file.write('{"event": "stri')
     assert [strike.kind for strike in ledger.strikes()] == ["oom"]
+
+
+# ---- several ranks ----
+
+
+def ranks_under(directory: Path, faults: str, ranks: int, seed: int = 0, **kwargs: Any) -> list[Strikes]:
+    """What each rank of a job knows, when it has begun."""
+    known = []
+    for rank in range(ranks):
+        strikes_here = Strikes(parse_faults(faults), seed, Ledger(directory / "chaos.jsonl"), None, **kwargs)
+        strikes_here.draw(400, rank, ranks, loads=True)
+        strikes_here.read_ledger()
+        known.append(strikes_here)
+    return known
+
+
+def test_all_ranks_draw_the_same_ranks_and_other_seeds_draw_others(tmp_path: Path) -> None:
+    drawn = [each.ranks for each in ranks_under(tmp_path, "all", 4)]
+    assert drawn == drawn[:1] * 4
+    assert set(drawn[0]) == {0, 1, 2, 3}
+    assert ranks_under(tmp_path, "all", 4, seed=1)[0].ranks != drawn[0]
+
+
+def test_the_steps_are_those_of_a_single_process(tmp_path: Path) -> None:
+    alone, together = ranks_under(tmp_path, "all", 1)[0], ranks_under(tmp_path, "all", 4)[3]
+    assert together.steps == alone.steps
+    assert set(alone.ranks) == {0}
+
+
+def test_each_rank_strikes_what_is_its_own(tmp_path: Path) -> None:
+    first, second = ranks_under(tmp_path, "oom@3:rank=1, nan_loss@3:rank=0", 2)
+    first.step = second.step = 3
+    assert [list(first.due(kind)) for kind in ("oom", "nan_loss")] == [[], [1]]
+    assert [list(second.due(kind)) for kind in ("oom", "nan_loss")] == [[0], []]
+
+
+@pytest.mark.parametrize(("ranks", "struck"), [(2, {2}), ([1, 3], {1, 3}), ("any", {0, 1, 2, 3})])
+def test_the_ranks_to_draw_from_can_be_named(ranks: Any, struck: set[int]) -> None:
+    assert set(strike_ranks(parse_faults("all"), 4, seed=0, among=ranks)) == struck
+
+
+@pytest.mark.parametrize("ranks", ["every", -1, [], [0, "1"], True])
+def test_ranks_that_are_none_are_refused(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(FaultError, match=r"please give 'any', a rank \(from 0\), or a list of ranks"):
+        chaos(tmp_path, "oom", ranks=ranks)
+
+
+def test_a_rank_that_the_job_does_not_have_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(FaultError, match="cannot strike rank 4: this job has ranks 0 to 3"):
+        strike_ranks(parse_faults("oom:rank=4"), 4, seed=0, among="any")
+    with pytest.raises(FaultError, match="cannot strike rank 1: this job has only rank 0"):
+        unprotected(tmp_path, tokenizer, "oom@1:rank=1")
+
+
+def test_what_has_struck_one_rank_strikes_no_rank_again(tmp_path: Path) -> None:
+    faults = "sigkill@3, oom*2@3"
+    before = ranks_under(tmp_path, faults, 4)
+    for number in range(2):
+        with before[before[0].ranks[number]].strike(number):
+            pass
+    # Started again with another number of ranks, which are drawn anew.
+    for now in ranks_under(tmp_path, faults, 3):
+        now.step = 5
+        assert list(now.due("sigkill")) == []
+        assert now.count(1) == 1
+
+
+def test_where_the_first_rank_loads_for_all_it_is_struck_in_loading(tmp_path: Path) -> None:
+    strikes_here = Strikes(parse_faults("bad_sample, hang, hang:where=forward"), 0, Ledger(tmp_path / "a"), None, 3)
+    strikes_here.draw(400, 0, 4, loads=False)
+    assert strikes_here.ranks == (0, 0, 3)
+
+
+def test_a_sample_that_one_rank_found_to_be_bad_is_bad_for_all(tmp_path: Path) -> None:
+    first, second = ranks_under(tmp_path, "bad_sample@3, poison_samples@3", 2, among=1)
+    first.step = second.step = 4
+    for number, detail in enumerate(({"index": 17}, {"rows": ["a row"]})):
+        with second.strike(number, **detail):
+            pass
+    assert [strike.detail.get("rows") for strike in first.found_by_others()] == [None, ["a row"]]
+    assert first.bad_index(0) == 17
+    assert first.found_by_others() == [], "it is read no more once all is known"
+
+
+def test_the_ledger_is_that_of_all_ranks(tmp_path: Path) -> None:
+    ledgers = [Ledger(tmp_path / "chaos.jsonl") for _ in range(3)]
+    for rank in (2, 0):
+        ledgers[rank].rank = rank
+        ledgers[rank].strike("oom@1", "oom", 1, 1, {})
+    ledgers[2].effect("oom@1", 1, False, {})
+    read = Ledger(tmp_path / "chaos.jsonl").strikes()
+    assert [(strike.rank, strike.effect) for strike in read] == [(2, False), (0, True)]
+
+
+def test_incidents_are_looked_for_in_the_journals_of_all_ranks(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "chaos.jsonl")
+    ledger.rank = 1
+    ledger.strike("oom@4", "oom", 4, 1, {})
+    for rank, failure in ((0, FailureType.NETWORK), (1, FailureType.OUT_OF_MEMORY)):
+        record = Journal(tmp_path / "run", HealingConfig(), "run", rank=rank)
+        incident = record.open(4, "seen", {})
+        record.diagnosed(incident, failure, "found", {})
+        record.closed(incident, "resolved" if rank else "fatal")
+    (row,) = survived(ledger, tmp_path / "run")
+    assert (row.rank, row.incident, row.outcome) == (1, "run-001", "resolved"), "each rank counts its own incidents"
+
+
+def test_the_end_of_the_other_ranks_speaks_of_the_one_that_failed(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "chaos.jsonl")
+    ledger.rank = 1
+    ledger.strike("network_error@4", "network_error", 4, 1, {})
+    record = Journal(tmp_path / "run", HealingConfig(), "run")
+    for failed, failure in ((2, "network"), (1, "out_of_memory"), (1, "network")):
+        incident = record.open(4, "failure_on_another_rank", {"rank": failed, "failure": failure})
+        record.diagnosed(incident, FailureType.PROCESS_DIED, f"rank {failed}", {})
+    (row,) = survived(ledger, tmp_path / "run")
+    assert row.incident == "run-003"
 
 
 # ---- what they leave behind ----

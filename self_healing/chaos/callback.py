@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.data_loader import DataLoaderDispatcher
 from transformers import Trainer, TrainerCallback
 
 from ..data.proxy import Proxy
@@ -16,7 +17,7 @@ from ..instrument import find_trainer
 from .calls import guard_rewards
 from .checkpoint_faults import guard_saving, tear_checkpoint
 from .data_faults import DataFaults
-from .faults import KINDS, Fault, FaultError, parse_faults
+from .faults import ANY, KINDS, Fault, FaultError, parse_faults
 from .ledger import Ledger
 from .model_faults import ModelFaults
 from .strikes import Strikes
@@ -41,7 +42,8 @@ class Chaos(TrainerCallback):
 
     A fault that has struck is written to the ledger before it strikes and does not strike again, neither when the
     step is computed again nor in a restarted process, unless it was asked for more often. The run's random states
-    are not touched, and all hooks are gone when training ends. With several processes, faults strike in the first.
+    are not touched, and all hooks are gone when training ends. With several processes (ranks), each fault strikes one
+    of them, at random but the same for the same seed; what is wrong with the data is so on all of them.
 
     Args:
         faults (`str` or `Sequence[Fault | str]`):
@@ -53,6 +55,8 @@ class Chaos(TrainerCallback):
             another rehearsal.
         min_gap (`int`, *optional*):
             Fewest steps between two faults at random. Defaults to half of the steps that each has.
+        ranks (`"any"`, `int` or `Sequence[int]`, *optional*, defaults to `"any"`):
+            With several processes, those that faults may strike which name no `rank` of their own.
 
     Example:
 
@@ -68,6 +72,7 @@ class Chaos(TrainerCallback):
         seed: int = 0,
         ledger: str | os.PathLike[str] | Ledger = "chaos.jsonl",
         min_gap: int | None = None,
+        ranks: str | int | Sequence[int] = ANY,
     ) -> None:
         given = [faults] if isinstance(faults, str) else list(faults)
         self.faults: tuple[Fault, ...] = tuple(
@@ -76,7 +81,7 @@ class Chaos(TrainerCallback):
         if not self.faults:
             raise FaultError(f"Chaos needs at least one fault; there are: {', '.join(KINDS)}.")
         self.ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
-        self._strikes = Strikes(self.faults, seed, self.ledger, min_gap)
+        self._strikes = Strikes(self.faults, seed, self.ledger, min_gap, ranks)
         self._model = ModelFaults(self._strikes)
         self._data = DataFaults(self._strikes)
         self._last_word = _LastWord(self)
@@ -116,15 +121,16 @@ class Chaos(TrainerCallback):
         if trainer is None:
             logger.warning("Chaos found no trainer in the call stack and injects nothing. Please use Chaos.attach().")
             return
-        if args.process_index != 0:
-            return
         if state.max_steps < 1:
             raise FaultError("Chaos needs to know how long the run is. Please set max_steps.")
-        self._strikes.draw_steps(int(state.max_steps))
+        self._know(trainer)
+        loader = kwargs.get("train_dataloader")
+        self._strikes.draw(
+            int(state.max_steps), args.process_index, args.world_size, not isinstance(loader, DataLoaderDispatcher)
+        )
         for strike in self._strikes.read_ledger():
             self._model.take_over(strike.detail.get("rows", ()))
         self._strikes.step = int(state.global_step)
-        self._know(trainer)
         callbacks = trainer.callback_handler.callbacks
         if self._last_word in callbacks:
             callbacks.remove(self._last_word)
@@ -139,8 +145,9 @@ class Chaos(TrainerCallback):
             max_steps=int(state.max_steps),
             faults=list(self._strikes.keys),
             at=list(self._strikes.steps),
+            on=list(self._strikes.ranks),
         )
-        self._put_in_place(trainer, kwargs.get("train_dataloader"))
+        self._put_in_place(trainer, loader)
 
     def _put_in_place(self, trainer: Any, dataloader: Any) -> None:
         self._model.put_in_place(trainer, self._undo)
@@ -175,6 +182,8 @@ class Chaos(TrainerCallback):
         if self._trainer is None:
             return
         with self._strikes.contained():
+            for strike in self._strikes.found_by_others():
+                self._model.take_over(strike.detail.get("rows", ()))
             for number in self._strikes.due("torn_checkpoint"):
                 tear_checkpoint(self._strikes, number, args.output_dir)
             self._model.change_weights()

@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ def guard_saving(strikes: Strikes, trainer: Any, undo: contextlib.ExitStack) -> 
         for number in strikes.due("disk_full"):
             directory = str(output_dir or trainer.args.output_dir)
             with strikes.strike(number, directory=directory):
-                # As a full disk leaves it: the weights half written, and nothing after them.
-                _cut_off(Path(directory))
+                # As a full disk leaves it: what this rank writes of the weights half written, and nothing after it.
+                own = _own_shards(Path(directory), strikes.rank)
+                _cut_off(own if own or strikes.rank > 0 else _weights(Path(directory)))
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory)
         return done
 
@@ -41,22 +43,35 @@ def guard_saving(strikes: Strikes, trainer: Any, undo: contextlib.ExitStack) -> 
 
 def tear_checkpoint(strikes: Strikes, number: int, output_dir: str) -> None:
     """Cuts off the weights of the newest checkpoint, if there is one."""
-    found = sorted(
-        (path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[-1].isdigit()),
-        key=lambda path: int(path.name.split("-")[-1]),
-    )
+    # What is written last of one: another rank may still be about it.
+    states = Path(output_dir).glob("checkpoint-*/trainer_state.json")
+    found = sorted((state.parent for state in states if _number(state.parent) >= 0), key=_number)
     if not found:
         # Nothing to tear yet: the first one there is.
         return
     with strikes.strike(number, checkpoint=str(found[-1])) as result:
-        result["effect"] = _cut_off(found[-1])
+        # Another rank may be removing it.
+        result["effect"] = False
+        result["effect"] = _cut_off(_own_shards(found[-1], strikes.rank) or _weights(found[-1]))
     if strikes.faults[number].get("then") == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _cut_off(directory: Path) -> bool:
-    """Leaves half of the largest file of weights; in a file of its own, so that hard links elsewhere stay whole."""
-    files = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
+def _number(checkpoint: Path) -> int:
+    number = checkpoint.name.split("-")[-1]
+    return int(number) if number.isdigit() else -1
+
+
+def _weights(checkpoint: Path) -> list[Path]:
+    return [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
+
+
+def _own_shards(checkpoint: Path, rank: int) -> list[Path]:
+    return [*checkpoint.glob(f"pytorch_model_fsdp_*/__{rank}_*.distcp")]
+
+
+def _cut_off(files: Sequence[Path]) -> bool:
+    """Leaves half of the largest file; in a file of its own, so that hard links elsewhere stay whole."""
     if not files:
         return False
     largest = max(files, key=lambda path: path.stat().st_size)

@@ -104,7 +104,8 @@ class DataFaults:
     def _spoil_sample(self, number: int, fault: Fault, wanted: list[int]) -> None:
         with self._strikes.lock:
             bad = self._strikes.bad_index(number) if fault.index is None else fault.index
-            if bad < 0 and self._strikes.step >= self._strikes.steps[number]:
+            finds = self._strikes.ranks[number] == self._strikes.rank
+            if bad < 0 and finds and self._strikes.step >= self._strikes.steps[number]:
                 bad = wanted[0]
                 self._strikes.note_bad_index(number, bad)
             if bad not in wanted or self._strikes.step < self._strikes.steps[number]:

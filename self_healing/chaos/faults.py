@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-RANDOM, ALWAYS = "random", "always"
+RANDOM, ALWAYS, ANY = "random", "always", "any"
 
 
 class FaultError(ValueError):
@@ -39,7 +39,9 @@ class Kind:
 
 
 _WHERE = {"where": ("data", "forward"), "wait": ("python", "native"), "then": ("nothing", "sigkill")}
-_PARAMETERS = ("seconds", "where", "wait", "index", "rows", "token", "then")
+_PARAMETERS = ("seconds", "where", "wait", "index", "rows", "token", "then", "rank")
+# What every fault takes.
+_OF_ALL = {"rank": None}
 _NETWORK_WHERE = ("auto", "reward", "data", "forward")
 
 KINDS: dict[str, Kind] = {
@@ -98,6 +100,8 @@ class Fault:
             step on. Defaults to any rows.
         then (`str`, *optional*):
             Of `torn_checkpoint`: `"sigkill"` ends the process, so that the next one has to read it.
+        rank (`int`, *optional*):
+            Of several processes, the one that it strikes. Defaults to any, drawn at random.
 
     Example:
 
@@ -117,6 +121,7 @@ class Fault:
     rows: int | None = None
     token: int | None = None
     then: str | None = None
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -134,13 +139,12 @@ class Fault:
                 self._check(name, getattr(self, name))
 
     def _check(self, name: str, value: Any) -> None:
-        known = KINDS[self.kind].parameters
+        known = parameters_of(self.kind)
         if name not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise FaultError(f"{self.kind} has no parameter {name!r}; {takes}.")
+            raise FaultError(f"{self.kind} has no parameter {name!r}; it takes {', '.join(known)}.")
         if name == "seconds" and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise FaultError(f"{self.kind}: seconds={value!r} is no time; please give a number above 0.")
-        least = {"index": 0, "rows": 1, "token": 0}
+        least = {"index": 0, "rows": 1, "token": 0, "rank": 0}
         if name in least and (not _is_whole(value) or value < least[name]):
             raise FaultError(f"{self.kind}: {name}={value!r} must be a whole number from {least[name]}.")
         allowed = _NETWORK_WHERE if self.kind == "network_error" else _WHERE.get(name)
@@ -150,7 +154,7 @@ class Fault:
     def get(self, name: str) -> Any:
         """A parameter, or its default."""
         value = getattr(self, name)
-        return KINDS[self.kind].parameters[name] if value is None else value
+        return parameters_of(self.kind)[name] if value is None else value
 
     @property
     def drawn(self) -> bool:
@@ -167,10 +171,15 @@ class Fault:
         told = "" if self.times in (None, 1) else f"*{self.times}"
         given = [
             f":{name}={getattr(self, name):g}" if name == "seconds" else f":{name}={getattr(self, name)}"
-            for name in KINDS[self.kind].parameters
+            for name in parameters_of(self.kind)
             if getattr(self, name) is not None
         ]
         return f"{self.kind}{told}@{self.at}{''.join(given)}"
+
+
+def parameters_of(kind: str) -> dict[str, Any]:
+    """Gives the parameters of a kind of fault, and their defaults."""
+    return {**KINDS[kind].parameters, **_OF_ALL}
 
 
 def _is_whole(value: Any) -> bool:
@@ -199,8 +208,7 @@ def parse_fault(text: str) -> Fault:
     for part in found["rest"].split(":")[1:]:
         name, equals, value = part.partition("=")
         if not equals or name not in _PARAMETERS:
-            takes = ", ".join(KINDS[found["kind"]].parameters) if found["kind"] in KINDS else ""
-            takes = takes or "none"
+            takes = ", ".join(parameters_of(found["kind"])) if found["kind"] in KINDS else "none"
             raise FaultError(f"{text!r}: {part!r} is no parameter of {found['kind']}, which takes: {takes}.")
         given[name] = _number(value, float if name == "seconds" else int)
     times, at = found["times"], found["at"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import time
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..files import append_line, parse_lines
+from ..files import append_line, of_rank, parse_lines, rank_in
 
 
 @dataclass(slots=True)
@@ -36,6 +37,8 @@ class Strike:
             What it was done to.
         ended (`float`):
             When it was over, for one that takes time.
+        rank (`int`):
+            The rank that it struck.
     """
 
     fault: str
@@ -47,25 +50,30 @@ class Strike:
     effect: bool = True
     detail: dict[str, Any] = field(default_factory=dict)
     ended: float = 0.0
+    rank: int = 0
 
 
 class Ledger:
     """
-    Appends to a file of JSON lines, each on the disk before the call returns.
+    Appends to a file of JSON lines, each on the disk before the call returns. Each rank has a file of its own beside
+    that of the first one (`chaos.rank1.jsonl`), because not every shared disk appends for several machines at once;
+    what is read is that of all ranks.
 
     Args:
         path (`str` or `PathLike`):
-            The file, outside of the run's directory.
+            The file of the first rank, outside of the run's directory.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
+        # Of this process.
+        self.rank = 0
 
     def write(self, event: str, **fields: Any) -> None:
         """Appends one line."""
         line = {"event": event, "time": time.time(), "pid": os.getpid(), **fields}
         # What comes next may be SIGKILL.
-        append_line(self.path, line, sync=True)
+        append_line(of_rank(self.path, self.rank), line, sync=True)
 
     def strike(self, fault: str, kind: str, step: int, count: int, detail: Mapping[str, Any]) -> None:
         """Writes down that a fault is about to strike."""
@@ -76,25 +84,37 @@ class Ledger:
         self.write("effect", fault=fault, count=count, effect=effect, detail=dict(detail))
 
     def lines(self) -> list[dict[str, Any]]:
-        """Reads all that is there; a line torn by a killed process is passed over."""
-        try:
-            found, _ = parse_lines(self.path.read_text(encoding="utf-8", errors="replace"))
-        except FileNotFoundError:
-            return []
-        return [entry for entry in found if "event" in entry]
+        """Reads what all ranks have written, by time; a line torn by a killed process is passed over."""
+        found: list[dict[str, Any]] = []
+        for path in (self.path, *self.path.parent.glob(f"{glob.escape(self.path.stem)}.rank*{self.path.suffix}")):
+            rank = 0 if path == self.path else rank_in(path)
+            try:
+                lines, _ = parse_lines(path.read_text(encoding="utf-8", errors="replace"))
+            except FileNotFoundError:
+                continue
+            found += [{**entry, "rank": rank} for entry in lines if "event" in entry]
+        return sorted(found, key=lambda entry: float(entry.get("time", 0.0)))
 
     def strikes(self) -> list[Strike]:
         """Reads all strikes in the order they came."""
         found: list[Strike] = []
-        latest: dict[tuple[str, int], Strike] = {}
+        latest: dict[tuple[str, int, int], Strike] = {}
         for line in self.lines():
             if line["event"] == "strike":
-                strike = Strike(line["fault"], line["kind"], line["step"], line["count"], line["pid"], line["time"])
+                strike = Strike(
+                    line["fault"],
+                    line["kind"],
+                    line["step"],
+                    line["count"],
+                    line["pid"],
+                    line["time"],
+                    rank=line["rank"],
+                )
                 strike.detail.update(line.get("detail", {}))
                 found.append(strike)
-                latest[strike.fault, strike.count] = strike
+                latest[strike.fault, strike.count, strike.rank] = strike
             elif line["event"] == "effect":
-                known = latest.get((line["fault"], line["count"]))
+                known = latest.get((line["fault"], line["count"], line["rank"]))
                 if known is not None:
                     known.effect, known.ended = bool(line["effect"]), line["time"]
                     known.detail.update(line.get("detail", {}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import random
 import signal
@@ -12,8 +11,9 @@ from typing import Any
 
 import torch
 
+from ..instrument.live_state import local
 from .calls import lose_connection, wait
-from .places import SeenInputs, changed, last_weight, middle_weight, output_module, pieces_of, spoiled
+from .places import SeenInputs, changed, last_weight, middle_weight, on_gradient, output_module, pieces_of, spoiled
 from .strikes import Strikes
 
 
@@ -51,8 +51,7 @@ class ModelFaults:
             undo.callback(self._release)
         weight = middle_weight(model)
         if weight is not None and (self._strikes.wanted("nan_gradient") or self._strikes.wanted("inf_gradient")):
-            parameter: Any = weight[1]
-            handles.append(parameter.register_hook(functools.partial(self._on_gradient, weight[0])))
+            undo.callback(on_gradient(model, *weight, self._on_gradient).remove)
         for handle in handles:
             undo.callback(handle.remove)
 
@@ -131,14 +130,17 @@ class ModelFaults:
             result["effect"] = found is not None
             if found is not None:
                 with torch.no_grad():
-                    found[1][(0,) * found[1].ndim] = float("nan")
+                    weight = local(found[1])
+                    result["effect"] = weight.numel() > 0
+                    weight.view(-1)[:1] = float("nan")
 
     def _scramble_layer(self, number: int) -> None:
         found = last_weight(self._trainer.model)
         with self._strikes.strike(number, parameter=None if found is None else found[0]) as result:
             result["effect"] = found is not None
             if found is not None:
-                weight = found[1]
+                weight = local(found[1])
+                result["effect"] = weight.numel() > 0
                 generator = torch.Generator().manual_seed(self._strikes.seed + number)
                 noise = torch.randn(weight.shape, generator=generator).to(weight.device, weight.dtype)
                 with torch.no_grad():

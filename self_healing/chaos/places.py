@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def output_module(model: nn.Module) -> nn.Module:
@@ -75,6 +77,42 @@ def last_weight(model: nn.Module) -> tuple[str, nn.Parameter] | None:
     """That of the head, or what comes closest to it."""
     found = trained_weights(model)
     return found[-1] if found else None
+
+
+class _OnUnsharded:
+    """Hooks a weight that FSDP2 gathers for each call of its module: gradients reach what it is gathered into."""
+
+    def __init__(self, module: nn.Module, name: str, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._name, self._hook = name, hook
+        self._hooked: Any = None
+        self._handle: Any = None
+        self._before_calls = module.register_forward_pre_hook(self._look)
+
+    def _look(self, module: nn.Module, inputs: Any) -> None:
+        gathered = getattr(module, self._name)
+        if gathered is not self._hooked and gathered.requires_grad:
+            self._let_go()
+            self._hooked, self._handle = gathered, gathered.register_hook(self._hook)
+
+    def _let_go(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._hooked = self._handle = None
+
+    def remove(self) -> None:
+        self._before_calls.remove()
+        self._let_go()
+
+
+def on_gradient(
+    model: nn.Module, name: str, weight: nn.Parameter, change: Callable[[str, torch.Tensor], torch.Tensor | None]
+) -> Any:
+    """Has a function change the gradient of a weight, until what it gives is removed."""
+    if not isinstance(weight, DTensor):
+        tensor: Any = weight  # torch has no types for its hooks
+        return tensor.register_hook(partial(change, name))
+    module, _, own_name = name.rpartition(".")
+    return _OnUnsharded(model.get_submodule(module), own_name, partial(change, name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from .run import environment
 from .survival import Survival, survived
 
 
-def command_line(script: Path, arguments: Sequence[str], restarts: int) -> list[str]:
-    """Plain Python, or torchrun where the script is to be started again."""
+def command_line(script: Path, arguments: Sequence[str], restarts: int, processes: int = 1) -> list[str]:
+    """Plain Python, or torchrun where the script is to be started again, or in several processes."""
     launcher = [sys.executable]
-    if restarts > 0:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    if restarts > 0 or processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         launcher += ["--max-restarts", str(restarts)]
     return [*launcher, "-m", "self_healing.chaos.run", str(script), *arguments]
 
@@ -31,6 +31,7 @@ def rehearse(
     restarts: int = 0,
     ledger: str | os.PathLike[str] = "chaos.jsonl",
     min_gap: int | None = None,
+    processes: int = 1,
 ) -> tuple[int, list[Survival]]:
     """
     Runs a training script under faults.
@@ -48,6 +49,8 @@ def rehearse(
             How often torchrun starts the script again.
         ledger (`str` or `PathLike`):
             The file that remembers what has struck.
+        processes (`int`, *optional*, defaults to 1):
+            How many of them train together.
 
     Returns:
         `tuple[int, list[Survival]]`: The exit code and what became of each fault.
@@ -58,7 +61,7 @@ def rehearse(
     parse_faults(faults)
     book = Ledger(ledger)
     process = subprocess.run(
-        command_line(Path(script), arguments, restarts),
+        command_line(Path(script), arguments, restarts, processes),
         env=environment(faults, seed, book.path, min_gap),
         check=False,
     )

@@ -1,11 +1,14 @@
-"""Schedules faults: at their step, or spread over the run at random with room to recover between them."""
+"""
+Schedules faults: at their step, or spread over the run at random with room to recover between them; and on the rank
+they are meant for, or on one at random.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
-from .faults import RANDOM, Fault, FaultError
+from .faults import ANY, RANDOM, Fault, FaultError
 
 
 def strike_steps(faults: Sequence[Fault], max_steps: int, seed: int, min_gap: int | None = None) -> tuple[int, ...]:
@@ -48,3 +51,34 @@ def strike_steps(faults: Sequence[Fault], max_steps: int, seed: int, min_gap: in
         begin, slack = gap + place * room, room - gap
         steps[number] = min(int(begin + rng.random() * slack), max_steps - 1)
     return tuple(steps)
+
+
+def strike_ranks(faults: Sequence[Fault], world_size: int, seed: int, among: str | int | Sequence[int]) -> list[int]:
+    """
+    Gives the rank of each fault: its own, or one drawn at random. The same for the same arguments, so that all ranks
+    know it without asking each other.
+
+    Args:
+        faults (`Sequence[Fault]`):
+            All of them.
+        world_size (`int`):
+            Number of ranks.
+        seed (`int`):
+            Of the draw.
+        among (`"any"`, `int` or `Sequence[int]`):
+            Those to draw from.
+
+    Raises:
+        `FaultError`: if there is no such rank.
+    """
+    chosen = [among] if isinstance(among, int) else [each for each in among if isinstance(each, int)]
+    if among == ANY:
+        chosen = list(range(world_size))
+    for rank in (*chosen, *(fault.rank for fault in faults if fault.rank is not None)):
+        if rank >= world_size:
+            there_are = "only rank 0" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+            raise FaultError(f"Faults cannot strike rank {rank}: this job has {there_are}. Please name one of these.")
+    # Apart from the draw of the steps, which is the same for any number of ranks.
+    rng = random.Random(f"ranks {seed}")
+    drawn = [rng.choice(chosen) for _ in faults]
+    return [rank if fault.rank is None else fault.rank for fault, rank in zip(faults, drawn, strict=True)]

@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 
-from .faults import KINDS, Fault, keys_of
+from .faults import ANY, KINDS, Fault, FaultError, keys_of
 from .ledger import Ledger, Strike
-from .schedule import strike_steps
+from .schedule import strike_ranks, strike_steps
 
 
 logger = logging.getLogger("self_healing.chaos")
+
+# What is wrong with the data is so for whoever reads it: one rank finds it, and from then on all of them meet it.
+_OF_THE_DATA = frozenset({"bad_sample", "poison_samples"})
+# Before steps are drawn.
+_NEVER = 2**62
 
 
 class Strikes:
@@ -31,15 +36,34 @@ class Strikes:
             What has struck.
         min_gap (`int`, *optional*):
             Fewest steps between two faults at random.
+        among (`"any"`, `int` or `Sequence[int]`):
+            Ranks that those strike which name none.
+
+    Raises:
+        `FaultError`: if these are no ranks.
     """
 
-    def __init__(self, faults: Sequence[Fault], seed: int, ledger: Ledger, min_gap: int | None) -> None:
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        seed: int,
+        ledger: Ledger,
+        min_gap: int | None,
+        among: str | int | Sequence[int] = ANY,
+    ) -> None:
+        named = [among] if isinstance(among, int) else [] if among == ANY else among
+        whole = [isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in named]
+        if not all(whole) or (among != ANY and not whole):
+            raise FaultError(f"ranks={among!r}: please give {ANY!r}, a rank (from 0), or a list of ranks.")
         self.faults = tuple(faults)
         self.keys = keys_of(faults)
         self.seed = seed
         self.ledger = ledger
         self.min_gap = min_gap
-        self.steps: tuple[int, ...] = ()
+        self._among = among
+        self.rank = 0
+        self.steps: tuple[int, ...] = (_NEVER,) * len(self.faults)
+        self.ranks: tuple[int, ...] = (0,) * len(self.faults)
         # Whether the trainer has reward functions: a network error without `where` strikes there.
         self.has_rewards = False
         # Shared with data loader workers, which are forked with a copy of everything else: the steps that are
@@ -58,15 +82,53 @@ class Strikes:
     def step(self, finished: int) -> None:
         self._clock[0] = finished
 
-    def draw_steps(self, max_steps: int) -> None:
-        """Draws the steps of those at random."""
+    def draw(self, max_steps: int, rank: int, ranks: int, loads: bool) -> None:
+        """
+        Draws the steps and the ranks of those at random.
+
+        Args:
+            max_steps (`int`):
+                Of the run.
+            rank (`int`), ranks (`int`):
+                This one, of so many.
+            loads (`bool`):
+                Whether each rank loads its own samples; otherwise the first one loads those of all.
+        """
         self.steps = strike_steps(self.faults, max_steps, self.seed, self.min_gap)
+        drawn = strike_ranks(self.faults, ranks, self.seed, self._among)
+        places = [self._place(fault) for fault in self.faults]
+        self.ranks = tuple(
+            0 if place == "data" and not loads else each for place, each in zip(places, drawn, strict=True)
+        )
+        self.rank = self.ledger.rank = rank
 
     def read_ledger(self) -> list[Strike]:
-        """Takes over what earlier processes of this rehearsal have done, once, and gives it."""
+        """Takes over what earlier processes of this rehearsal have done, of all ranks, once, and gives it."""
         if self._replayed:
             return []
         self._replayed = True
+        strikes = self._take_over()
+        if strikes:
+            logger.warning(
+                "Chaos: %d strikes are on record in %s and do not come again. For another rehearsal, name another "
+                "ledger.",
+                len(strikes),
+                self.ledger.path,
+            )
+        return strikes
+
+    def found_by_others(self) -> list[Strike]:
+        """Takes over what other ranks have meanwhile found to be wrong with the data, and gives all that struck."""
+        unknown = any(
+            fault.kind in _OF_THE_DATA
+            and self.ranks[number] != self.rank
+            and self.step > self.steps[number]
+            and self.count(number) < (fault.limit or 1)
+            for number, fault in enumerate(self.faults)
+        )
+        return self._take_over() if unknown else []
+
+    def _take_over(self) -> list[Strike]:
         known = {key: number for number, key in enumerate(self.keys)}
         strikes = self.ledger.strikes()
         for strike in strikes:
@@ -75,13 +137,6 @@ class Strikes:
                 row = self._struck[number]
                 row[0], row[1] = max(int(row[0]), strike.count), max(int(row[1]), strike.step)
                 row[2] = strike.detail.get("index", int(row[2]))
-        if strikes:
-            logger.warning(
-                "Chaos: %d strikes are on record in %s and do not come again. For another rehearsal, name another "
-                "ledger.",
-                len(strikes),
-                self.ledger.path,
-            )
         return strikes
 
     def count(self, number: int) -> int:
@@ -120,6 +175,8 @@ class Strikes:
         for number, fault in enumerate(self.faults):
             if fault.kind != kind or (place is not None and self._place(fault) != place):
                 continue
+            if self.ranks[number] != self.rank:
+                continue
             count, last = int(self._struck[number, 0]), int(self._struck[number, 1])
             if step < self.steps[number] or (fault.limit is not None and count >= fault.limit):
                 continue
@@ -136,7 +193,7 @@ class Strikes:
         told = fault.limit is not None or count == 1
         if told:
             self.ledger.strike(self.keys[number], fault.kind, step, count, detail)
-            logger.warning("Chaos: %s strikes at step %d.", self.keys[number], step)
+            logger.warning("Chaos: %s strikes at step %d (rank %d).", self.keys[number], step, self.rank)
         result: dict[str, Any] = {"effect": True}
         try:
             yield result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from ..failures import FailureType
+from ..files import parse_lines
 from ..own_files import EVENTS_FILE
 from .ledger import Ledger, Strike
 
@@ -82,6 +83,8 @@ class Survival:
             What it was done to.
         actions (`tuple[str, ...]`):
             What was done about it, as the journal names it.
+        rank (`int`):
+            The rank that it struck.
     """
 
     fault: str
@@ -92,21 +95,26 @@ class Survival:
     survived: bool
     detail: dict[str, Any] = field(default_factory=dict)
     actions: tuple[str, ...] = ()
+    rank: int = 0
 
 
 @dataclass(slots=True)
 class _Seen:
-    """An incident as the journal tells it."""
+    """An incident as the journal of a rank tells it."""
 
     id: str
     time: float
     step: int
+    rank: int
     failure: str | None = None
     outcome: str = "open"
     actions: list[str] = field(default_factory=list)
     taken: bool = False
     # Of the process that died, where the next one knows it.
     pid: int | None = None
+    # Where a rank ends because another one has failed: that one, and with what.
+    failed_rank: int | None = None
+    failed_with: str | None = None
 
 
 def survived(
@@ -119,7 +127,7 @@ def survived(
         ledger (`str`, `PathLike` or [`Ledger`]):
             Of the rehearsal.
         run_dir (`str` or `PathLike`, or several):
-            The directory with the run's `healing_events.jsonl`.
+            The directory with the run's `healing_events.jsonl`, and those of the other ranks.
 
     Returns:
         `list[Survival]`: One row per strike in the order they came, and one per fault that never struck.
@@ -139,33 +147,33 @@ def survived(
 
 def _events(directory: Path) -> list[dict[str, Any]]:
     path = directory if directory.is_file() else directory / EVENTS_FILE
-    found = []
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            # Torn by a killed process.
-            continue
+    found: list[dict[str, Any]] = []
+    for journal in (path, *path.parent.glob(f"{path.stem}.rank*{path.suffix}")):
+        with contextlib.suppress(OSError):
+            # Lines torn by a killed process are left out.
+            found += parse_lines(journal.read_text(encoding="utf-8", errors="replace"))[0]
     return found
 
 
 def _incidents(events: Sequence[dict[str, Any]]) -> list[_Seen]:
-    found: dict[str, _Seen] = {}
+    # Each rank counts its own: two of them may give one name to different incidents.
+    found: dict[tuple[int, str], _Seen] = {}
     for event in events:
-        name = event.get("incident")
+        name, rank = event.get("incident"), event.get("rank", 0)
         if name is None:
             continue
-        incident = found.setdefault(name, _Seen(name, event["time"], event["step"]))
+        incident = found.setdefault((rank, name), _Seen(name, event["time"], event["step"], rank))
         incident.failure = event.get("failure") or incident.failure
         incident.outcome = event.get("outcome") or incident.outcome
         if event.get("kind") == "action" and event.get("happened"):
             incident.actions.append(event["action"])
-        if incident.pid is None and isinstance(event.get("evidence"), dict):
-            incident.pid = event["evidence"].get("pid")
+        evidence = event.get("evidence")
+        if not isinstance(evidence, dict):
+            continue
+        if incident.pid is None:
+            incident.pid = evidence.get("pid")
+        if event.get("symptom") == "failure_on_another_rank":
+            incident.failed_rank, incident.failed_with = evidence.get("rank"), evidence.get("failure")
     return list(found.values())
 
 
@@ -175,33 +183,42 @@ def _passed_over(events: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def _survival(strike: Strike, incidents: Sequence[_Seen], passed_over: set[str]) -> Survival:
+    def told(effect: bool, incident: str | None, outcome: str, outlived: bool, done: Sequence[str] = ()) -> Survival:
+        actions = tuple(done)
+        return Survival(
+            strike.fault, strike.step, effect, incident, outcome, outlived, strike.detail, actions, strike.rank
+        )
+
     if not strike.effect:
-        return Survival(strike.fault, strike.step, False, None, "had no effect", True, strike.detail)
+        return told(False, None, "had no effect", True)
     incident = _matching(strike, incidents)
     if strike.kind == "torn_checkpoint":
         name = str(strike.detail.get("checkpoint"))
         if any(Path(path).absolute() == Path(name).absolute() for path in passed_over):
             found = None if incident is None else incident.id
-            return Survival(strike.fault, strike.step, True, found, "passed over", True, strike.detail)
+            return told(True, found, "passed over", True)
         if strike.detail.get("then") != "sigkill":
             incident = None
     if incident is None:
         may = _MAY_PASS.get(strike.kind)
-        return Survival(strike.fault, strike.step, True, None, may or "no incident", may is not None, strike.detail)
+        return told(True, None, may or "no incident", may is not None)
     incident.taken = True
-    outlived = incident.outcome != "fatal"
-    done = tuple(incident.actions)
-    return Survival(strike.fault, strike.step, True, incident.id, incident.outcome, outlived, strike.detail, done)
+    return told(True, incident.id, incident.outcome, incident.outcome != "fatal", incident.actions)
 
 
 def _speaks_of(incident: _Seen, strike: Strike) -> bool:
+    if incident.failed_rank is not None:
+        return incident.failed_rank == strike.rank and incident.failed_with in EXPECTED[strike.kind]
     if incident.failure == FailureType.PROCESS_DIED and incident.pid not in (None, strike.pid):
         return False
     return incident.failure in EXPECTED[strike.kind]
 
 
 def _matching(strike: Strike, incidents: Sequence[_Seen]) -> _Seen | None:
-    """The first incident after the strike that speaks of such a fault; one that tells of several where it has to."""
+    """
+    The first incident after the strike that speaks of such a fault, by the journal of its rank where that does; one
+    that tells of several where it has to.
+    """
     fitting = [
         incident
         for incident in incidents
@@ -209,7 +226,7 @@ def _matching(strike: Strike, incidents: Sequence[_Seen]) -> _Seen | None:
     ]
     free = [incident for incident in fitting if not incident.taken]
     if free:
-        return free[0]
+        return next((incident for incident in free if incident.rank == strike.rank), free[0])
     # Several steps in a row, or several calls, are one incident.
     shared = [
         incident
@@ -222,12 +239,15 @@ def _matching(strike: Strike, incidents: Sequence[_Seen]) -> _Seen | None:
 def survival_table(rows: Sequence[Survival]) -> Table:
     """Puts the rows into a table for the terminal."""
     table = Table(title="What was survived", header_style="bold")
-    for column in ("fault", "step", "incident", "outcome", "survived"):
-        table.add_column(column, justify="right" if column == "step" else "left", overflow="fold")
+    several = any(row.rank > 0 for row in rows)
+    for column in ("fault", "step", *(["rank"] if several else []), "incident", "outcome", "survived"):
+        table.add_column(column, justify="right" if column in ("step", "rank") else "left", overflow="fold")
     for row in rows:
+        never = row.step is None
         table.add_row(
             row.fault,
-            "-" if row.step is None else str(row.step),
+            "-" if never else str(row.step),
+            *(["-" if never else str(row.rank)] if several else []),
             row.incident or "-",
             row.outcome,
             "[green]yes[/green]" if row.survived else "[bold red]no[/bold red]",
