@@ -218,6 +218,11 @@ def from_every_rank(question: str, value: _T, device: torch.device) -> list[_T]:
     return values
 
 
+def ranks_where(question: str, flag: bool, device: torch.device) -> list[int]:
+    """Lists the ranks on which a flag is true; for where something has gone wrong. As [`sum_over_ranks`]."""
+    return [rank for rank, holds in enumerate(from_every_rank(question, bool(flag), device)) if holds]
+
+
 def looked_up_by_first_rank(question: str, look: Callable[[], _T], device: torch.device) -> _T:
     """
     As [`from_first_rank`], for what may take longer than a collective may wait: checkpoints are read to the last byte.
@@ -344,6 +349,16 @@ def all_fail_alike(why: str, seconds: float = _MEETING_SECONDS) -> bool:
 def _store() -> Any:
     """What the job keeps for all its processes, beside collectives; `None` where there is none (one process, MPI)."""
     return dist.distributed_c10d._get_default_store() if world_size() > 1 else None
+
+
+def collectives_begun() -> int | None:
+    """Number of collectives that this process has begun so far, in all groups; `None` where that is not counted."""
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    try:
+        return sum(int(group._get_sequence_number_for_group()) for group in groups)
+    except (AttributeError, RuntimeError):
+        # A backend that does not count (MPI).
+        return None
 
 
 # ---- the ballot ----

@@ -247,6 +247,34 @@ def incident_of_a_thread(directory: Path, rank: int) -> dict[str, Any]:
     return result_of(trainer, healing)
 
 
+class MeetingThenRaising(TrainerCallback):
+    """Meets the other rank in an event, and then cannot reach a service; or the other way round."""
+
+    def __init__(self, rank: int, meets: bool) -> None:
+        self.calls, self._rank, self._meets = 0, rank, meets
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != CORRUPTED_AFTER:
+            return
+        self.calls += 1
+        if self._meets:
+            torch.distributed.barrier()
+        if self._rank == 1 and self.calls == 1:
+            raise ConnectionError("the storage went away")
+
+
+def callback_raises(directory: Path, rank: int, meets: bool = False) -> dict[str, Any]:
+    """A callback cannot reach a service for a moment."""
+    callback = MeetingThenRaising(rank, meets)
+    trainer, healing = build(directory, callback, retry_initial_seconds=0.01)
+    trainer.train()
+    return result_of(trainer, healing) | {"calls": callback.calls}
+
+
+def callback_raises_past_a_collective(directory: Path, rank: int) -> dict[str, Any]:
+    return callback_raises(directory, rank, meets=True)
+
+
 SCENARIOS = (
     votes,
     between_steps,
@@ -259,6 +287,8 @@ SCENARIOS = (
     experiment_strands,
     checkpoint_elsewhere,
     incident_of_a_thread,
+    callback_raises,
+    callback_raises_past_a_collective,
 )
 
 

@@ -81,8 +81,8 @@ class ReportingGuard:
     def _attach(self) -> None:
         trainer = self._trainer
         for callback in trainer.callback_handler.callbacks:
-            if _is_tracker(callback):
-                for event in _events_of(callback):
+            if is_tracker(callback):
+                for event in events_of(callback):
                     self._guard(callback, event, type(callback).__name__)
         if trainer.args.push_to_hub:
             self._replaced.wrap(trainer, "_push_from_checkpoint", self._push)
@@ -170,13 +170,19 @@ def from_the_table_of_completions(error: BaseException) -> bool:
     return False
 
 
-def _is_tracker(callback: Any) -> bool:
+def is_tracker(callback: Any) -> bool:
+    """Whether a callback is one of `report_to`."""
     return isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values()))
 
 
-def _events_of(callback: TrainerCallback) -> Iterator[str]:
+def events_of(callback: TrainerCallback) -> Iterator[str]:
+    """Lists the events that a callback does something in."""
     for name in dir(TrainerCallback):
-        if name.startswith("on_") and getattr(type(callback), name) is not getattr(TrainerCallback, name):
+        if not name.startswith("on_"):
+            continue
+        # By whatever the object has: some are given a function of their own.
+        own = getattr(callback, name)
+        if getattr(own, "__func__", own) is not getattr(TrainerCallback, name):
             yield name
 
 

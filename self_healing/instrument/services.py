@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType
 
+from .. import consensus
 from ..exceptions import NonFiniteReward
 from ..random_state import RandomState
 from .interception import Interception
+from .reporting import events_of, is_tracker
 from .wrapping import Instrument
 
 
@@ -59,7 +61,8 @@ class Retrying(Protocol):
 class ServiceGuard:
     """
     Passes the calls of services that training needs to [`Retrying`]: reward functions, rewards that are modules, a
-    rollout function, the requests to a vLLM server.
+    rollout function, the requests to a vLLM server. On several ranks, where `train()` cannot be entered again: also
+    the user's callbacks and `compute_metrics`.
 
     Args:
         instrument ([`Instrument`]):
@@ -87,6 +90,20 @@ class ServiceGuard:
             for name in _VLLM_REQUESTS:
                 if callable(getattr(client, name, None)):
                     self._guard_method(client, name, f"vLLM server ({name})")
+        if consensus.world_size() > 1:
+            self._guard_user_code()
+
+    def _guard_user_code(self) -> None:
+        trainer = self._instrument.trainer
+        if callable(getattr(trainer, "compute_metrics", None)):
+            self._guard_alone(trainer, "compute_metrics", "compute_metrics")
+        for callback in trainer.callback_handler.callbacks:
+            library = type(callback).__module__.partition(".")[0]
+            own = library in (__name__.partition(".")[0], "transformers")
+            if own or is_tracker(callback) or not hasattr(callback, "__dict__"):
+                continue
+            for event in events_of(callback):
+                self._guard_alone(callback, event, f"callback {type(callback).__name__} ({event})")
 
     def _guard_rewards(self, rewards: list[Any]) -> None:
         alone = sum(_is_async(reward) for reward in rewards) == 1
@@ -166,6 +183,28 @@ class ServiceGuard:
 
         self._instrument.replace(holder, name, guarded)
 
+    def _guard_alone(self, holder: Any, name: str, service: str) -> None:
+        """Guards what each rank calls by itself; one that has met the others in it cannot begin it again alone."""
+
+        def attempt(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            begun = consensus.collectives_begun()
+            try:
+                return original(*args, **kwargs)
+            except Exception as error:
+                if begun is None or consensus.collectives_begun() != begun:
+                    raise _MetOthers(error) from None
+                raise
+
+        def guarded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._retrying.call(service, self._mark(), attempt, original, *args, **kwargs)
+            except _MetOthers as met:
+                failed = met.error
+            # Outside the handler, so that the exception keeps the context it came with.
+            raise failed
+
+        self._instrument.replace(holder, name, guarded)
+
     def _mark(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Callable[[], None]:
         """Notes arguments, random states and the metrics a reward may log; the function it returns puts them back."""
         put_back = _remember(args, kwargs or {})
@@ -179,6 +218,14 @@ class ServiceGuard:
                 self._instrument.ledger.rewind_stores(stores)
 
         return rewind
+
+
+class _MetOthers(Exception):
+    """Carries an exception past the retries."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
 
 def _remember(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], None]:

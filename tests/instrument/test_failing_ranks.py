@@ -97,6 +97,19 @@ def test_an_incident_that_a_thread_opens_does_not_make_a_step_unhealthy(outcomes
     assert trained_alike(ranks)
 
 
+def test_a_callback_that_one_rank_alone_calls_again_costs_nothing(outcomes: dict[str, Any]) -> None:
+    ranks = both(outcomes, "callback_raises")
+    assert [(rank["calls"], rank["failures"]) for rank in ranks] == [(1, []), (2, ["network"])]
+    assert trained_alike(ranks)
+
+
+def test_a_callback_that_has_met_the_other_rank_is_not_called_again_alone(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["callback_raises_past_a_collective"]
+    assert not outcome["hung"]
+    assert outcome["ranks"][1]["error"].startswith("ConnectionError: the storage went away")
+    assert "error" in outcome["ranks"][0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "wrapper", "fsdp2"])
 def test_any_call_of_ours_that_fails_on_one_rank_leaves_none_behind(tmp_path: Path, strategy: str) -> None:
