@@ -90,7 +90,7 @@ def headline(incident: Incident, width: int) -> str:
         width (`int`):
             The most characters. What was seen and what was done give way; step and cost are always whole.
     """
-    seen, done = _printable(_seen(incident)), _done(incident.actions)
+    seen, done = _printable(_seen(incident) + _on(incident.evidence.get("ranks"))), _done(incident.actions)
     before, after = f"step {incident.step}: ", f"; {_cost(incident)}"
     room = width - len(before) - len(" -> ") - len(after)
     # Half of it for each, unless the other one needs less.
@@ -122,6 +122,11 @@ def _seen(incident: Incident) -> str:
     if cause == Cause.POISON_ROWS and rows:
         return f"{seen}, poison row{'s' if len(rows) > 1 else ''} {_listed(rows)}"
     return f"{seen}, {_CAUSES.get(cause, cause)}"
+
+
+def _on(ranks: Any) -> str:
+    """Which ranks of several it was found on."""
+    return f" on rank{'s' * (len(ranks) > 1)} {_listed(ranks)}" if isinstance(ranks, list) and ranks else ""
 
 
 def _samples(samples: Any) -> str:

@@ -65,6 +65,11 @@ class NumericsHealer:
         """Whether something is so on any rank. Every rank has to come."""
         return consensus.any_rank(question, flag, self.instrument.view.device)
 
+    def ranks_where(self, question: str, flag: bool) -> dict[str, list[int]]:
+        """Evidence of the ranks on which something is so; none on one process. Every rank has to come."""
+        found = consensus.ranks_where(question, flag, self.instrument.view.device)
+        return {"ranks": found} if found and consensus.world_size() > 1 else {}
+
     def clip(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Clips the gradient of a step that is about to be applied by what is usual, if that is asked for."""
         if self.numerics.clipping is not None:

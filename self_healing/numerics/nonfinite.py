@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 from ..detectors import Symptom
@@ -60,8 +61,16 @@ class NonfiniteHealer(NumericsHealer):
             self._heal(opened, window)
 
     def _heal(self, opened: OpenIncident, window: Window) -> None:
-        run, incident, diagnosis = self.run, opened.incident, self._diagnose(window)
-        opened.diagnosed(diagnosis.failure, diagnosis.cause, diagnosis.evidence)
+        run, incident = self.run, opened.incident
+        # Before it is computed again. The gradient has been summed over ranks, and says no more whose it was.
+        losses_are_finite = all(math.isfinite(float(loss)) for loss in window.losses)
+        diagnosis = self._diagnose(window)
+        here = {
+            FailureType.CORRUPTED_STATE: bool(diagnosis.evidence.get("tensors")),
+            FailureType.NONFINITE_POISON_ROWS: bool(diagnosis.poison),
+        }.get(diagnosis.failure, not losses_are_finite)
+        ranks = self.ranks_where("it is not finite here", here)
+        opened.diagnosed(diagnosis.failure, diagnosis.cause, {**diagnosis.evidence, **ranks})
         context = HealingContext(incident, self.instrument, window, diagnosis)
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
             self._climb.take_rung(context, diagnosis.failure)

@@ -235,6 +235,8 @@ def _experiments(evidence: Mapping[str, Any]) -> Iterable[str]:
         hold = "1 tensor holds" if total == 1 else f"{total} tensors hold"
         shown = ", ".join(map(str, tensors[:_LISTED]))
         yield f"Searched for NaN and Inf: {hold} some ({shown}{', ...' if total > _LISTED else ''})."
+    if isinstance(evidence.get("ranks"), list) and evidence["ranks"]:
+        yield f"Found on rank {', '.join(map(str, evidence['ranks'][:_LISTED]))}."
     if "same_batch" in evidence:
         same = evidence["same_batch"]
         yield f"The same batch with trusted weights: {_scalars(same) if isinstance(same, Mapping) else _shown(same)}."

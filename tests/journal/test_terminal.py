@@ -99,6 +99,17 @@ def test_a_cause_can_neither_break_the_line_nor_steer_the_terminal() -> None:
     assert line == "step 1: odd, a name [2J of a service -> only reported; 0 steps lost"
 
 
+def test_the_ranks_that_something_was_found_on_are_named() -> None:
+    found = [("transient", [1]), ("transient", [0, 3])]
+    lines = [
+        headline(incident(1, "nonfinite_loss", F.NONFINITE_TRANSIENT, c, evidence={"ranks": r}), 100) for c, r in found
+    ]
+    assert [line.partition(" ->")[0] for line in lines] == [
+        "step 1: NaN/Inf in loss, transient on rank 1",
+        "step 1: NaN/Inf in loss, transient on ranks 0, 3",
+    ]
+
+
 def test_what_a_user_does_about_an_incident_is_named_as_they_named_it() -> None:
     own = incident(1, "odd", None, "unknown")
     own.actions.append("phone_home")

@@ -56,7 +56,7 @@ class MadeUpDirectory:
     def incident(self, number: int, step: int, actions: list[str], outcome: str | None, rank: int = 0) -> str:
         name = f"{self.run}-{number:03d}"
         self.event("detected", step, rank, incident=name, symptom="nonfinite_loss", evidence={"loss": "nan"})
-        evidence = {"poison_rows": 1, "rows_in_step": 8}
+        evidence = {"poison_rows": 1, "rows_in_step": 8, "ranks": [1]}
         found = {"failure": "nonfinite_poison_rows", "cause": "poison rows", "evidence": evidence}
         self.event("diagnosed", step, rank, incident=name, **found)
         for action in actions:
@@ -366,7 +366,9 @@ def test_an_incident_is_told_from_evidence_to_outcome(made_up: MadeUpDirectory) 
     (made_up.path / "incidents" / f"{name}.pt").write_bytes(b"batch")
     report = read_run(made_up.path)
     (incident,) = report.incidents
-    assert [line.part for line in incident.story] == ["evidence", "experiment", "cause", "remedy", "remedy", "outcome"]
+    parts = ["evidence", "experiment", "experiment", "cause", "remedy", "remedy", "outcome"]
+    assert [line.part for line in incident.story] == parts
+    assert incident.story[2].text == "Found on rank 1."
     assert (incident.title, incident.severity, incident.seconds_lost) == (
         "nonfinite loss: poison rows",
         "warning",
