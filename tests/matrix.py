@@ -1,9 +1,13 @@
 """
-What is healed where, as tests show it: `docs/matrix.json`, the table in the README, and that of `self-healing doctor`.
+What is healed where, as tests show it: `docs/matrix.json`, the table in the README, that of `self-healing doctor`, and
+that of faults on one of several ranks.
 
 A test that proves a cell says so, `@pytest.mark.heals("out_of_memory", "ddp", partly="...")`; what became of it in the
-last run is in `docs/matrix.json`. `make matrix` runs them all and writes that file and both tables;
+last run is in `docs/matrix.json`. `make matrix` runs them all and writes that file and all tables;
 `python tests/matrix.py` writes the tables from what is on record.
+
+A cell of the table of ranks is a test, `tests/ranks/test_faults_*.py::test_...[fault-strategy]`. One that cannot pass
+yet is marked `xfail(strict=True, reason=...)`, and the reason stands below the table.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "docs" / "matrix.json"
 # Goes with the package, for the doctor.
 SHIPPED = ROOT / "self_healing" / "doctor" / "matrix.json"
+RANKS_PAGE = ROOT / "docs" / "ranks-matrix.md"
 BEGIN = "<!-- What follows is written by `make matrix`. -->"
 END = "<!-- Up to here. -->"
 
@@ -62,6 +67,43 @@ COLUMNS = {
     "ddp": "DDP",
     "fsdp2": "FSDP2",
     "deepspeed": "DeepSpeed",
+}
+
+# Of faults on one of several ranks: how the model is trained there, and by the name of each fault what it is.
+STRATEGIES = {"ddp": "DDP", "fsdp2_full": "FSDP2, full", "fsdp2_sharded": "FSDP2, sharded"}
+RANK_FAULTS = {
+    "Healed while all ranks train on": {
+        "none": "Nothing: bitwise the run of the plain trainer",
+        "transient_nan": "NaN in the loss that is gone when the step is computed again",
+        "poison_rows_loss": "Rows whose loss is NaN every time (dropped: not bitwise)",
+        "poison_rows_gradient": "Rows whose gradient alone is NaN every time (dropped: not bitwise)",
+        "nan_weights": "NaN in weights",
+        "gradient_spike": "Gradient spike that passes",
+        "drifting_replica": "A layer that is multiplied by 1.01",
+        "bad_sample": "Samples that raise while they are loaded (replaced: not bitwise)",
+        "full_disk_rank_0": "Full disk on rank 0 while a checkpoint is written",
+        "full_disk_rank_1": "Full disk on rank 1",
+        "reward_retried": "A reward whose connection is lost twice",
+        "evaluation_retried": "`compute_metrics` whose connection is lost twice",
+        "callback_retried": "A callback of your own whose connection is lost",
+        "torn_weights": "The newest checkpoint has torn weights (sharded: those of rank 1)",
+        "torn_rank_part": "The newest checkpoint lacks the part of rank 1",
+    },
+    "Ends the job on all ranks; started again, it goes on": {
+        "model": "Exception in the model",
+        "collator": "Exception in the collator",
+        "callback": "Exception in a callback",
+        "evaluation": "Exception in an evaluation",
+        "reward": "Exception in a reward",
+        "oom_once": "Out of memory once (split from then on: not bitwise)",
+        "oom_above_4_rows": "Out of memory above four rows, always (split: not bitwise)",
+        "sigkill": "SIGKILL",
+        "sigkill_while_saving": "SIGKILL while a checkpoint is written",
+        "hang": "Hang in Python",
+        "native_hang": "Hang in native code",
+        "sigterm": "SIGTERM",
+        "sigstop": "SIGSTOP",
+    },
 }
 
 
@@ -140,16 +182,40 @@ def outcomes_in(results: Path) -> dict[str, str]:
     return worst
 
 
+def rank_cells_in(results: Path) -> dict[str, dict[str, str]]:
+    """Reads what became of each fault under each strategy; of one that is known not to be healed also why."""
+    found = {}
+    for case in ElementTree.parse(results).iter("testcase"):
+        name = case.attrib["name"].partition("[")[2].removesuffix("]")
+        if ".ranks.test_faults_" not in case.attrib["classname"] or not name:
+            continue
+        fault, _, strategy = name.rpartition("-")
+        if strategy not in STRATEGIES or not any(fault in faults for faults in RANK_FAULTS.values()):
+            raise MatrixError(f"{name}: is no <fault>-<strategy> of {RANK_FAULTS} and {list(STRATEGIES)}")
+        told = {child.tag: child for child in case}
+        skipped = told.get("skipped")
+        if told.keys() & {"failure", "error"}:
+            found[name] = {"outcome": "failed"}
+        elif skipped is None:
+            found[name] = {"outcome": "passed"}
+        elif skipped.get("type") == "pytest.xfail":
+            found[name] = {"outcome": "not healed", "why": skipped.get("message", "")}
+    return found
+
+
 def recorded(results: list[Path], device: str, record: Mapping[str, Any]) -> dict[str, Any]:
     """Adds what became of the marked tests to a record, and drops tests that are marked no more."""
     marked = {proof.test for proof in proofs()}
     told = dict(record.get(device, {}).get("outcomes", {}))
+    ranks = dict(record.get(device, {}).get("ranks", {}))
     for path in results:
         told |= outcomes_in(path)
+        ranks |= rank_cells_in(path)
     entry = {
         "recorded": datetime.now(UTC).date().isoformat(),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "trl")},
         "outcomes": {test: told[test] for test in sorted(marked & told.keys())},
+        "ranks": {name: ranks[name] for name in sorted(ranks)},
     }
     return {**record, device: entry}
 
@@ -209,12 +275,32 @@ def table(marked: list[Proof], record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", " ".join([legend, *numbered])])
 
 
-def with_table(readme: str, rendered: str) -> str:
-    """Puts the table between the two comments of the README."""
-    before, _, rest = readme.partition(BEGIN)
+def ranks_tables(record: Mapping[str, Any]) -> str:
+    """Renders the tables of faults on one of several ranks, and the notes below them."""
+    cells, notes = record.get("cpu", {}).get("ranks", {}), dict[str, int]()
+
+    def cell(name: str) -> str:
+        found = cells.get(name, {"outcome": "not run"})
+        if "why" in found:
+            return f"❌ {notes.setdefault(found['why'], len(notes) + 1)}"
+        return {"passed": "✅", "failed": "❌", "not run": "–"}[found["outcome"]]
+
+    lines = []
+    for heading, faults in RANK_FAULTS.items():
+        lines += [f"| {heading} | {' | '.join(STRATEGIES.values())} |", "|---" + "|:---:" * len(STRATEGIES) + "|"]
+        for fault, what in faults.items():
+            lines.append(f"| {what} | " + " | ".join(cell(f"{fault}-{strategy}") for strategy in STRATEGIES) + " |")
+        lines.append("")
+    numbered = [f"{number}: {note}." for note, number in notes.items()]
+    return "\n".join([*lines, " ".join(["✅ shown; ❌ not healed; – not run yet.", *numbered])])
+
+
+def with_table(page: str, rendered: str) -> str:
+    """Puts a table between the two comments of a page."""
+    before, _, rest = page.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
-        raise MatrixError(f"README.md has lost the lines {BEGIN} and {END}")
+        raise MatrixError(f"a page has lost the lines {BEGIN} and {END}")
     return f"{before}{BEGIN}\n\n{rendered}\n\n{END}{after}"
 
 
@@ -228,11 +314,16 @@ def main() -> None:
         record = recorded(arguments.results, arguments.device, record)
         RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     marked = proofs()
-    readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(encoding="utf-8"), table(marked, record)), encoding="utf-8")
+    for page, rendered in ((ROOT / "README.md", table(marked, record)), (RANKS_PAGE, ranks_tables(record))):
+        page.write_text(with_table(page.read_text(encoding="utf-8"), rendered), encoding="utf-8")
     SHIPPED.write_text(shipped(marked, record), encoding="utf-8")
     outcomes = record.get("cpu", {}).get("outcomes", {})
     missing = sorted({proof.test for proof in marked if outcomes.get(proof.test) != "passed"})
+    missing += sorted(
+        f"{name}, on one of several ranks"
+        for name, found in record.get("cpu", {}).get("ranks", {}).items()
+        if found["outcome"] == "failed"
+    )
     if missing:
         sys.exit("These did not pass, or did not run, and prove nothing:\n" + "\n".join(missing))
 

@@ -11,11 +11,16 @@ from matrix import (
     COLUMNS,
     END,
     FAULTS,
+    RANK_FAULTS,
+    RANKS_PAGE,
     SHIPPED,
+    STRATEGIES,
     MatrixError,
     Proof,
     outcomes_in,
     proofs,
+    rank_cells_in,
+    ranks_tables,
     read_record,
     shipped,
     table,
@@ -27,6 +32,7 @@ from self_healing.launcher import launch_of
 
 
 ROOT = Path(__file__).parent.parent
+HEALED_IN_PLACE, _ = RANK_FAULTS.values()
 
 
 def test_the_table_in_the_readme_is_up_to_date() -> None:
@@ -36,6 +42,17 @@ def test_the_table_in_the_readme_is_up_to_date() -> None:
 
 def test_the_table_of_the_doctor_is_up_to_date() -> None:
     assert SHIPPED.read_text(encoding="utf-8") == shipped(proofs(), read_record()), "python tests/matrix.py"
+
+
+def test_the_table_of_ranks_is_up_to_date() -> None:
+    page = RANKS_PAGE.read_text(encoding="utf-8")
+    assert page == with_table(page, ranks_tables(read_record())), "make matrix, or python tests/matrix.py"
+
+
+def test_no_fault_on_a_rank_is_without_a_cell_of_its_own() -> None:
+    cells = read_record()["cpu"]["ranks"]
+    assert not [name for name, found in cells.items() if found["outcome"] == "failed"]
+    assert {f"{fault}-{strategy}" for fault in HEALED_IN_PLACE for strategy in STRATEGIES} <= cells.keys()
 
 
 def test_every_proof_has_passed() -> None:
@@ -137,6 +154,31 @@ def test_of_a_test_with_parameters_the_worst_outcome_counts(tmp_path: Path) -> N
         "tests/memory/test_memory.py::TestForward::test_y": "skipped",
         "tests/test_z.py::test_z": "passed",
     }
+
+
+RANKS_XML = """<testsuites><testsuite>
+<testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[none-ddp]"/>
+<testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[bad_sample-ddp]"><failure/></testcase>
+<testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[bad_sample-fsdp2_full]">
+  <skipped type="pytest.xfail" message="nobody knows"/></testcase>
+<testcase classname="tests.ranks.test_naming" name="test_y[anything]"/>
+</testsuite></testsuites>"""
+
+
+def test_a_cell_of_the_table_of_ranks_is_what_became_of_its_test(tmp_path: Path) -> None:
+    (tmp_path / "results.xml").write_text(RANKS_XML)
+    rendered = ranks_tables({"cpu": {"ranks": rank_cells_in(tmp_path / "results.xml")}}).splitlines()
+    (nothing,) = (line for line in rendered if line.startswith("| Nothing"))
+    (samples,) = (line for line in rendered if line.startswith("| Samples"))
+    assert nothing.endswith("| ✅ | – | – |")
+    assert samples.endswith("| ❌ | ❌ 1 | – |")
+    assert rendered[-1].endswith(" 1: nobody knows.")
+
+
+def test_a_cell_without_a_row_is_named(tmp_path: Path) -> None:
+    (tmp_path / "results.xml").write_text(RANKS_XML.replace("none-ddp", "meteorite-ddp"))
+    with pytest.raises(MatrixError, match="meteorite-ddp"):
+        rank_cells_in(tmp_path / "results.xml")
 
 
 @pytest.mark.parametrize("mark", ['"no such fault", "ddp"', '"killed", "abacus"', '"killed"', 'FAULT, "ddp"'])

@@ -22,18 +22,14 @@ import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
-    DiskThatFills,
     EvalLoss,
-    GradientFault,
     OutputFault,
     PoisonToken,
     best_model_trainer,
     build_tokenizer,
-    grpo_trainer,
     journal,
     leave_together,
     losses,
-    plain_trainer,
     sft_trainer,
 )
 from torch.distributed import DistBackendError, DistNetworkError
@@ -94,26 +90,6 @@ def main(directory: Path) -> None:
             "fired": fired,
             "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
             "runs": runs_named_in(name) if healed else [],
-        }
-
-    def spike(name: str, healed: bool, struck_rank: int | None) -> None:
-        """A finite fault in the gradient of one rank, in the 31st step."""
-        set_seed(1234)
-        trainer = sft_trainer(
-            directory / name,
-            tokenizer,
-            callbacks=[SelfHealingCallback()] if healed else None,
-            ddp_backend="gloo",
-            max_steps=36,
-            gradient_accumulation_steps=1,
-            learning_rate=1e-4,
-        )
-        fault = GradientFault(trainer.model, lambda n: n == 31 and rank == struck_rank, value=1e3)
-        trainer.train()
-        results[name] = {
-            "weights": digest(trainer),
-            "fired": fault.fired,
-            "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
         }
 
     def corrupted(name: str, healed: bool, struck_rank: int | None) -> None:
@@ -288,86 +264,6 @@ def main(directory: Path) -> None:
         SelfHealingTrainer(trainer).train()
         results[name] = {"runs": runs_named_in(name)}
 
-    def full_disk(name: str, full_rank: int | None) -> None:
-        """The disk of one rank is full when the second checkpoint is written."""
-
-        class FullDisk(DiskThatFills, SFTTrainer):
-            full_at = 2 if rank == full_rank else None
-
-        set_seed(1234)
-        trainer = sft_trainer(
-            directory / name,
-            tokenizer,
-            trainer_class=FullDisk,
-            ddp_backend="gloo",
-            max_steps=3,
-            gradient_accumulation_steps=1,
-            save_strategy="steps",
-            save_steps=1,
-        )
-        SelfHealingTrainer(trainer).train()
-        results[name] = {
-            "weights": digest(trainer),
-            "incidents": [[event["outcome"], event["missing"]] for event in journal_of_rank(name, "outcome")],
-            "told": [event["evidence"]["message"] for event in journal_of_rank(name, "detected")],
-        }
-
-    def bad_sample(name: str) -> None:
-        """Two samples cannot be loaded, whichever rank draws them."""
-
-        class Rows(torch.utils.data.Dataset):
-            def __init__(self, rows: Any) -> None:
-                self.rows = list(rows)
-
-            def __len__(self) -> int:
-                return len(self.rows)
-
-            def __getitem__(self, index: int) -> Any:
-                if index in (5, 17):
-                    raise ValueError(f"cannot decode {index}")
-                return dict(self.rows[index])
-
-        set_seed(1234)
-        rows = plain_trainer(directory / name, tokenizer, max_steps=1).train_dataset
-        trainer = plain_trainer(
-            directory / name,
-            tokenizer,
-            ddp_backend="gloo",
-            num_train_epochs=1,
-            max_steps=-1,
-            trainer_kwargs={"train_dataset": Rows(rows)},
-        )
-        SelfHealingTrainer(trainer).train()
-        quarantine = (directory / name / "quarantine.jsonl").read_text().splitlines() if rank == 0 else []
-        results[name] = {
-            "weights": digest(trainer),
-            "steps": trainer.state.global_step,
-            "left_out": sorted(json.loads(line)["dataset_index"] for line in quarantine),
-            "outcomes": [[event["failure"], event["outcome"]] for event in journal_of_rank(name, "outcome")],
-        }
-
-    def reward(name: str, failing_rank: int | None) -> None:
-        """On one rank the reward cannot be had, twice."""
-        calls = 0
-
-        def reward_of(completions: Any, **kwargs: Any) -> list[float]:
-            nonlocal calls
-            calls += 1
-            if rank == failing_rank and calls in (2, 3):
-                raise ConnectionError("the judge is away")
-            return [float(len(completion)) for completion in completions]
-
-        set_seed(1234)
-        arguments = {"ddp_backend": "gloo", "max_steps": 2, "reward_funcs": reward_of}
-        trainer = grpo_trainer(directory / name, tokenizer, **arguments)
-        waits: list[float] = []
-        SelfHealingTrainer(trainer, sleep=waits.append).train()
-        results[name] = {
-            "weights": digest(trainer),
-            "waits": len(waits),
-            "outcomes": [[event["failure"], event["outcome"]] for event in journal_of_rank(name, "outcome")],
-        }
-
     def damaged(name: str, damaged_rank: int) -> None:
         """Each process has an output directory of its own; one of the two has lost a file."""
 
@@ -496,19 +392,12 @@ def main(directory: Path) -> None:
     results["much"] = of_many_bytes()
     run("healthy")
     slow_to_save("slow_to_save_1", slow_rank=1)
-    for full_rank in (None, 0, 1):
-        full_disk(f"full_disk_{full_rank}", full_rank)
-    bad_sample("bad_sample")
-    for failing_rank in (None, 1):
-        reward(f"reward_{failing_rank}", failing_rank)
     damaged("damaged_0", damaged_rank=0)
     fails_again_and_again("faulty_1", faulty_rank=1)
     preempted("preempted_1", asked_rank=1)
     run("struck_on_0", struck_rank=0)
     run("struck_on_1", struck_rank=1)
     run("poison", poison=True)
-    spike("spike_plain", healed=False, struck_rank=None)
-    spike("spike_on_1", healed=True, struck_rank=1)
     unseen("unseen")
     flagged("flagged_on_1", flagged_rank=1)
     corrupted("corrupted_plain", healed=False, struck_rank=None)

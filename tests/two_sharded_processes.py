@@ -18,7 +18,6 @@ from accelerate.utils import DistributedType
 from conftest import (
     POISON_WORD,
     TEXTS,
-    DiskThatFills,
     OutputFault,
     PoisonToken,
     adapter_trainer,
@@ -34,12 +33,10 @@ from conftest import (
 from datasets import Dataset
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from transformers import LlamaForCausalLM, TrainerCallback, set_seed
-from trl import SFTTrainer
+from transformers import LlamaForCausalLM, set_seed
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.instrument.gradients import gradients_of
-from self_healing.instrument.live_state import local
 from self_healing.instrument.models import fingerprint
 
 
@@ -80,17 +77,6 @@ class ShortOfMemory:
         if rows > self._rows and torch.distributed.get_rank() == 1:
             self.fired += 1
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB. ({rows} rows)")
-
-
-class Corrupting(TrainerCallback):
-    """Weights of the second rank turn NaN after a step."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == self._step and torch.distributed.get_rank() == 1:
-            local(next(model.parameters()).data).view(-1)[0] = float("nan")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -232,11 +218,6 @@ class Runs:
         self.run("whole_pairs", healed=False, make=dpo_trainer, **same)
         self.run("pieces_of_pairs", self.learned_before("pieces_of_pairs"), make=dpo_trainer, **same)
 
-    def going_back(self) -> None:
-        longer = {"max_steps": 24, "gradient_accumulation_steps": 1}
-        self.run("plain", healed=False, **longer)
-        self.run("corrupted", lambda trainer: trainer.add_callback(Corrupting(20)), **longer)
-
     def variant(self, name: str) -> None:
         """One way to shard, or to train what is sharded."""
         variables, arguments = _VARIANTS[name]
@@ -282,17 +263,6 @@ class Runs:
         parallel = sizes.get(name, {"tp_size": 2})
         return LlamaForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**parallel))
 
-    def full_disk(self) -> None:
-        """The disk of one rank is full when the second checkpoint is written."""
-        saves = {"max_steps": 3, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
-        self.run("plain", **saves)
-        for full in (0, 1):
-
-            class FullDisk(DiskThatFills, SFTTrainer):
-                full_at = 2 if self.rank == full else None
-
-            self.run(f"full_{full}", trainer_class=FullDisk, **saves)
-
     def restarted(self) -> None:
         """From its first step on one rank has memory for two rows at a time. Started again, all go on in pieces."""
         set_seed(1234)
@@ -334,9 +304,7 @@ def main(directory: Path, strategy: str, *parts: str) -> None:
         "step": runs.within_a_step,
         "only_rows": runs.all_rows_of_a_rank,
         "pieces": runs.in_pieces,
-        "rollback": runs.going_back,
         "restarted": runs.restarted,
-        "full_disk": runs.full_disk,
     }
     for part in parts:
         known.get(part, lambda part=part: runs.variant(part))()

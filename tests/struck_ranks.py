@@ -1,0 +1,333 @@
+"""
+Run by test_faults_healed_in_place.py under torchrun: one run after the other under one strategy, each struck by one
+fault on one of two ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import (
+    POISON_WORD,
+    TEXTS,
+    DiskThatFills,
+    OutputFault,
+    PoisonToken,
+    RaisingAt,
+    build_tokenizer,
+    grpo_trainer,
+    leave_together,
+    losses,
+    lost_connection,
+    sft_trainer,
+)
+from datasets import Dataset
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, set_seed
+from trl import SFTTrainer
+from two_processes import digest_of
+from two_sharded_processes import PoisonGradient, sharded_on_the_cpu, whole
+
+from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing.instrument.live_state import local
+
+
+STRATEGIES = {"ddp": "", "fsdp2_full": "FULL_STATE_DICT", "fsdp2_sharded": "SHARDED_STATE_DICT"}
+# Of a run; what is usual of its gradients is known after thirty. A fault strikes in the step after so many.
+STEPS, LONGER, AFTER = 14, 36, 8
+# A checkpoint is written every so many.
+SAVE_EVERY = 5
+# Two in each epoch, of which each rank draws some.
+BAD_ROWS = (5, 17, 30, 44)
+# Compared with the run of another name, which is struck by nothing.
+BASELINES = {"none": "plain", "gradient_spike": "longer", "reward_retried": "rewarded"}
+
+Strike = Callable[[Any], Any]
+
+
+class Changing(TrainerCallback):
+    """Weights of a layer are others on this rank after a step."""
+
+    def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
+        self.fired = 0
+        self._change = change
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == AFTER:
+            self.fired += 1
+            for parameter in getattr(model, "module", model).model.layers[1].parameters():
+                self._change(local(parameter.data))
+
+
+class RaisingRows(torch.utils.data.Dataset):
+    """Some rows of this rank cannot be loaded."""
+
+    def __init__(self, rows: Any, struck: bool) -> None:
+        self.fired = 0
+        self._rows, self._struck = rows, struck
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self._struck and index in BAD_ROWS:
+            self.fired += 1
+            raise ValueError(f"cannot decode {index}")
+        return dict(self._rows[index])
+
+
+class AwayTwice:
+    """A service that cannot be reached at the second and third call of this rank."""
+
+    def __init__(self, struck: bool, answer: Callable[..., Any]) -> None:
+        self.fired, self._calls = 0, 0
+        self._struck, self._answer = struck, answer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls += 1
+        if self._struck and self._calls in (2, 3):
+            self.fired += 1
+            raise lost_connection()
+        return self._answer(*args, **kwargs)
+
+
+class Runs:
+    """
+    Trains the same model again and again, and notes what became of it.
+
+    Args:
+        directory (`Path`):
+            Each run has one of its own in it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.rank = torch.distributed.get_rank()
+        self.tokenizer = build_tokenizer()
+        self.poison = self.tokenizer.convert_tokens_to_ids(POISON_WORD)
+        self.results: dict[str, Any] = {}
+
+    def see(self, name: str) -> None:
+        """Runs what a fault is compared with, unless that was done, and then the fault."""
+        for each in (BASELINES.get(name, "none"), name):
+            if each not in self.results:
+                self.results[each] = {}
+                try:
+                    self.results[each] = RUNS[each](self, each)
+                except BaseException as error:
+                    self.results[each] = {"error": f"{type(error).__name__}: {error}"[:500]}
+                    raise
+                finally:
+                    content = json.dumps(self.results)
+                    (self.directory / f"results.{self.rank}.json").write_text(content)
+
+    # ---- one run ----
+
+    def train(
+        self,
+        name: str,
+        strike: Strike = lambda trainer: None,
+        on: int = 1,
+        poisoned: tuple[int, ...] = (),
+        trainer_class: type[SFTTrainer] = SFTTrainer,
+        compute_metrics: Callable[[Any], dict[str, float]] = lambda predicted: {
+            "rows": float(len(predicted.label_ids))
+        },
+        healed: bool = True,
+        resume: bool = False,
+        **arguments: Any,
+    ) -> dict[str, Any]:
+        """Trains a model that is evaluated and saved; on one rank it is struck."""
+        set_seed(1234)
+        trainer = sft_trainer(
+            self.directory / name,
+            self.tokenizer,
+            texts=[f"{text} {POISON_WORD}" if index in poisoned else text for index, text in enumerate(TEXTS)],
+            trainer_class=trainer_class,
+            trainer_kwargs={
+                "eval_dataset": Dataset.from_dict({"text": TEXTS[:8]}),
+                "compute_metrics": compute_metrics,
+            },
+            **{
+                "ddp_backend": "gloo",
+                "max_steps": STEPS,
+                "gradient_accumulation_steps": 1,
+                "lr_scheduler_type": "constant",
+                "save_strategy": "steps",
+                "save_steps": SAVE_EVERY,
+                "eval_strategy": "steps",
+                "eval_steps": SAVE_EVERY,
+                **arguments,
+            },
+        )
+        return self.result(name, trainer, strike(trainer) if self.rank == on else None, healed, resume)
+
+    def train_policy(self, name: str, struck: bool) -> dict[str, Any]:
+        """Trains a model that is rewarded for the length of its answers."""
+        set_seed(1234)
+        reward = AwayTwice(struck, lambda completions, **_: [float(len(each)) for each in completions])
+        reward.__name__ = "length"  # type: ignore[attr-defined]
+        trainer = grpo_trainer(
+            self.directory / name, self.tokenizer, reward_funcs=reward, ddp_backend="gloo", max_steps=2
+        )
+        return self.result(name, trainer, reward)
+
+    def result(
+        self, name: str, trainer: Any, struck: Any, healed: bool = True, resume: bool = False
+    ) -> dict[str, Any]:
+        waits: list[float] = []
+        if healed:
+            config = HealingConfig(snapshot_interval=3, snapshot_verify_steps=2)
+            SelfHealingTrainer(trainer, config, sleep=waits.append).train(resume_from_checkpoint=resume or None)
+        else:
+            trainer.train()
+        weights = {each: whole(value) for each, value in trainer.model.state_dict().items()}
+        saved = [path.name for path in (self.directory / name).glob(f"checkpoint-{SAVE_EVERY}/*")]
+        return {
+            "directory": str(self.directory / name),
+            "sharded": all(isinstance(each, DTensor) for each in trainer.model.parameters()),
+            "saved_as": ("shards" if "pytorch_model_fsdp_0" in saved else "whole") if saved else None,
+            "weights": digest_of(weights),
+            "finite": all(bool(torch.isfinite(each).all()) for each in weights.values()),
+            "steps": trainer.state.global_step,
+            "losses": losses(trainer),
+            "fired": getattr(struck, "fired", 0),
+            "waits": len(waits),
+            "events": self.events(name),
+        }
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """What the journal of this rank holds of what went wrong in the last run."""
+        file = "healing_events.jsonl" if self.rank == 0 else f"healing_events.rank{self.rank}.jsonl"
+        path = self.directory / name / file
+        events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        begun = max((at for at, event in enumerate(events) if event["kind"] == "run_started"), default=0)
+        kinds = ("detected", "diagnosed", "action", "outcome", "run_started")
+        before = [each for each in events[:begun] if each["kind"].startswith("checkpoint_")]
+        return before + [each for each in events[begun:] if each["kind"] in kinds]
+
+
+# ---- the faults ----
+
+
+def nan_in_the_loss(trainer: Any) -> OutputFault:
+    return OutputFault(trainer.model, lambda forward: forward == AFTER + 1)
+
+
+def spike(trainer: Any) -> OutputFault:
+    def steepen(hidden: torch.Tensor) -> torch.Tensor:
+        hidden.register_hook(lambda gradient: gradient * 1e4)
+        return hidden
+
+    return OutputFault(trainer.model, lambda forward: forward == 31, steepen)
+
+
+def called_back(callback: Any) -> Strike:
+    def strike(trainer: Any) -> Any:
+        trainer.add_callback(callback)
+        return callback
+
+    return strike
+
+
+def turn_nan(weight: torch.Tensor) -> None:
+    weight.view(-1)[:1] = torch.nan
+
+
+def drift(weight: torch.Tensor) -> None:
+    weight.mul_(1.01)
+
+
+def raising_rows(trainer: Any) -> RaisingRows:
+    trainer.train_dataset = RaisingRows(trainer.train_dataset, struck=True)
+    return trainer.train_dataset
+
+
+def poison_rows(runs: Runs, name: str, poison: type[PoisonToken]) -> dict[str, Any]:
+    return runs.train(name, lambda trainer: poison(trainer.model, runs.poison), poisoned=BAD_ROWS)
+
+
+def full_disk(runs: Runs, name: str, on: int) -> dict[str, Any]:
+    """The disk of a rank is full when the second checkpoint is written."""
+
+    class FullDisk(DiskThatFills, SFTTrainer):
+        full_at = 2 * SAVE_EVERY if runs.rank == on else None
+
+    return runs.train(name, trainer_class=FullDisk)
+
+
+def evaluation(runs: Runs, name: str) -> dict[str, Any]:
+    """What computes the metrics of an evaluation cannot be reached for a while."""
+    metrics = AwayTwice(runs.rank == 1, lambda predicted: {"rows": float(len(predicted.label_ids))})
+    return runs.train(name, lambda trainer: metrics, compute_metrics=metrics)
+
+
+def torn(runs: Runs, name: str, tear: Callable[[Path], None]) -> dict[str, Any]:
+    """What a finished run has left is resumed from, without its last checkpoint, and with one that is torn."""
+    own = runs.directory / name
+    if runs.rank == 0:
+        shutil.copytree(runs.directory / "none", own)
+        for gone in ("last-known-good", f"checkpoint-{STEPS}"):
+            shutil.rmtree(own / gone, ignore_errors=True)
+        tear(own / f"checkpoint-{2 * SAVE_EVERY}")
+    torch.distributed.barrier()
+    return runs.train(name, resume=True)
+
+
+def cut_weights(checkpoint: Path) -> None:
+    """Of the second rank where each has a part."""
+    names = ("pytorch_model_fsdp_0/__1_0.distcp", "pytorch_model_fsdp.bin", "model.safetensors")
+    file = next(checkpoint / name for name in names if (checkpoint / name).exists())
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def drop_part_of_rank(checkpoint: Path) -> None:
+    (checkpoint / "rng_state_1.pth").unlink()
+
+
+RUNS: dict[str, Callable[[Runs, str], dict[str, Any]]] = {
+    # What the others are compared with.
+    "plain": lambda runs, name: runs.train(name, healed=False),
+    "longer": lambda runs, name: runs.train(name, max_steps=LONGER),
+    "rewarded": lambda runs, name: runs.train_policy(name, struck=False),
+    # The faults.
+    "none": lambda runs, name: runs.train(name),
+    "transient_nan": lambda runs, name: runs.train(name, nan_in_the_loss),
+    "poison_rows_loss": lambda runs, name: poison_rows(runs, name, PoisonToken),
+    "poison_rows_gradient": lambda runs, name: poison_rows(runs, name, PoisonGradient),
+    "nan_weights": lambda runs, name: runs.train(name, called_back(Changing(turn_nan))),
+    "gradient_spike": lambda runs, name: runs.train(name, spike, max_steps=LONGER),
+    "drifting_replica": lambda runs, name: runs.train(name, called_back(Changing(drift))),
+    "bad_sample": lambda runs, name: runs.train(name, raising_rows),
+    "full_disk_rank_0": lambda runs, name: full_disk(runs, name, 0),
+    "full_disk_rank_1": lambda runs, name: full_disk(runs, name, 1),
+    "evaluation_retried": evaluation,
+    "callback_retried": lambda runs, name: runs.train(name, called_back(RaisingAt("on_step_end", AFTER))),
+    "reward_retried": lambda runs, name: runs.train_policy(name, struck=runs.rank == 1),
+    "torn_weights": lambda runs, name: torn(runs, name, cut_weights),
+    "torn_rank_part": lambda runs, name: torn(runs, name, drop_part_of_rank),
+}
+
+
+def main(directory: Path, strategy: str, *faults: str) -> None:
+    if strategy != "ddp":
+        os.environ["FSDP_STATE_DICT_TYPE"] = STRATEGIES[strategy]
+        sharded_on_the_cpu("fsdp2")
+    # A deadlock is a failure after this time.
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
+    runs = Runs(directory)
+    for fault in faults:
+        runs.see(fault)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
+    leave_together()
