@@ -452,7 +452,10 @@ def flips(directory: Path) -> None:
 
 
 def short_of_memory(directory: Path) -> None:
-    """From step 2 on, one of the two has memory for two rows at a time. Started again, the job goes on in pieces."""
+    """
+    From step 2 on, one of the two has memory for two rows at a time in the backward pass, where it runs out after
+    gradients have been added. Started again, the job goes on in pieces.
+    """
     rank = int(os.environ["RANK"])
     set_seed(1234)
     healed = directory.name == "healed"
@@ -467,14 +470,20 @@ def short_of_memory(directory: Path) -> None:
     )
     fired = 0
 
-    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        nonlocal fired
-        rows = kwargs["input_ids"].shape[0]
-        if healed and rank == 1 and trainer.state.global_step >= 2 and rows > 2:
-            fired += 1
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB. ({rows} rows)")
+    def look(module: Any, args: Any, output: torch.Tensor) -> None:
+        rows = output.shape[0]
 
-    trainer.model.register_forward_pre_hook(look, with_kwargs=True)
+        def strike(gradient: Any) -> None:
+            nonlocal fired
+            if healed and rank == 1 and trainer.state.global_step >= 2 and rows > 2:
+                fired += 1
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 2.00 GiB. ({rows} rows)")
+
+        if output.requires_grad:
+            output.register_hook(strike)
+
+    # The last gradient of all.
+    trainer.model.get_input_embeddings().register_forward_hook(look)
     # Larger sizes are tried soon, and none that ends the job once more.
     SelfHealingTrainer(trainer, HealingConfig(oom_probe_steps=2)).train(resume_from_checkpoint="auto")
     result: dict[str, Any] = {"fired": fired, "weights": digest(trainer), "losses": losses(trainer)}

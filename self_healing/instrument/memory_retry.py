@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from .. import consensus
@@ -58,16 +59,32 @@ class MemoryRetry:
         # Whether what is computed is an experiment, which may fail where the run must not.
         self.experimenting = False
 
-    def caught(self, error: Exception, place: Place | None = None) -> OutOfMemory | None:
-        """Takes an exception as an out-of-memory error to be handled; `None` for any other one."""
+    def caught(self, error: Exception, place: Place | None = None, alone: bool = False) -> OutOfMemory | None:
+        """
+        Takes an exception as an out-of-memory error to be handled; `None` for any other one.
+
+        Args:
+            error (`Exception`):
+                The exception.
+            place (`str`, *optional*):
+                What was going on, if that is known.
+            alone (`bool`, *optional*, defaults to `False`):
+                Whether one rank of several can compute what failed again without the others.
+        """
         if not self._failsafe.attached or not self._view.can_reexecute or not self._hooks.heals_memory:
             return None
         found = caught(error, self._view.device, place)
-        if found is not None and consensus.world_size() > 1:
-            with self._failsafe.contained():
-                self._hooks.oom_on_one_rank(found)
-            return None
-        return found
+        if found is None or consensus.world_size() == 1:
+            return found
+        if alone:
+            return replace(found, alone=True)
+        self.ends_the_job(found)
+        return None
+
+    def ends_the_job(self, ran_out: OutOfMemory) -> None:
+        """Has written down what did not fit on one rank of several, where it cannot be computed again without them."""
+        with self._failsafe.contained():
+            self._hooks.oom_on_one_rank(ran_out)
 
     def handled(self, ran_out: OutOfMemory) -> bool:
         """Whether there is more memory now for a training step that lacked some."""

@@ -44,6 +44,9 @@ class OutOfMemory:
             Memory of device and host when it was caught, in bytes.
         raised_in (`str`):
             File, line and function it was raised in.
+        alone (`bool`, *optional*, defaults to `False`):
+            Whether it is to be handled on one rank of several, while the others wait: with nothing that they take part
+            in, and without touching the micro-batches before this one.
     """
 
     place: Place
@@ -51,6 +54,7 @@ class OutOfMemory:
     requested: int | None
     figures: dict[str, int]
     raised_in: str
+    alone: bool = False
 
     @property
     def on_host(self) -> bool:

@@ -80,6 +80,12 @@ class StepRecord:
         # A copy: the training step may pop keys from the dictionary it is given.
         self._calls.append((model, copy.copy(inputs), args, kwargs))
 
+    @property
+    def last_call(self) -> Call:
+        """The call that was made last, to be made again."""
+        model, inputs, args, kwargs = self._calls[-1]
+        return model, copy.copy(inputs), args, kwargs
+
     def add_loss(self, loss: torch.Tensor, tokens: int) -> None:
         """Keeps the loss of a call, and counts the tokens it added to the Trainer's count by itself."""
         self.losses.append(loss)

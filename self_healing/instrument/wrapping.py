@@ -26,6 +26,7 @@ from .less_memory import ActivationCheckpointing
 from .loader_workers import WorkerDeaths
 from .memory_retry import MemoryRetry
 from .objective import objective_of
+from .one_rank import OneRankRetry, collectives_begun
 from .optimizer_step import OptimizerStep
 from .out_of_memory import OutOfMemory, is_out_of_memory
 from .phase import Phase
@@ -87,6 +88,7 @@ class Instrument:
         self.failsafe = Failsafe(trainer, hooks, self._replaced, self.detach)
         self.heartbeat = heartbeat or Heartbeat()
         self.retry = MemoryRetry(self.view, hooks, self.failsafe, self.heartbeat, lambda: self.window)
+        self.one_rank = OneRankRetry(trainer, self.view, self.ledger, self._replaced)
         rates = Rates(trainer, self.view, hooks)
         self._call = TrainingCall(trainer, self._replaced, self.ledger, hooks, self.heartbeat, heals_exceptions)
         self.engine: StepEngine = AccelerateEngine(
@@ -168,6 +170,7 @@ class Instrument:
             if hasattr(trainer, name):
                 self.replace(trainer, name, self._in_section(section, _unchanged))
         self.replace(trainer, "_load_best_model", self._in_section("load_best_model", self._load_best_model))
+        self.one_rank.attach()
         self.optimizer_step.attach()
         self.position.watch()
 
@@ -320,32 +323,63 @@ class Instrument:
         before, ran_out = state.num_input_tokens_seen, None
         with self.failsafe.leaving_on_exception():
             try:
-                with self._noting_what_is_generated(window):
+                with self._noting_what_is_prepared(window):
                     loss = self._call.run((model, inputs, args, kwargs), window.note_exception)
             except Exception as error:
-                ran_out = self.retry.caught(error)
+                ran_out = self.retry.caught(error, alone=self.one_rank.can_be_taken_back())
                 if ran_out is None:
                     raise
         tokens = state.num_input_tokens_seen - before
         if ran_out is not None:
             # Outside of the handler: the exception, and with it what the failed attempt held, is gone.
             with self.failsafe.leaving_on_exception():
-                loss, tokens = self._until_it_fits(window, ran_out, before)
+                if ran_out.alone:
+                    loss = self._until_it_fits_alone(window, ran_out)
+                    tokens = state.num_input_tokens_seen - before
+                else:
+                    loss, tokens = self._until_it_fits(window, ran_out, before)
+        self.one_rank.end()
         window.add_loss(loss, tokens)
         self.retry.on_success()
         return loss
 
-    def _noting_what_is_generated(self, window: Window) -> contextlib.AbstractContextManager[None]:
-        """Keeps the rows that a trainer generates for the first call of a step: they need not be generated twice."""
-        if not self.objective.online or window.losses:
+    def _noting_what_is_prepared(self, window: Window) -> contextlib.AbstractContextManager[None]:
+        """
+        Keeps the rows that a trainer generates for the first call of a step, which need not be generated twice, and on
+        one of several ranks each micro-batch as it was prepared.
+        """
+        generates = self.objective.online and not window.losses
+        self.one_rank.begin()
+        if not generates and not self.one_rank.possible:
             return contextlib.nullcontext()
 
         def note(batch: Any) -> Any:
             with self.failsafe.contained():
-                window.note_generated(batch, self.ledger.capture())
+                if generates:
+                    window.note_generated(batch, self.ledger.capture())
+                self.one_rank.note(batch)
             return batch
 
         return self.engine.preparing(note)
+
+    def _until_it_fits_alone(self, window: Window, ran_out: OutOfMemory) -> torch.Tensor:
+        """Computes a micro-batch again on this rank of several, in whatever way fits, while the others wait."""
+        while True:
+            if not self.retry.handled(ran_out):
+                self.detach()
+                raise ran_out.error
+            try:
+                return self.one_rank.compute_again(lambda: self._call.run(window.last_call, window.note_exception))
+            except Exception as raised:
+                error = raised
+            again = self.retry.caught(error, alone=self.one_rank.can_be_taken_back())
+            if again is None:
+                if not is_out_of_memory(error):
+                    # DDP may refuse another forward (a parameter that the loss does not use counts as reduced).
+                    self.retry.ends_the_job(ran_out)
+                self.detach()
+                raise error from ran_out.error
+            ran_out = again
 
     def _until_it_fits(self, window: Window, ran_out: OutOfMemory, tokens: int) -> tuple[torch.Tensor, int]:
         """Computes the step again up to where memory ran out, in whatever way fits; its last loss, and its tokens."""
@@ -440,12 +474,14 @@ class Instrument:
         self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         stores, rng = self.ledger.mark_stores(), RandomState.capture(self.view.device)
+        begun = collectives_begun() if self.one_rank.possible else None
         while True:
             try:
                 # A copy: what the first attempt took out of it is needed by the second.
                 result = original(model, copy.copy(inputs), *args, **kwargs)
             except Exception as error:
-                ran_out = self.retry.caught(error, place="evaluation")
+                alone = begun is not None and collectives_begun() == begun
+                ran_out = self.retry.caught(error, place="evaluation", alone=alone)
                 if ran_out is None:
                     raise
             else:

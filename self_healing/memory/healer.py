@@ -119,6 +119,7 @@ class MemoryHealer(Healer):
         self._state.sizes.begin_step(instrument.view.step)
         self._state.sizes.room = room_of(instrument.view.device)
         self._state.sizes.failure_is_fatal = consensus.world_size() > 1
+        self._state.sizes.may_fail_once = instrument.one_rank.possible
         if self._state.checkpointing_activations:
             instrument.activation_checkpointing.switch_on()
         if self._has_limits():
@@ -188,7 +189,7 @@ class MemoryHealer(Healer):
             return False
         shape = self._shape(ran_out)
         if self._context is None and shape is not None and sizes.is_tried(shape):
-            self._take_back_the_try(shape, window)
+            self._take_back_the_try(shape, ran_out, window)
             return True
         context = self._begin(ran_out, window)
         self._free(context, ran_out)
@@ -222,11 +223,11 @@ class MemoryHealer(Healer):
         self._stop(context, ran_out)
         return False
 
-    def _take_back_the_try(self, shape: CallShape, window: Window | None) -> None:
+    def _take_back_the_try(self, shape: CallShape, ran_out: OutOfMemory, window: Window | None) -> None:
         """A size was tried on purpose, and does not fit yet: no incident."""
         sizes, step = self._state.sizes, self._instrument.view.step
         sizes.failed(shape, with_gradients=window is not None)
-        if window is not None:
+        if window is not None and not ran_out.alone:
             window.discard()
         free_memory(self._instrument.view.device)
         self.run.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
@@ -260,6 +261,11 @@ class MemoryHealer(Healer):
             why = self._why_not_split() or "its calls are not split (nn.DataParallel)"
         if "not_split" not in incident.evidence:
             run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
+        if ran_out.alone:
+            # What follows takes the other ranks, and they wait for this one.
+            self.oom_on_one_rank(ran_out)
+            self._end().close("unresolved")
+            return False
         in_training = context.window is not None and ran_out.place in ("forward", "backward")
         if in_training and self._may_checkpoint_activations(context):
             self._failed.clear()
@@ -323,7 +329,8 @@ class MemoryHealer(Healer):
         if self._context is not None and not self._stepping:
             if self._attempts == 1:
                 self._passed.append(self._context.incident.step)
-                if self._context.window is not None:
+                if self._context.window is not None and consensus.world_size() == 1:
+                    # Of several ranks the others know nothing of it, and what follows takes all of them.
                     self._note_recomputed(self._context.incident)
             self._say_what_was_split(self._context)
             self._end().close("resolved")
@@ -470,7 +477,7 @@ class MemoryHealer(Healer):
         return self._context
 
     def _free(self, context: HealingContext, ran_out: OutOfMemory) -> None:
-        if context.window is not None and not self._stepping:
+        if context.window is not None and not self._stepping and not ran_out.alone:
             # The step is computed again from its beginning. An update that is made again needs its gradients.
             context.window.discard()
         freed = self._free_batches(ran_out.on_host)

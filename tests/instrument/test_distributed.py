@@ -243,7 +243,12 @@ def test_the_steps_that_were_done_again_are_counted_on_every_rank(results: list[
     assert [rank["faulty_1"]["outcomes"] for rank in results] == [["unresolved", "resolved"]] * 2
 
 
-@pytest.mark.heals("out_of_memory", "ddp", partly="ends the job; the next start runs fewer rows at a time")
+@pytest.mark.heals(
+    "out_of_memory",
+    "ddp",
+    partly="in place until a gradient has been added; after that it ends the job, and the next start runs fewer rows "
+    "at a time",
+)
 @pytest.mark.slow
 def test_one_that_runs_out_of_memory_makes_the_next_start_split(tmp_path: Path) -> None:
     for name in ("plain", "healed"):

@@ -47,6 +47,7 @@ class Memory:
         self.can_checkpoint = True
         run.instrument.activation_checkpointing = SimpleNamespace(switch_on=self._checkpoint)
         run.instrument.retry = SimpleNamespace(experimenting=False)
+        run.instrument.one_rank = SimpleNamespace(possible=False)
         run.instrument.release_calls = lambda models: None
         run.instrument.objective = SimpleNamespace(paired=False, name="sft")
         run.instrument.trainer.accelerator = SimpleNamespace(device=view.device)

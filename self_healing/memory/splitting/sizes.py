@@ -135,8 +135,9 @@ class KnownSizes:
         self._trying: _Try | None = None
         self._held_before = 0
         self.room = room
-        # Where a failure ends the job (several processes): one row where nothing is known.
-        self.failure_is_fatal = False
+        # Where a failure ends the job (several processes): one row where nothing is known, unless one more failure can
+        # most likely be healed.
+        self.failure_is_fatal = self.may_fail_once = False
         self.begun: dict[Kind, CallShape] = {}
         self.last_begun: CallShape | None = None
         self.changed = False
@@ -194,7 +195,7 @@ class KnownSizes:
         return max(frontier.most(shape.length) for frontier in self._frontiers_for(shape.kind))
 
     def _half_of_what_failed(self, shape: CallShape) -> int:
-        if self.failure_is_fatal and shape.kind != "generate":
+        if self.failure_is_fatal and not self.may_fail_once and shape.kind != "generate":
             return 1
         halves = [frontier.half_of_what_failed(shape.length) for frontier in self._frontiers_for(shape.kind)]
         half = min((each for each in halves if each is not None), default=1)

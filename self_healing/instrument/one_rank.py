@@ -1,0 +1,198 @@
+"""`OneRankRetry`: computes a micro-batch again on one rank of several, while the others wait for its gradients."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from .bookkeeping import Bookkeeper, Bookkeeping
+from .preparing import preparing
+from .replacing import Replacements
+from .view import TrainerView
+
+
+# By which trainers have ranks meet in a loss.
+_ASKING = ("gather_for_metrics", "gather", "reduce", "pad_across_processes")
+
+# Any: there only where torch was built with distributed.
+dist: Any = torch.distributed
+
+
+class OneRankRetry:
+    """
+    Computes a micro-batch once more on this rank alone.
+
+    Under DDP ranks meet in the reduction of gradients, which begins in the backward pass. Until then what one of them
+    does is its own matter: the others wait for it in the next collective, however long it takes. So a micro-batch can
+    be taken back as long as nothing in it has been added to a gradient, and no collective has begun, by the counts of
+    the process groups, but those that are known and not entered once more: what DDP sends at the beginning of a
+    forward (buffers of the first rank), and what the loss asks accelerate for (metrics that are gathered), which is
+    given the answers it was given before.
+
+    A sharded model gathers its weights in each call, so there nothing can be taken back.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        view ([`TrainerView`]):
+            Of it.
+        ledger ([`Bookkeeper`]):
+            What it counts.
+        replaced ([`Replacements`]):
+            Where the wrapped model is watched.
+    """
+
+    def __init__(self, trainer: Any, view: TrainerView, ledger: Bookkeeper, replaced: Replacements) -> None:
+        self._trainer = trainer
+        self._view = view
+        self._ledger = ledger
+        self._replaced = replaced
+        self._model: Any = None
+        self._parameters: list[torch.nn.Parameter] = []
+        # Of the micro-batch that is being computed, as of when it was prepared.
+        self._prepared: Any = None
+        self._before: Bookkeeping | None = None
+        self._gradients: list[int | None] = []
+        self._collectives: int | None = None
+        # Forwards of the wrapped model in this attempt, and in the one that came furthest.
+        self._forwards = self._sent_before = 0
+        # What was asked through accelerate, and what came back; how often this attempt has asked; whether it does.
+        self._answers: list[tuple[str, Any]] = []
+        self._asked = 0
+        self._asking = False
+
+    @property
+    def possible(self) -> bool:
+        """Whether there are other ranks, and a micro-batch can be computed again without them."""
+        return self._model is not None
+
+    def attach(self) -> None:
+        """Watches the wrapped model, if it is one of DDP."""
+        model, view = getattr(self._trainer, "model_wrapped", None), self._view
+        own_rows = view.can_reexecute and not view.sharded and not view.shares_rows
+        # torch 2.13: what DDP sends before a forward is sent in `_pre_forward`.
+        if view.world_size == 1 or not own_rows or not hasattr(model, "_pre_forward"):
+            return
+        if not isinstance(model, DistributedDataParallel) or model.process_group.size() != view.world_size:
+            return
+        if collectives_begun() is None:
+            return
+        self._model = model
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._replaced.wrap(model, "_pre_forward", self._pre_forward)
+        for name in _ASKING:
+            self._replaced.wrap(self._trainer.accelerator, name, functools.partial(self._ask, name))
+
+    def begin(self) -> None:
+        """Called before a micro-batch."""
+        self.end()
+        self._forwards = self._sent_before = self._asked = 0
+
+    def note(self, batch: Any) -> None:
+        """Called with the micro-batch as the trainer has prepared it: here it can be begun again."""
+        if not self.possible:
+            return
+        # A copy: `compute_loss` may pop keys from the batch it is given.
+        self._prepared = copy.copy(batch)
+        # The running loss is not rewound.
+        self._before = self._ledger.capture(self._trainer._tr_loss)
+        self._gradients = self._versions()
+        self._collectives = collectives_begun()
+
+    def can_be_taken_back(self) -> bool:
+        """Whether nothing of the micro-batch has reached another rank or a gradient."""
+        return (
+            self._before is not None
+            and self._collectives is not None
+            and collectives_begun() == self._collectives
+            and self._versions() == self._gradients
+        )
+
+    def compute_again(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """
+        Takes the micro-batch back, and computes it once more from where it was prepared.
+
+        Args:
+            compute (`Callable`):
+                Makes the call of the trainer.
+        """
+        before = self._before
+        assert before is not None
+        self._ledger.rewind_step(before)
+        self._trainer.state.num_input_tokens_seen = before.tokens_seen
+        self._sent_before, self._forwards = max(self._sent_before, self._forwards), 0
+        self._asked = 0
+        with preparing(self._trainer, lambda batch: batch, prepared=self._prepared):
+            return compute()
+
+    def end(self) -> None:
+        """Called after a micro-batch: what is kept of it is let go."""
+        self._before = self._prepared = None
+        self._answers.clear()
+
+    def _pre_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._before is None or self._collectives is None:
+            return original(*args, **kwargs)
+        self._forwards += 1
+        if self._forwards <= self._sent_before:
+            self._model.require_forward_param_sync = False
+        before = collectives_begun()
+        result = original(*args, **kwargs)
+        after = collectives_begun()
+        if before is None or after is None:
+            self._collectives = None
+        elif after != before:
+            # Sent, and not to be sent again: the micro-batch goes on from the buffers that came.
+            self._collectives += after - before
+            self._before = replace(self._before, buffers=self._ledger.with_buffers_of_now(self._before).buffers)
+        return result
+
+    def _ask(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._before is None or self._collectives is None or self._asking:
+            return original(*args, **kwargs)
+        self._asked += 1
+        if self._asked <= len(self._answers):
+            asked, answer = self._answers[self._asked - 1]
+            if asked != name:
+                raise RuntimeError(
+                    f"computed again, the loss asks for accelerator.{name}, and asked for {asked} before"
+                )
+            return answer
+        before, self._asking = collectives_begun(), True
+        try:
+            answer = original(*args, **kwargs)
+        finally:
+            self._asking = False
+        after = collectives_begun()
+        self._collectives = None if before is None or after is None else self._collectives + after - before
+        self._answers.append((name, answer))
+        return answer
+
+    def _versions(self) -> list[int | None]:
+        """Tells whether gradients have been added to since: each addition moves the version of the tensor."""
+        return [None if (gradient := each.grad) is None else gradient._version for each in self._parameters]
+
+
+def collectives_begun() -> int | None:
+    """
+    Counts the collectives that this process has begun, in all process groups but those of this library; `None` where
+    a backend does not count them.
+    """
+    count = 0
+    try:
+        for group in dist.distributed_c10d._world.pg_map:
+            if str(getattr(group, "group_desc", "")).startswith("self_healing"):
+                continue
+            # torch 2.13: asked by itself, a group counts those of one of its backends.
+            for backend in {group._get_backend(device) for device in group._device_types}:
+                count += backend._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return count
