@@ -33,6 +33,7 @@ from .restarts.attempts import Attempts
 from .restarts.departure import Departure
 from .restarts.ending import RunEnding
 from .restarts.remedies import LastResorts
+from .rollback.last_step import LastStep
 from .rollback.rollback import Rollback
 from .run.budget import RecoveryBudget
 from .run.context import RunContext
@@ -65,6 +66,8 @@ class Run:
             Its processes, how this one leaves, and what writes down how the run ends.
         saves ([`SaveHealer`]), hangs ([`HangWatch`]):
             Handle failed saves, and watch for hangs.
+        last_step ([`LastStep`]):
+            Leaves the state after the last finished step to the next process.
     """
 
     context: RunContext
@@ -77,6 +80,7 @@ class Run:
     ending: RunEnding
     saves: SaveHealer
     hangs: HangWatch
+    last_step: LastStep
 
     @property
     def journal(self) -> Journal:
@@ -244,12 +248,14 @@ def assemble(
     attempts = Attempts(context, numerics)
     departure = Departure(context, attempts)
     ending = RunEnding(context, attempts, departure)
+    last_step = LastStep(rollback)
     hangs = HangWatch(
         context,
         before_exit=ending.end_process,
         still_training=departure.still_training,
         over=departure.forget,
         counts_attempts=lambda: attempts.record is not None,
+        leave_state=last_step.leave,
     )
     for remedies in (
         NumericsRemedies(context, numerics, rollback),
@@ -259,7 +265,7 @@ def assemble(
     ):
         context.remedies.offer(remedies.table())
     saves = SaveHealer(context, lambda: rollback.checkpoints.give_way())
-    return Run(context, numerics, rollback, memory, quarantine, attempts, departure, ending, saves, hangs)
+    return Run(context, numerics, rollback, memory, quarantine, attempts, departure, ending, saves, hangs, last_step)
 
 
 def new_run_id(device: torch.device) -> str:

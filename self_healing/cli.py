@@ -1,5 +1,6 @@
 """
-The command line: `self-healing run`, `demo`, `report`, `check`, `replay`, `doctor`, `chaos`, `config` and `rules`.
+The command line: `self-healing run`, `demo`, `report`, `check`, `clean`, `replay`, `doctor`, `chaos`, `config` and
+`rules`.
 
 What a command needs is imported when it runs, so that one that needs little does not wait for TRL and the model code.
 """
@@ -223,6 +224,31 @@ def check(
         raise typer.Exit(1)
     how = repr(chosen.path) if single else "True"
     console.print(f"resume_from_checkpoint={how} takes {chosen.path} (step {chosen.step}).", soft_wrap=True)
+
+
+@app.command()
+def clean(
+    run_dir: Annotated[Path, typer.Argument(help="The output_dir of a run that has ended.", show_default=False)],
+) -> None:
+    """Free the shared memory (/dev/shm) that killed runs have left on this machine; nothing on disk is touched."""
+    from .shared_memory import directory_of, processes_using, remove_states
+
+    directory, using = directory_of(run_dir), processes_using(run_dir)
+    if using:
+        typer.echo(
+            f"{directory} is in use by process {', '.join(map(str, using))}. Please end the run first; it frees the "
+            "memory itself if it ends well.",
+            err=True,
+        )
+        raise typer.Exit(1)
+    if not directory.exists():
+        typer.echo(f"Runs of {run_dir} have left nothing in {directory.parent}.")
+        return
+    freed = remove_states(run_dir)
+    if directory.exists():
+        typer.echo(f"{directory} could not be removed: please look at whose it is.", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"Freed {freed / 1e6:,.0f} MB: {directory}")
 
 
 @app.command()

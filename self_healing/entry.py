@@ -105,7 +105,8 @@ class Entry:
             if saved is not None:
                 run.load_state_dict(saved)
             attempts.load_recovery_state()
-            attempts.first_resume = resumed_from
+            # A state in shared memory is gone by the time that anything is gone back to.
+            attempts.first_resume = None if attempts.in_memory(resumed_from) else resumed_from
             numerics.learning_rate.begin(int(state.max_steps), self.instrument.view.beta2)
             numerics.missing.begin(step)
             numerics.resumed_from, numerics.on_trial = resumed_from, resumed_from is not None
@@ -148,7 +149,9 @@ class Entry:
         run.attempts.tell_status(Path(args.output_dir), max_steps)
         if resumed_from is not None and run.attempts.in_first_entry:
             warn_about_the_rate(instrument, resumed_from)
-        run.rollback.begin(instrument, not run.numerics.warm, resumed_from, self._finite)
+        on_disk = None if run.attempts.in_memory(resumed_from) else resumed_from
+        run.rollback.begin(instrument, not run.numerics.warm, on_disk, self._finite)
+        run.last_step.begin()
         if not instrument.view.can_reexecute:
             logger.warning(
                 "%s runs the backward pass itself; steps are watched, but not healed.",

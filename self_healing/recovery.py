@@ -147,6 +147,8 @@ class Recovery:
         began, step = time.perf_counter(), self._step
         claim = self._first_claim(error)
         incident = self._opened(error, failure) if claim is None else claim.incident
+        if consensus.world_size() > 1:
+            self._leave_last_step()
         # Saved before anything else is tried: what follows may fail.
         point, unmoved = self._resume_from(incident, error, failure, resume_from)
         if claim is None or (failure is FailureType.OUT_OF_MEMORY and claim.batch is None):
@@ -169,6 +171,15 @@ class Recovery:
         self._carry_out(claim, point)
         incident.seconds_lost += time.perf_counter() - began
         return NextEntry(incident, point, claim.wait)
+
+    def _leave_last_step(self) -> None:
+        """The job ends, and is perhaps started again: each of its ranks then goes on from what it has left."""
+        run = self.run
+        if run.instrument is None or not run.instrument.reentry.moved:
+            return
+        step = run.last_step.leave(run.instrument)
+        if step is not None:
+            run.journal.event("left_in_memory", step)
 
     def _first_claim(self, error: BaseException) -> Claim | None:
         """Asks those inside `train()` in a fixed order; what else one of them was waiting for has not come."""

@@ -30,6 +30,7 @@ from .random_state import RandomState
 from .recovery import NextEntry, Recovery
 from .report import HealingReport
 from .restarts.earlier_attempts import take_up
+from .restarts.outliving import leave_snapshots, let_snapshots_outlive
 from .restarts.record import RunRecord
 from .restarts.start import Start, find_start, note_start
 from .services.reporting import Reporting
@@ -181,6 +182,7 @@ class SelfHealingTrainer:
                 partial(adopt_run, self.trainer, None),
                 run.departure.preemption.release,
                 partial(self._let_go, run),
+                partial(leave_snapshots, run.context, run.attempts, run.rollback, args),
                 partial(self._release_states, run),
                 guard.detach,
                 partial(reporting.sum_up, int(self.trainer.state.global_step)),
@@ -210,6 +212,8 @@ class SelfHealingTrainer:
         run.context.attachment.trainer = self.trainer
         record = start.record or RunRecord(Path(args.output_dir), run.context.run_id, kept=not start.beside)
         run.attempts.keep(record, taken_up=start.record is not None)
+        run.attempts.memory = start.memory
+        _contained(partial(let_snapshots_outlive, run.context, run.attempts, run.rollback, args))
         if args.process_index == 0:
             note_start(run.journal, start, args.output_dir)
         return run, start
@@ -260,6 +264,9 @@ class SelfHealingTrainer:
     @contextlib.contextmanager
     def _resuming(self, resume: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            memory = None if self._run is None else self._run.attempts.memory
+            if memory is not None:
+                stack.enter_context(memory.loading(self.trainer))
             if resume:
                 stack.enter_context(skipping_any_loader(self.trainer))
             if resume and consensus.world_size() == 1:

@@ -285,7 +285,9 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
         trainer.add_callback(SelfHealingCallback(HealingConfig(**options.get("config", {}))))
         trainer.train()
         return
-    healer = SelfHealingTrainer(trainer, HealingConfig(**{"retry_initial_seconds": 0.0, **options.get("config", {})}))
+    # What is asked here is mostly what becomes of checkpoints on disk.
+    settings = {"retry_initial_seconds": 0.0, "resume_from_memory": False, **options.get("config", {})}
+    healer = SelfHealingTrainer(trainer, HealingConfig(**settings))
     healer.train(resume_from_checkpoint=options.get("resume"))
     result = {
         "weights": digest(trainer.model),

@@ -43,7 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
             "output_dir",
             "own_files",
         ),
-        *("random_state", "repeatability", "retry", "saved_state", "signals", "toml"),
+        *("random_state", "repeatability", "retry", "saved_state", "shared_memory", "signals", "toml"),
     ),
     ("detectors",),
     # ZClip builds on the norm statistics of the detectors.

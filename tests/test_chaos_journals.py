@@ -48,6 +48,7 @@ CONFIG = {
     "budget_refund_steps": 10,
     # Else it follows from how long a step and a copy take.
     "snapshot_interval": 5,
+    "resume_from_memory": False,
 }
 
 

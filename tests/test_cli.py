@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from self_healing import FailureType, HealingConfig, demo
+from self_healing import FailureType, HealingConfig, demo, shared_memory
 from self_healing.chaos import Survival
 from self_healing.cli import app
 from self_healing.demo import DemoResult, RehearsalResult
@@ -324,3 +325,36 @@ def test_no_command_shows_the_help() -> None:
     result = run()
     for command in ("demo", "report", "config"):
         assert command in result.output
+
+
+# ---- clean ----
+
+
+@pytest.fixture
+def left_behind(tmp_path: Path) -> Iterator[Path]:
+    """What a job that was killed for good has left in shared memory: a block of a process that is gone."""
+    if not shared_memory.ROOT.is_dir():
+        pytest.skip("the system has no shared memory as files")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    place = shared_memory.directory_of(tmp_path) / "run-rank0-of-1"
+    shared_memory.make_directory(place)
+    (place / f"{gone.pid}-1.block").write_bytes(bytes(3_000_000))
+    yield tmp_path
+    shared_memory.remove_states(tmp_path)
+
+
+def test_clean_frees_what_a_killed_run_has_left(left_behind: Path) -> None:
+    result = run("clean", str(left_behind))
+    assert (result.exit_code, "Freed 3 MB" in result.output) == (0, True)
+    assert not shared_memory.directory_of(left_behind).exists()
+    assert "have left nothing in /dev/shm" in run("clean", str(left_behind)).output
+
+
+def test_clean_leaves_a_run_alone_that_still_trains(left_behind: Path) -> None:
+    place = shared_memory.directory_of(left_behind) / "run-rank0-of-1"
+    (place / f"{os.getpid()}-1.block").write_bytes(b"")
+    result = run("clean", str(left_behind))
+    assert result.exit_code == 1
+    assert f"is in use by process {os.getpid()}" in result.output
+    assert place.is_dir()

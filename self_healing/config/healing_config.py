@@ -235,6 +235,9 @@ class HealingConfig:
         resume_after_restart (`bool`, *optional*, defaults to `True`):
             Whether `train()` of a [`SelfHealingTrainer`] resumes from the newest trusted checkpoint of its own run
             when a launcher (torchrun, SLURM) has restarted the process.
+        resume_from_memory (`bool`, *optional*, defaults to `True`):
+            Whether snapshots lie in shared memory (`/dev/shm`) where a launcher will restart the job, so that the
+            processes that it starts go on from there.
         launcher_restarts (`str`, *optional*, defaults to `"auto"`):
             Whether a process that ends with exit code 75 is restarted. `"auto"` reads it from the environment
             (torchrun with restarts left), `"yes"` and `"no"` override that.
@@ -679,6 +682,13 @@ class HealingConfig:
         metadata={
             "help": "Whether `train()` of a `SelfHealingTrainer` resumes from the newest trusted checkpoint of its "
             "own run when a launcher (torchrun, SLURM) has restarted the process."
+        },
+    )
+    resume_from_memory: Annotated[bool, Setting("restarts")] = field(
+        default=True,
+        metadata={
+            "help": "Whether snapshots lie in shared memory (`/dev/shm`) where a launcher will restart the job, so "
+            "that the processes that it starts go on from there."
         },
     )
     launcher_restarts: Annotated[Literal["auto", "yes", "no"], Setting("restarts")] = field(

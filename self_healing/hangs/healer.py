@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from ..instrument import Instrument
 from ..launcher import EXIT_FOR_RESTART
 from ..ranks import Failure, Position
 from ..ranks.posts import failure_of
@@ -37,6 +38,9 @@ class HangWatch(Healer):
             Told when a run turns out to have ended without a word.
         counts_attempts (`Callable[[], bool]`):
             Whether a job that is started again and again without progress is ended.
+        leave_state (`Callable[[Instrument, Callable[[], bool]], int | None]`):
+            Leaves the state after the last finished step to the next process, if the training thread stays where it
+            is meanwhile.
     """
 
     def __init__(
@@ -46,14 +50,16 @@ class HangWatch(Healer):
         still_training: Callable[[FrameType | None], bool],
         over: Callable[[], None],
         counts_attempts: Callable[[], bool],
+        leave_state: Callable[[Instrument, Callable[[], bool]], int | None],
     ) -> None:
         self._run = run
+        self._leave_state = leave_state
         self._before_exit = before_exit
         self._still_training = still_training
         self._over = over
         self._counts_attempts = counts_attempts
         self._watchdog: Watchdog | None = None
-        self._joint_exit = JointExit(run, self._position, self._at_the_end, before_exit)
+        self._joint_exit = JointExit(run, self._position, self._at_the_end, before_exit, self._leave_last_step)
 
     def attach(self, first: bool) -> None:
         """Watches this `train()` call, until the instrument is detached."""
@@ -117,6 +123,21 @@ class HangWatch(Healer):
     def _at_the_end(self) -> bool:
         instrument = self._run.attachment.instrument
         return instrument is not None and instrument.view.at_the_end
+
+    def _leave_last_step(self) -> None:
+        """Called beside the training thread, which waits in a collective for a rank that is gone."""
+        run = self._run
+        instrument, began = run.attachment.instrument, self._position()
+        if instrument is None or began.collective is None or not instrument.reentry.moved:
+            return
+
+        def still_there() -> bool:
+            now = self._position()
+            return now.collective is not None and (now.step, now.section) == (began.step, began.section)
+
+        step = self._leave_state(instrument, still_there)
+        if step is not None:
+            run.journal.event("left_in_memory", step)
 
     def _position(self) -> Position:
         if self._watchdog is None:

@@ -29,7 +29,7 @@ _IN_COLLECTIVE, _SILENT, _STILL_THERE = 1.0, 3.0, 6.0
 _GLANCE = 0.2
 # Where the others are is waited for as long, and what is written down as long, in seconds: in all less than the ten
 # within which the last rank ends.
-_ASKING, _WRITING, _FLUSHING = 1.0, 2.0, 0.5
+_ASKING, _WRITING, _LEAVING, _FLUSHING = 1.0, 2.0, 2.5, 0.5
 
 
 class JointExit:
@@ -48,6 +48,8 @@ class JointExit:
             Whether the last step is done: what is left of the run needs no other rank.
         before_exit (`Callable[[str, Failure, int], None]`):
             Told why the process ends, what has ended the other rank, and with which code.
+        leave_state (`Callable[[], None]`, *optional*):
+            Leaves the state after the last finished step to the next process.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class JointExit:
         position: Callable[[], Position],
         at_the_end: Callable[[], bool],
         before_exit: Callable[[str, Failure, int], None],
+        leave_state: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
+        self._leave_state = leave_state
         self._position = position
         self._at_the_end = at_the_end
         self._before_exit = before_exit
@@ -119,6 +123,8 @@ class JointExit:
         restarts = restarts_on_exit(run.config) and failure.exit_code is None
         code = EXIT_FOR_RESTART if restarts else failure.exit_code or 1
         within(_ASKING + _WRITING, lambda: self._write_down(failure, code))
+        if restarts:
+            within(_LEAVING, self._leave_state)
         within(_FLUSHING, logging.shutdown)
         within(_FLUSHING, sys.stdout.flush)
         within(_FLUSHING, sys.stderr.flush)

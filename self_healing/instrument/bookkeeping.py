@@ -180,9 +180,12 @@ class Bookkeeper:
 
     def export(self) -> dict[str, Any]:
         """Gives what another process needs to go on logging where this one stopped, as JSON."""
+        return {"running_loss": float(self._trainer._tr_loss), **self.export_counts()}
+
+    def export_counts(self) -> dict[str, Any]:
+        """Gives the same without the running loss, for which the host would have to wait for the device."""
         attributes = vars(self._trainer)
         return {
-            "running_loss": float(self._trainer._tr_loss),
             "scalars": {name: attributes[name] for name in _PERSISTENT_SCALARS if name in attributes},
             "stores": {name: _plain_metrics(attributes[name]) for name in METRIC_STORES if name in attributes},
         }

@@ -25,13 +25,21 @@ def save_generated(trainer: Any, checkpoint: Path) -> None:
         checkpoint (`Path`):
             The checkpoint directory.
     """
-    rows = vars(trainer).get("_buffered_inputs")
-    if rows is None or consensus.world_size() > 1:
+    if consensus.world_size() > 1:
         return
-    cycle = trainer.args.steps_per_generation * trainer.num_iterations
-    if trainer._step % cycle != 0:
+    rows = generated_rows(trainer)
+    if rows is not None:
         checkpoint.mkdir(parents=True, exist_ok=True)
         torch.save(rows, checkpoint / GENERATED_FILE)
+
+
+def generated_rows(trainer: Any) -> Any:
+    """Gives what is left of a generation cycle on this rank; `None` at the end of a cycle, and where there is none."""
+    rows = vars(trainer).get("_buffered_inputs")
+    if rows is None:
+        return None
+    cycle = trainer.args.steps_per_generation * trainer.num_iterations
+    return rows if trainer._step % cycle != 0 else None
 
 
 def load_generated(trainer: Any, checkpoint: Path) -> None:

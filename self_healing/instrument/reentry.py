@@ -210,6 +210,10 @@ class Reentry:
             return self._epoch_rng
         return self._after_fetch_rng or finished.rng
 
+    def random_state_to_resume(self) -> RandomState | None:
+        """Gives the random state that a resume between the last finished step and the one that begins has to load."""
+        return None if self.finished is None else self._resume_rng(self.finished)
+
     def _rewind_after_the_step(self) -> tuple[Bookkeeping, Pending]:
         trainer = self._trainer
         if int(trainer.state.global_step) == self._finished_step:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
+from transformers.trainer_callback import DefaultFlowCallback, TrainerControl
+
 from ..random_state import RandomState
 from .bookkeeping import Bookkeeping
 
@@ -62,6 +64,30 @@ class Pending:
         if self.epoch_end:
             trainer.control = tell.on_epoch_end(trainer.args, trainer.state, trainer.control)
             log_evaluate_save()
+
+    def meetings(self, trainer: Any, leave: Leave) -> str:
+        """
+        Names what of it all ranks take part in: one that has delivered an event and one that has not owe the others
+        the same if nothing follows from it. What callbacks of the user's would decide is not known.
+
+        Args:
+            trainer ([`~transformers.Trainer`]):
+                The trainer, at the end of that step.
+            leave ([`Leave`]):
+                Where the run was left.
+        """
+        args, state = trainer.args, trainer.state
+        flow, owed = DefaultFlowCallback(), list[str]()
+        control = TrainerControl(should_log=self.log, should_evaluate=self.evaluate, should_save=self.save)
+        if self.step_end:
+            flow.on_step_end(args, state, control)
+        for event in ("step", "epoch"):
+            flags = control.should_log, control.should_evaluate, control.should_save
+            owed += [f"{event} {name}" for name, flag in zip(("log", "evaluate", "save"), flags, strict=True) if flag]
+            control.should_log = control.should_evaluate = control.should_save = False
+            if event == "step" and self.epoch_end:
+                flow.on_epoch_end(args, state, control)
+        return ", ".join([*owed, *(["stop"] if leave.stop or control.should_training_stop else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """Gives them as JSON, for the process that continues the run."""

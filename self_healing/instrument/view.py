@@ -105,6 +105,13 @@ class TrainerView:
         return self._trainer.accelerator.distributed_type == DistributedType.FSDP or is_sharded(self._trainer.model)
 
     @property
+    def has_flat_parameters(self) -> bool:
+        """Whether accelerate has sharded the weights in the way before FSDP2: parameters change with each forward."""
+        return self._trainer.accelerator.distributed_type == DistributedType.FSDP and not is_sharded(
+            self._trainer.model
+        )
+
+    @property
     def can_split_calls(self) -> bool:
         """
         Whether the calls of a model can be split: `nn.DataParallel` makes replicas of it. Those of a sharded one only

@@ -14,6 +14,7 @@ from ..instrument import Instrument, ResumePoint
 from ..journal.incident import Incident
 from ..launcher import launch_of
 from ..run.context import RunContext
+from .memory_start import MemoryStart
 from .record import Ending, RunRecord, warn_about_parts
 from .status import RunState, StatusKeeper
 
@@ -75,6 +76,8 @@ class Attempts:
         self.taken_up = False
         # How often `train()` was entered, in this process and before.
         self._entries = self._entries_before = 0
+        # The state in shared memory that the first entry of this process resumed from.
+        self.memory: MemoryStart | None = None
         # What the first entry of this process resumed from.
         self.first_resume: str | None = None
         self.postmortem: str | None = None
@@ -83,6 +86,10 @@ class Attempts:
         """Counts that `train()` was entered."""
         self._entries += 1
         self._run.journal.attempt = self._entries_before + self._entries
+
+    def in_memory(self, checkpoint: str | None) -> bool:
+        """Whether what was resumed from is a state in shared memory."""
+        return self.memory is not None and checkpoint == self.memory.checkpoint
 
     @property
     def entered(self) -> bool:

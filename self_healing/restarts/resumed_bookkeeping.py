@@ -53,7 +53,8 @@ def continue_bookkeeping(
             if owes is not None:
                 # A process that had to leave, or was killed after an exception, had no time for it.
                 leave = instrument.reentry.deliver_pending(resumed_from, *owes, run.started_at)
-                write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums.put)
+                if not attempts.in_memory(resumed_from):
+                    write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums.put)
 
 
 def _take_over(instrument: Instrument, bookkeeping: Mapping[str, Any]) -> None:

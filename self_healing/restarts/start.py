@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import psutil
 from .. import consensus
 from ..checkpoint_files import STATE_FILE, number_of
 from ..checkpoints.choice import CheckpointError, newest_verdict_of, resolve_checkpoint
+from ..checkpoints.listing import checkpoints_in
 from ..checkpoints.marker import read_marker, standing_of
 from ..checkpoints.vetting import Verdict
 from ..config import HealingConfig
@@ -25,6 +26,8 @@ from ..instrument import names_in_checkpoints
 from ..journal.journal import Journal
 from ..launcher import Launch, launch_of
 from ..output_dir import refuse_unwritable
+from ..shared_memory import directory_of
+from .memory_start import MemoryStart, SharedStep, newest_beyond, open_in_memory, steps_in_memory
 from .record import (
     RECORD_FILE,
     Attempt,
@@ -63,6 +66,10 @@ class Start:
             Whether another process that lives trains into the same directory: the record there is that one's.
         passed_over (`tuple[Verdict, ...]`):
             Newer checkpoints that cannot be used.
+        shared ([`SharedStep`], *optional*):
+            The state in shared memory that is further than the newest checkpoint on disk.
+        memory ([`MemoryStart`], *optional*):
+            The same, opened by this process; `checkpoint` stands for it then.
     """
 
     checkpoint: str | None
@@ -72,6 +79,8 @@ class Start:
     by_agent: bool = False
     beside: bool = False
     passed_over: tuple[Verdict, ...] = ()
+    shared: SharedStep | None = None
+    memory: MemoryStart | None = None
 
     @property
     def run(self) -> str | None:
@@ -117,13 +126,36 @@ def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike
         CheckpointError: If there is nothing that can be resumed from, or the path given is not.
         ConfigurationError: If checkpoints can never be written.
     """
+    args, in_memory = trainer.args, list[SharedStep]()
+    if may_go_on_from_memory(config):
+        in_memory = steps_in_memory(args.output_dir, args.process_index, args.device)
+    start = _find_start(trainer, config, requested, in_memory)
+    if start.shared is None:
+        return start
+    memory = open_in_memory(args.output_dir, start.shared, args.process_index, args.device)
+    if memory is None:
+        return _find_start(trainer, config, requested, ())
+    return replace(start, memory=memory, checkpoint=memory.checkpoint)
+
+
+def may_go_on_from_memory(config: HealingConfig) -> bool:
+    """Whether this process may go on from what the one before has left in shared memory: the same on all ranks."""
+    return config.resume_from_memory and config.resume_after_restart and launch_of().started_again
+
+
+def _find_start(
+    trainer: Any,
+    config: HealingConfig,
+    requested: str | os.PathLike[str] | bool | None,
+    in_memory: Sequence[SharedStep],
+) -> Start:
     passed_over: list[Verdict] = []
     failed: list[Exception] = []
 
     def look() -> tuple[Start, str | None]:
         start = Start(None)
         try:
-            start = _look_for_start(trainer, config, requested, passed_over)
+            start = _look_for_start(trainer, config, requested, passed_over, in_memory)
         except Exception as error:
             failed.append(error)
         for verdict in passed_over:
@@ -141,6 +173,7 @@ def _look_for_start(
     config: HealingConfig,
     requested: str | os.PathLike[str] | bool | None,
     passed_over: list[Verdict],
+    in_memory: Sequence[SharedStep],
 ) -> Start:
     refuse_unwritable(trainer.args)
     output_dir, launch = str(trainer.args.output_dir), launch_of()
@@ -167,7 +200,15 @@ def _look_for_start(
     taken_up = False
     if record is not None and record.attempts and restarted:
         taken_up = continues(record, launch, requested)
+        in_memory = in_memory if taken_up and not _came_to_nothing(record) else ()
+        # Without reading those on disk through, which takes longer than all the rest, if none can be further.
+        shared = newest_beyond(in_memory, record.run, newest_step_on_disk(output_dir))
+        if shared is not None:
+            return _from_memory(shared, record, launch, requested)
         chosen = newest_of(record, output_dir, passed_over) if taken_up else None
+        shared = newest_beyond(in_memory, record.run, 0 if chosen is None else step_in(Path(chosen.path)))
+        if shared is not None:
+            return _from_memory(shared, record, launch, requested)
     if chosen is None and requested is not None:
         # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
         chosen = resolve_checkpoint(requested, output_dir, passed_over, names_in_checkpoints(trainer))
@@ -177,11 +218,29 @@ def _look_for_start(
     return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
 
 
+def _from_memory(shared: SharedStep, record: RunRecord, launch: Launch, requested: Any) -> Start:
+    return replace(start_of(None, record, launch, True, requested), step=shared.step, shared=shared)
+
+
+def _came_to_nothing(record: RunRecord) -> bool:
+    """Whether the process before this one has finished no step since it went on from memory: the state may be why."""
+    newest = record.newest
+    in_memory = newest.resumed_from is not None and newest.resumed_from.startswith(str(directory_of(record.directory)))
+    return in_memory and newest.last_step <= newest.first_step
+
+
 def note_start(journal: Journal, start: Start, output_dir: str) -> None:
     """Journals which checkpoint a run begins with, and which ones it does not."""
     for verdict in start.passed_over:
         journal.event("checkpoint_passed_over", verdict.step or 0, path=verdict.path, reason=verdict.reason)
-    if start.checkpoint is not None:
+    if start.memory is not None:
+        journal.event("resumed_from_memory", start.step, bytes=start.memory.nbytes)
+        logger.warning(
+            "Resumed from memory at step %d: the process before this one has left its state there (%.2f GB).",
+            start.step,
+            start.memory.nbytes / 1e9,
+        )
+    elif start.checkpoint is not None:
         standing = standing_of(start.checkpoint)
         journal.event("checkpoint_chosen", start.step, path=start.checkpoint, standing=standing)
     elif start.passed_over:
@@ -244,6 +303,11 @@ def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) ->
 
 def _is_of(record: RunRecord, checkpoint: Path, marker: dict[str, Any] | None) -> bool:
     return was_writing(record, checkpoint) if marker is None else marker.get("run") == record.run
+
+
+def newest_step_on_disk(output_dir: str) -> int:
+    """The most steps that anything called a checkpoint in a directory may hold, by its name."""
+    return max((number_of(checkpoint) or 0 for checkpoint in checkpoints_in(output_dir)), default=0)
 
 
 def was_writing(record: RunRecord, checkpoint: Path) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..extents import Extent, extent_of
 from ..instrument.live_state import LiveState, local
@@ -15,6 +16,8 @@ from .host_copies import DeviceCopies
 from .host_memory import HostBlock, aligned
 
 
+# Takes host memory of a size, for copies from a kind of device.
+NewBlock = Callable[[int, DeviceCopies | None], HostBlock]
 # Stands for host memory that has still to be taken.
 _NOTHING = torch.empty(0)
 
@@ -38,6 +41,9 @@ class TensorCopy:
     # Memory that moves between host and device by itself (bitsandbytes' paged optimizers) looks like host memory, and
     # belongs to the optimizer: the tensor itself is kept, to be written to again.
     paged: torch.Tensor | None = None
+    # Whether it is this rank's part of a sharded tensor; and of which layout, where it has to be made again.
+    sharded: bool = False
+    layout: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,7 @@ class StateWriter:
                 return AssembledCopy.of(tensor, lambda part, name: self.save(part, (*key, name), may_be_infinite))
             kept = self._save_tensor(tensor, key, may_be_infinite)
             kept.paged = value if getattr(value, "is_paged", False) else None
+            kept.sharded = isinstance(value, DTensor)
             return kept
         if isinstance(value, dict):
             return {name: self.save(inner, (*key, name), may_be_infinite) for name, inner in value.items()}
@@ -112,18 +119,20 @@ class StateWriter:
         self._pending.append((kept, tensor.detach()))
         return kept
 
-    def allocate(self, copies_of: Callable[[str], DeviceCopies | None]) -> None:
+    def allocate(self, copies_of: Callable[[str], DeviceCopies | None], new_block: NewBlock = HostBlock) -> None:
         """
         Takes memory for what has none yet, in one piece.
 
         Args:
             copies_of (`Callable[[str], DeviceCopies | None]`):
                 What a kind of device can do beside computing, [`copies_of`].
+            new_block (`Callable`, *optional*):
+                Takes it.
         """
         nbytes = sum(aligned(tensor) for _, _, tensor in self._missing)
         kinds = {tensor.device.type for _, _, tensor in self._missing}
         copies = next((found for kind in kinds if (found := copies_of(kind)) is not None), None)
-        block = HostBlock(nbytes, copies) if nbytes else None
+        block = new_block(nbytes, copies) if nbytes else None
         for key, kept, tensor in self._missing:
             if block is None or tensor.numel() == 0:
                 kept.host = torch.empty_like(tensor, device="cpu", requires_grad=False)
@@ -165,7 +174,8 @@ def put_back(live: Any, saved: Any) -> Any:
                 # Blocking: the host memory is written to again by the next snapshot, the live tensor by the next step.
                 target.copy_(saved.host)
                 return live
-        return saved.host.to(saved.device, copy=True)
+        made = saved.host.to(saved.device, copy=True)
+        return made if saved.layout is None else _sharded_like(saved.layout, made)
     if isinstance(saved, dict):
         result = live if isinstance(live, dict) else {}
         for name in [name for name in result if name not in saved]:
@@ -177,6 +187,12 @@ def put_back(live: Any, saved: Any) -> Any:
         there = live if type(live) is type(saved) and len(live) == len(saved) else [None] * len(saved)
         return type(saved)(put_back(each, value) for each, value in zip(there, saved, strict=True))
     return copy.deepcopy(saved)
+
+
+def _sharded_like(layout: Any, part: torch.Tensor) -> Any:
+    return DTensor.from_local(
+        part, layout.device_mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride()
+    )
 
 
 def leaves(prefix: str, saved: Any) -> Iterator[tuple[str, TensorCopy]]:

@@ -44,17 +44,24 @@ class HostBlock:
             Its size: the sum of [`aligned`] sizes.
         copies ([`DeviceCopies`], *optional*):
             Of the devices it is copied to from.
+        file (`Path`, *optional*):
+            In shared memory: what is written to the block is there for another process, whatever becomes of this one.
+            It has to be removed by whoever has named it.
 
     Raises:
         MemoryError: There is not as much.
+        OSError: The file cannot be made as large.
     """
 
-    def __init__(self, nbytes: int, copies: DeviceCopies | None = None) -> None:
+    def __init__(self, nbytes: int, copies: DeviceCopies | None = None, file: Path | None = None) -> None:
         try:
-            self._memory = mmap.mmap(-1, nbytes, **_PRIVATE)
+            self._memory = mmap.mmap(-1, nbytes, **_PRIVATE) if file is None else _map_new(file, nbytes)
         except (OSError, OverflowError) as error:
+            if file is not None:
+                raise
             raise MemoryError(f"{nbytes} bytes of host memory for a snapshot: {error}") from error
         self.nbytes = nbytes
+        self.file = file
         self._used = 0
         if hasattr(mmap, "MADV_DONTFORK"):
             # A data loader worker would keep each page as it was when it was forked: the memory would be taken twice,
@@ -85,6 +92,23 @@ class HostBlock:
         offset, self._used = self._used, self._used + aligned(tensor)
         flat = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+
+    def offset_of(self, tensor: torch.Tensor) -> int:
+        """Gives the bytes between its beginning and that of a tensor in it."""
+        return tensor.data_ptr() - torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+
+
+def _map_new(file: Path, nbytes: int) -> mmap.mmap:
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        # Taken at once: a page that is missing when it is written to kills the process.
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return mmap.mmap(descriptor, nbytes)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def aligned(tensor: torch.Tensor) -> int:

@@ -78,10 +78,11 @@ class SnapshotInterval:
     def share_of_step(self, snapshot: Snapshot) -> float:
         """Measures what the copy into a snapshot cost on this rank, in steps."""
         typical = median(self._step_seconds) if self._step_seconds else math.inf
+        seconds = snapshot.seconds + snapshot.writing_seconds
         if snapshot.allocated:
-            self._first_copy_seconds = min(self._first_copy_seconds, snapshot.seconds)
+            self._first_copy_seconds = min(self._first_copy_seconds, seconds)
         else:
-            self._copy_seconds.append(snapshot.seconds)
+            self._copy_seconds.append(seconds)
         return self._typical_copy() / typical
 
     def _typical_copy(self) -> float:

@@ -9,7 +9,8 @@ import torch
 from ..instrument.live_state import LiveState
 from .copied_state import size_of
 from .host_copies import SideStream
-from .host_memory import free_host_memory
+from .host_memory import HostBlock, free_host_memory
+from .shared_states import SharedStates
 from .snapshots import Snapshot
 
 
@@ -27,15 +28,21 @@ class SnapshotRing:
     Args:
         generations (`int`, *optional*, defaults to 2):
             Trusted states that are kept, beside the one the run began with.
+        shared ([`SharedStates`], *optional*):
+            Lets them outlive the process.
     """
 
-    def __init__(self, generations: int = 2) -> None:
+    def __init__(self, generations: int = 2, shared: SharedStates | None = None) -> None:
         self.generations = generations
+        self._shared = shared
         self.candidate: Snapshot | None = None
         self.initial: Snapshot | None = None
         self.trusted: list[Snapshot] = []
         self._spare: list[Snapshot] = []
         self._streams: dict[torch.device, SideStream] = {}
+        # The tensors of the newest one, and the state that this process leaves to the next.
+        self.taken_of: LiveState | None = None
+        self.left: Snapshot | None = None
         # Whether each copy is waited for at once: something writes to the state between two updates.
         self.waits = False
 
@@ -82,12 +89,16 @@ class SnapshotRing:
             extras (`dict`):
                 Kept with it.
         """
-        snapshot = self.candidate or (self._spare.pop() if self._spare else Snapshot())
-        self.candidate = None
+        if self.candidate is not None:
+            self._retire(self.candidate)
+            self.candidate = None
+        snapshot = self._spare.pop() if self._spare else Snapshot()
         snapshot.step = snapshot.as_of = step
         snapshot.extras, snapshot.torn = extras, False
         try:
-            snapshot.take(live, self._streams, wait=self.waits)
+            new_block = HostBlock if self._shared is None else self._shared.new_block
+            self.taken_of = live
+            snapshot.take(live, self._streams, self.waits, new_block)
         except BaseException:
             self._retire(snapshot)
             raise
@@ -142,6 +153,11 @@ class SnapshotRing:
     def _retire(self, snapshot: Snapshot) -> None:
         """Its memory is used again by a later one; what was kept with it, a batch among it, is not needed any more."""
         snapshot.extras = {}
+        if self._shared is not None:
+            self._shared.revoke(snapshot)
+            if self._shared.active and not self._shared.holds(snapshot):
+                # It was taken before there was a place for it that outlives the process.
+                return
         self._spare.append(snapshot)
 
     # ---- going back ----
@@ -158,5 +174,5 @@ class SnapshotRing:
     def release(self) -> None:
         """Gives all host memory back."""
         self.wait()
-        self.candidate = self.initial = None
+        self.candidate = self.initial = self.left = self.taken_of = None
         self.trusted, self._spare, self._streams = [], [], {}

@@ -21,6 +21,7 @@ from .in_place import StateInPlace
 from .kept_batches import KeptBatches
 from .replay import Replay, Replayed
 from .ring import SnapshotRing
+from .shared_states import SharedStates
 from .snapshots import Snapshot
 from .trials import StateTrials
 from .trusted import TrustedStates
@@ -64,14 +65,28 @@ class Rollback:
     ) -> None:
         self._config, self._journal = config, journal
         self._remember, self._recall = remember, recall
+        # Lets snapshots outlive the process, where another one goes on with the run.
+        self.shared: SharedStates | None = None
+        self._build_parts()
+
+    def outlive_with(self, shared: SharedStates) -> None:
+        """Lets snapshots outlive the process; called before the run begins."""
+        self.shared = shared
         self._build_parts()
 
     def _build_parts(self) -> None:
-        self.ring, self.batches = SnapshotRing(), KeptBatches()
+        self.ring, self.batches = SnapshotRing(shared=self.shared), KeptBatches()
         self.in_place = StateInPlace(self.ring, self.batches)
         self.checkpoints = RunCheckpoints(self._config, self._journal)
         self.states = TrustedStates(
-            self._config, self._journal, self.ring, self.batches, self.in_place, self.checkpoints, self._remember
+            self._config,
+            self._journal,
+            self.ring,
+            self.batches,
+            self.in_place,
+            self.checkpoints,
+            self._remember,
+            self.shared,
         )
         self.trials = StateTrials(self.ring, self.batches, self.in_place, self.states)
         self._gone_back_to: Snapshot | None = None

@@ -20,8 +20,9 @@ import torch
 
 from ..extents import Search
 from ..instrument.live_state import LiveState
-from .copied_state import Place, StateWriter, TensorCopy, by_device, copy_all, leaves, put_back
+from .copied_state import NewBlock, Place, StateWriter, TensorCopy, by_device, copy_all, leaves, put_back
 from .host_copies import SideStream, Transfer, copies_of
+from .host_memory import HostBlock
 
 
 # Entries of a parameter group that belong to the schedule, which goes on, or to how updates are computed.
@@ -44,6 +45,8 @@ class Snapshot:
             Host memory it takes.
         seconds (`float`):
             Time its copy took, on the device or on the CPU.
+        writing_seconds (`float`):
+            Time it took to write down what belongs to it for another process.
         allocated (`bool`):
             Whether new memory was taken for it.
         torn (`bool`):
@@ -54,6 +57,7 @@ class Snapshot:
     as_of: int = -1
     extras: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    writing_seconds: float = 0.0
     allocated: bool = False
     torn: bool = False
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +69,8 @@ class Snapshot:
     under_way: list[Transfer] = field(default_factory=list)
     # What is being copied, with how often it had been written to when that began.
     sources: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    # What [`nonfinite`] has found, once it was asked.
+    _nonfinite: list[str] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +80,13 @@ class Snapshot:
 
     # ---- taking ----
 
-    def take(self, live: LiveState, streams: dict[torch.device, SideStream], wait: bool) -> None:
+    def take(
+        self,
+        live: LiveState,
+        streams: dict[torch.device, SideStream],
+        wait: bool,
+        new_block: NewBlock = HostBlock,
+    ) -> None:
         """
         Copies the state of a run as it is, into the host memory of what was here before where it fits.
 
@@ -85,9 +97,12 @@ class Snapshot:
                 Of the devices that copy beside what they compute; those that are missing are added.
             wait (`bool`):
                 Whether to return only when the copy is complete.
+            new_block (`Callable`, *optional*):
+                Takes host memory.
         """
         began = time.perf_counter()
         self.wait()
+        self._nonfinite = None
         writer = StateWriter(self.pool)
         # What changes without an `optimizer.step()` is copied in the stream that all is computed in: buffers, which a
         # forward pass changes, and the scale, which may change where a step is left out.
@@ -96,7 +111,7 @@ class Snapshot:
         at_once = by_device(writer.pending())
         self._save_rest(live, writer)
         beside = by_device(writer.pending())
-        writer.allocate(copies_of)
+        writer.allocate(copies_of, new_block)
         try:
             for device in {**at_once, **beside}:
                 stream = _stream_of(device, streams)
@@ -144,13 +159,16 @@ class Snapshot:
     def nonfinite(self) -> list[str]:
         """Names of the tensors that were not finite when it was taken. Waits for the copy."""
         self.wait()
-        search = Search()
-        for name, kept in self._copies():
-            # A causal mask kept as a buffer holds -inf on purpose.
-            search.add(name, kept.extent, inf=not kept.may_be_infinite)
-        return search.nonfinite()
+        if self._nonfinite is None:
+            search = Search()
+            for name, kept in self.copies():
+                # A causal mask kept as a buffer holds -inf on purpose.
+                search.add(name, kept.extent, inf=not kept.may_be_infinite)
+            self._nonfinite = search.nonfinite()
+        return self._nonfinite
 
-    def _copies(self) -> Iterator[tuple[str, TensorCopy]]:
+    def copies(self) -> Iterator[tuple[str, TensorCopy]]:
+        """Yields the copies of weights, buffers and optimizer state, by name."""
         yield from leaves("", self.parameters)
         yield from leaves("buffer:", self.buffers)
         for index, (_, state) in enumerate(self.states):

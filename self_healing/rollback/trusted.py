@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .. import consensus
@@ -11,6 +12,7 @@ from ..checkpoints.run_checkpoints import RunCheckpoints
 from ..config import HealingConfig
 from ..instrument import Control, Window, is_out_of_memory, optimizer_in_training_mode, with_room
 from ..instrument.live_state import LiveState
+from ..instrument.resume_record import ResumeRecord
 from ..journal.journal import Journal
 from ..random_state import RandomState
 from .copied_state import size_of
@@ -19,6 +21,7 @@ from .in_place import StateInPlace
 from .interval import SnapshotInterval
 from .kept_batches import KeptBatches
 from .ring import SnapshotRing
+from .shared_states import SharedStates
 from .snapshots import Snapshot
 
 
@@ -51,6 +54,8 @@ class TrustedStates:
             Become verified by the same healthy steps.
         remember (`Callable[[], dict]`):
             Returns detectors and statistics as of now, to be kept with a snapshot.
+        shared ([`SharedStates`], *optional*):
+            Lets snapshots outlive the process.
     """
 
     def __init__(
@@ -62,8 +67,10 @@ class TrustedStates:
         in_place: StateInPlace,
         checkpoints: RunCheckpoints,
         remember: Callable[[], dict[str, Any]],
+        shared: SharedStates | None = None,
     ) -> None:
         self._config, self._journal, self._remember = config, journal, remember
+        self._shared = shared
         self._ring, self._batches = ring, batches
         self._in_place, self._checkpoints = in_place, checkpoints
         self.interval = SnapshotInterval(config)
@@ -154,14 +161,31 @@ class TrustedStates:
         Returns:
             `bool`: whether a snapshot is due, on all ranks.
         """
+        if self._shared is not None:
+            # By now all copies that the last step began with are complete, or training waits for them.
+            self._shared.store()
         due = self.interval.step_begins(step)
         return due and calm and not self._on_disk_only and self._ring.candidate is None
 
     def take_snapshot(self, step: int) -> None:
         """Takes a snapshot between two steps. All ranks have to come."""
+        if self._shared is not None and not self._in_place.instrument.view.has_flat_parameters:
+            self._shared.open(lambda: size_of(self._in_place.live))
         if self._make_room():
             self._take(step)
+            self._let_outlive()
             self.interval.copied()
+
+    def _let_outlive(self) -> None:
+        """Lets the candidate outlive the process. A matter of this rank alone: no vote depends on it."""
+        candidate, shared = self._ring.candidate, self._shared
+        if candidate is None or shared is None or not shared.active:
+            return
+        instrument = self._in_place.instrument
+        random = instrument.reentry.random_state_to_resume()
+        if random is not None:
+            record = partial(ResumeRecord.of, instrument.trainer, instrument.ledger, random)
+            shared.prepare(candidate, self._in_place.live, record)
 
     def keep_batch(self, window: Window, loss: float) -> Control | None:
         """
@@ -328,6 +352,9 @@ class TrustedStates:
             )
             return bad or ["on another rank"]
         self._ring.promote()
+        if self._shared is not None:
+            self._shared.store()
+            self._shared.forget_inherited()
         self._batches.forget_before(candidate.step)
         if not self.early(step + 1):
             self._ring.forget_initial()

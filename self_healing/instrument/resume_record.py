@@ -1,0 +1,181 @@
+"""`ResumeRecord`: what a resume reads of a checkpoint beside weights and optimizer state, without its files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+
+from ..checkpoint_files import GENERATED_FILE
+from ..random_state import RandomState
+from .bookkeeping import Bookkeeper
+from .generated import generated_rows
+from .live_state import LiveState, innermost, live_state_of
+from .replacing import Replacements
+
+
+# Fields of the optimizer's groups that are no settings.
+_NO_SETTINGS = frozenset({"params"})
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRecord:
+    """
+    What a resume reads of a checkpoint beside weights and optimizer state, as of the end of one optimizer step.
+
+    Args:
+        step (`int`):
+            Optimizer steps finished.
+        state (`dict`), log_history (`Sequence[dict]`):
+            Of the Trainer's state, the latter apart: it grows, and only at its end.
+        scheduler (`dict`), scaler (`dict`, *optional*), groups (`list[dict]`):
+            Of the learning rate schedule, the `GradScaler`, and the optimizer's parameter groups.
+        random ([`RandomState`]):
+            What is restored where the Trainer loads random states.
+        bookkeeping (`dict`):
+            Metrics and counters, as in the marker of a checkpoint; the running loss is left out.
+        running_loss (`torch.Tensor`):
+            Sum of the loss since the last log (0-d).
+        flos (`float`):
+            Floating point operations of this process that the Trainer has not yet added up over all of them.
+        generated (`Any`):
+            Rows of a generation cycle that are still to be trained on.
+    """
+
+    step: int
+    state: dict[str, Any]
+    log_history: Sequence[dict[str, Any]]
+    scheduler: dict[str, Any]
+    scaler: dict[str, Any] | None
+    groups: list[dict[str, Any]]
+    random: RandomState
+    bookkeeping: dict[str, Any]
+    running_loss: torch.Tensor
+    flos: float
+    generated: Any
+
+    @classmethod
+    def of(cls, trainer: Any, ledger: Bookkeeper, random: RandomState) -> ResumeRecord:
+        """
+        Takes it from a trainer that stands between two optimizer steps.
+
+        Args:
+            trainer ([`~transformers.Trainer`]):
+                The trainer.
+            ledger ([`Bookkeeper`]):
+                Its bookkeeping.
+            random ([`RandomState`]):
+                What a resume has to restore to draw what the next step draws.
+        """
+        state = trainer.state
+        kept = {each.name: getattr(state, each.name) for each in fields(state) if each.name != "log_history"}
+        scaler = trainer.accelerator.scaler
+        return cls(
+            step=int(state.global_step),
+            state=kept | {"stateful_callbacks": _exported_states(trainer)},
+            log_history=state.log_history,
+            scheduler=trainer.lr_scheduler.state_dict(),
+            scaler=None if scaler is None else scaler.state_dict(),
+            groups=[
+                {name: _on_the_host(value) for name, value in group.items() if name not in _NO_SETTINGS}
+                for group in innermost(trainer.optimizer).param_groups
+            ],
+            random=random,
+            bookkeeping=ledger.export_counts(),
+            running_loss=trainer._tr_loss.detach().clone(),
+            flos=float(trainer.current_flos),
+            generated=generated_rows(trainer),
+        )
+
+    def owing(self, owed: dict[str, Any]) -> ResumeRecord:
+        """The same, with what its process still owed the step, as entries of a marker."""
+        return replace(self, bookkeeping=self.bookkeeping | owed)
+
+    def write(self, checkpoint: Path) -> None:
+        """
+        Writes the files of a checkpoint that are read by name: `train()` resumes from that directory, within
+        [`resuming_from`].
+
+        Raises:
+            OSError: If they cannot be written.
+        """
+        checkpoint.mkdir(mode=0o700, parents=True, exist_ok=True)
+        content = self.state | {"log_history": list(self.log_history)}
+        (checkpoint / TRAINER_STATE_NAME).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        if self.generated is not None:
+            torch.save(self.generated, checkpoint / GENERATED_FILE)
+
+
+@contextlib.contextmanager
+def resuming_from(
+    trainer: Any, checkpoint: str, record: ResumeRecord, put: Callable[[LiveState], None]
+) -> Iterator[None]:
+    """
+    Lets `train()` resume from a directory that has no files of weights, optimizer state and random states.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        checkpoint (`str`):
+            The directory; any other one is loaded as ever.
+        record ([`ResumeRecord`]):
+            What belongs to it.
+        put (`Callable[[LiveState], None]`):
+            Writes weights and optimizer state into the trainer's tensors.
+    """
+    replacements = Replacements()
+
+    def load_state() -> None:
+        # Weights as well: only now all that will be trained is on its device, and sharded.
+        live = live_state_of(trainer)
+        put(live)
+        for group, settings in zip(innermost(trainer.optimizer).param_groups, record.groups, strict=True):
+            group.update({name: _as_there(group.get(name), value) for name, value in settings.items()})
+        trainer.lr_scheduler.load_state_dict(record.scheduler)
+        trainer.current_flos = record.flos
+
+    def load_scaler() -> None:
+        if record.scaler is not None and trainer.accelerator.scaler is not None:
+            trainer.accelerator.scaler.load_state_dict(record.scaler)
+
+    def instead_of(name: str, load: Callable[[], None]) -> None:
+        def loaded(original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            return load() if path is not None and str(path) == checkpoint else original(path, *args, **kwargs)
+
+        replacements.wrap(trainer, name, loaded)
+
+    instead_of("_load_from_checkpoint", lambda: None)
+    instead_of("_load_optimizer_and_scheduler", load_state)
+    instead_of("_load_scaler", load_scaler)
+    instead_of("_load_rng_state", record.random.restore)
+    try:
+        yield
+    finally:
+        replacements.give_back()
+
+
+def _exported_states(trainer: Any) -> dict[str, Any]:
+    """States of callbacks and control by the name of their class, a list of them where several are of one."""
+    found: dict[str, list[Any]] = {}
+    for each in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(each, ExportableState):
+            found.setdefault(type(each).__name__, []).append(each.state())
+    return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+
+
+def _on_the_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _as_there(live: Any, value: Any) -> Any:
+    """A setting that is a tensor, such as the rate of an optimizer under CUDA graphs, stays the same object."""
+    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live.shape == value.shape:
+        return live.copy_(value)
+    return value

@@ -1,0 +1,168 @@
+"""Finds the state that all ranks of a killed job have left in shared memory, for the processes that go on with it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import consensus
+from ..checkpoints.marker import write_marker
+from ..instrument.resume_record import resuming_from
+from ..rollback.shared_states import rank_directory
+from ..rollback.stored_state import SUFFIX, StateFacts, StateUnusable, StoredState, open_state, read_facts
+from ..shared_memory import directory_of, is_own, this_boot
+
+
+logger = logging.getLogger("self_healing")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SharedStep:
+    """
+    A state that every rank has in shared memory.
+
+    Args:
+        step (`int`):
+            Optimizer steps finished.
+        run (`str`):
+            The run.
+        owed (`str`):
+            What its processes still owed the step, in which all ranks take part.
+    """
+
+    step: int
+    run: str
+    owed: str
+
+
+class MemoryStart:
+    """
+    The state that this process goes on from.
+
+    Args:
+        state ([`StoredState`]):
+            Opened.
+        checkpoint (`str`):
+            A directory with what is read of a checkpoint by name; weights and optimizer state come from memory.
+    """
+
+    def __init__(self, state: StoredState, checkpoint: str) -> None:
+        self._state = state
+        self.checkpoint = checkpoint
+        # How long it took to put it in place, and how many bytes that were.
+        self.seconds, self.nbytes = 0.0, state.nbytes
+
+    def remove_files(self) -> None:
+        """Removes what can be: memory is there until it is let go of, and what is read by name is small."""
+        for path in Path(self.checkpoint).parent.glob("*.*"):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def loading(self, trainer: Any) -> AbstractContextManager[None]:
+        """Lets `train()` of a trainer resume from it."""
+
+        def put(live: Any) -> None:
+            began = time.perf_counter()
+            self._state.put(live)
+            self.seconds = time.perf_counter() - began
+
+        return resuming_from(trainer, self.checkpoint, self._state.record, put)
+
+
+def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[SharedStep]:
+    """
+    Finds the states that all ranks have in shared memory, the newest first. Collective.
+
+    Args:
+        output_dir (`str`), rank (`int`), device (`torch.device`):
+            Of the run.
+    """
+    world_size = consensus.world_size()
+    mine = sorted({_shared(facts) for _, facts in _states_of(output_dir, rank, world_size)})
+    everywhere = consensus.from_every_rank("states in shared memory", mine, device)
+    held = Counter(step for theirs in everywhere for step in theirs)
+    return sorted((step for step, ranks in held.items() if ranks == world_size), reverse=True)
+
+
+def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> MemoryStart | None:
+    """
+    Opens a state that all ranks have. Collective.
+
+    Args:
+        output_dir (`str`), step ([`SharedStep`]), rank (`int`), device (`torch.device`):
+            As [`steps_in_memory`] takes and gives them.
+
+    Returns:
+        [`MemoryStart`]: `None` if a rank cannot read its part.
+    """
+    opened: list[MemoryStart] = []
+
+    def can_be_read() -> bool:
+        try:
+            opened.append(_open(output_dir, step, rank, device))
+        except (StateUnusable, OSError) as error:
+            logger.warning("The state of step %d in shared memory cannot be gone on from: %s.", step.step, error)
+            return False
+        return True
+
+    if not consensus.all_ranks("the state in shared memory can be read", can_be_read, device):
+        return None
+    return opened[0]
+
+
+def remove_other_states(output_dir: str, run: str, world_size: int) -> None:
+    """Removes what earlier runs, or another number of processes, have left in shared memory for an `output_dir`."""
+    directory, own = directory_of(output_dir), f"-of-{world_size}"
+    if not is_own(directory):
+        return
+    for each in directory.iterdir():
+        if not (each.name.startswith(f"{run}-rank") and each.name.endswith(own)):
+            shutil.rmtree(each, ignore_errors=True)
+    with suppress(OSError):
+        directory.rmdir()
+
+
+def _states_of(output_dir: str, rank: int, world_size: int) -> list[tuple[Path, StateFacts]]:
+    """Lists the whole states of one rank, of all runs of a directory that trained on as many processes."""
+    directory, found = directory_of(output_dir), []
+    if not is_own(directory):
+        return []
+    for path in sorted(directory.glob(f"*-rank{rank}-of-{world_size}/*{SUFFIX}")):
+        facts = read_facts(path) if is_own(path.parent) else None
+        # As its name says, and of this machine since it was started.
+        if facts is not None and path.parent == rank_directory(output_dir, facts.run, rank, world_size):
+            expected = (rank, world_size, this_boot())
+            found += [(path, facts)] * ((facts.rank, facts.world_size, facts.boot) == expected)
+    return found
+
+
+def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> MemoryStart:
+    paths = [path for path, facts in _states_of(output_dir, rank, consensus.world_size()) if _shared(facts) == step]
+    if not paths:
+        raise StateUnusable("it is not there any more")
+    state = open_state(paths[-1], device)
+    checkpoint = paths[-1].parent / f"checkpoint-{step.step}"
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    state.record.write(checkpoint)
+    bookkeeping = state.record.bookkeeping | {"running_loss": state.facts.running_loss}
+    write_marker(checkpoint, step.run, step.step, bookkeeping, emergency=False, finite=True)
+    return MemoryStart(state, str(checkpoint))
+
+
+def _shared(facts: StateFacts) -> SharedStep:
+    return SharedStep(facts.step, facts.run, facts.owed)
+
+
+def newest_beyond(steps: Sequence[SharedStep], run: str, step: int) -> SharedStep | None:
+    """Gives the newest state of a run that is further than a step; of two, the one that owes least."""
+    later = [each for each in steps if each.run == run and each.step > step]
+    return min(later, key=lambda each: (-each.step, each.owed), default=None)

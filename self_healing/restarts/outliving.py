@@ -1,0 +1,62 @@
+"""Lets snapshots outlive this process where another one goes on with the run; where none does, removes them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..launcher import restarts_on_exit
+from ..rollback.rollback import Rollback
+from ..rollback.shared_states import SharedStates, remove_rank
+from ..run.context import RunContext
+from ..shared_memory import ROOT
+from .attempts import Attempts
+from .memory_start import remove_other_states
+from .record import Ending
+
+
+# After which another process goes on with the run, if a launcher starts one.
+_GOES_ON = frozenset({Ending.RUNNING, Ending.RESTART, Ending.FAILED})
+
+
+def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollback, args: Any) -> None:
+    """
+    Has snapshots taken in shared memory, where a launcher will start the job again.
+
+    Args:
+        run ([`RunContext`]), attempts ([`Attempts`]), rollback ([`Rollback`]):
+            Of the run, which has not begun.
+        args ([`~transformers.TrainingArguments`]):
+            Of the trainer.
+    """
+    record, config = attempts.record, run.config
+    if record is None or not record.kept:
+        # Another process trains into the same directory: what lies there is that one's.
+        return
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        remove_other_states(args.output_dir, run.run_id, args.world_size)
+    if config.resume_from_memory and config.snapshots and restarts_on_exit(config) and ROOT.is_dir():
+        rollback.outlive_with(SharedStates(args.output_dir, run.run_id, args.process_index, args.world_size))
+    elif attempts.memory is not None:
+        # Open in this process, and none comes after it.
+        attempts.memory.remove_files()
+
+
+def leave_snapshots(run: RunContext, attempts: Attempts, rollback: Rollback, args: Any) -> None:
+    """
+    Leaves them to the next process, or removes them if there will be none. Called when `train()` is left.
+
+    Args:
+        run ([`RunContext`]), attempts ([`Attempts`]), rollback ([`Rollback`]), args:
+            As for [`let_snapshots_outlive`].
+    """
+    record = attempts.record
+    if record is None or not record.kept:
+        return
+    if record.attempts and record.ending in _GOES_ON and restarts_on_exit(run.config):
+        if rollback.shared is not None:
+            rollback.shared.keep()
+        return
+    if rollback.shared is not None:
+        rollback.shared.close()
+    remove_rank(args.output_dir, run.run_id, args.process_index, args.world_size)

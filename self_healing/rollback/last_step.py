@@ -1,0 +1,112 @@
+"""`LastStep`: leaves the state after the last finished step in shared memory, where this process is about to end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..checkpoints.owed import owing
+from ..instrument import Instrument
+from ..instrument.live_state import LiveState
+from ..instrument.resume_record import ResumeRecord
+from .copied_state import size_of
+from .rollback import Rollback
+from .snapshots import Snapshot
+
+
+logger = logging.getLogger("self_healing")
+
+
+class LastStep:
+    """
+    Leaves the state after the last finished step to the process that goes on with the run: each of several ranks its
+    own, whether it has failed itself or waits for the one that has. No rank needs another one for it.
+
+    Args:
+        rollback ([`Rollback`]):
+            Knows the tensors, and where the state goes.
+    """
+
+    def __init__(self, rollback: Rollback) -> None:
+        self._rollback = rollback
+        # The training thread, and one that is about to end the process, may want to at the same time.
+        self._lock = threading.Lock()
+        self._asked = False
+
+    def begin(self) -> None:
+        """`train()` is entered: there is another step to leave."""
+        self._asked = False
+
+    def leave(self, instrument: Instrument, undisturbed: Callable[[], bool] = lambda: True) -> int | None:
+        """
+        Leaves it, if it is the run's own, whole and finite.
+
+        Args:
+            instrument ([`Instrument`]):
+                Of the trainer, which does not train any more: it is left by an exception, or waits for another rank.
+            undisturbed (`Callable[[], bool]`, *optional*):
+                Whether it still does not, asked at the end.
+
+        Returns:
+            `int`: the optimizer steps finished in it; `None` if there is none.
+        """
+        with self._lock:
+            if self._asked:
+                return None
+            self._asked = True
+            try:
+                with _beside(instrument.view.device):
+                    return self._leave(instrument, undisturbed)
+            except Exception as error:
+                logger.warning("The state of the last step could not be left in memory: %s.", error, exc_info=True)
+                return None
+
+    def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool]) -> int | None:
+        shared, live = self._rollback.shared, self._rollback.ring.taken_of
+        if shared is None or live is None or self._rollback.in_place.displaced:
+            return None
+        if instrument.view.has_flat_parameters:
+            return None
+        shared.open(lambda: size_of(live))
+        if not shared.active:
+            return None
+        versions = _versions(live)
+        finished = instrument.reentry.rewind_to_last_step()
+        if finished is None:
+            return None
+        bookkeeping, pending, leave = finished
+        meetings = pending.meetings(instrument.trainer, leave)
+
+        def record() -> ResumeRecord:
+            taken = ResumeRecord.of(instrument.trainer, instrument.ledger, bookkeeping.rng)
+            return taken.owing(owing(pending, leave))
+
+        snapshot = Snapshot()
+        snapshot.take(live, {}, True, shared.new_block)
+        if not undisturbed() or _versions(live) != versions:
+            logger.info("Training went on while its state was left in memory, which does not count.")
+            return None
+        # Held, or its memory would be given back.
+        self._rollback.ring.left = snapshot
+        shared.prepare(snapshot, live, record, meetings)
+        return instrument.view.step if shared.has(snapshot) else None
+
+
+def _versions(live: LiveState) -> list[int]:
+    return [tensor._version for tensor in live.parameters.values()]
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """Has a device do something beside what it computes: that may wait for another rank, without an end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield

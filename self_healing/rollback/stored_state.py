@@ -1,0 +1,360 @@
+"""
+The file that makes a state in shared memory one that another process can go on from.
+
+Its tensors lie in blocks, files of their own. This one comes last, and in one move: it says in its first line whose
+state it is, how large the blocks are and what the checksum of the rest is, and then what lies where in them, and what
+belongs to the state beside tensors. As long as it is there, its blocks are not written to.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import os
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..instrument.live_state import LiveState, local
+from ..instrument.resume_record import ResumeRecord
+from .copied_state import Place, TensorCopy, leaves
+from .host_memory import HostBlock
+from .snapshots import Snapshot
+
+
+SUFFIX = ".state"
+# Of what is stored: a file of another version is as if there were none.
+_VERSION = 1
+
+
+class NotStorable(Exception):
+    """A state has a part that no other process can go on from."""
+
+
+class StateUnusable(Exception):
+    """A state in shared memory cannot be gone on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateFacts:
+    """
+    The first line of the file: whose state it is.
+
+    Args:
+        run (`str`), rank (`int`), world_size (`int`), boot (`str`):
+            The run, the process, how many train together, and the machine since it was started.
+        step (`int`):
+            Optimizer steps finished.
+        owed (`str`, *optional*, defaults to `""`):
+            What its process still owed the step, in which other ranks take part.
+        running_loss (`float`, *optional*, defaults to 0.0):
+            Sum of the loss since the last log.
+        blocks (`dict[str, int]`, *optional*):
+            The sizes of the files its tensors lie in, in bytes.
+        checksum (`int`, *optional*, defaults to 0), length (`int`, *optional*, defaults to 0):
+            CRC-32 and bytes of what follows.
+        version (`int`, *optional*):
+            Of this format.
+    """
+
+    run: str
+    rank: int
+    world_size: int
+    boot: str
+    step: int
+    owed: str = ""
+    running_loss: float = 0.0
+    blocks: dict[str, int] = field(default_factory=dict)
+    checksum: int = 0
+    length: int = 0
+    version: int = _VERSION
+
+
+@dataclass(slots=True)
+class StateToStore:
+    """A state that is being copied into its blocks, and what the file about it will say."""
+
+    facts: StateFacts
+    body: bytes
+    running_loss: torch.Tensor
+
+    def write(self, path: Path) -> None:
+        """
+        Writes the file, whole or not at all. The copy into its blocks has to be complete.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        facts = replace(
+            self.facts,
+            running_loss=float(self.running_loss),
+            checksum=zlib.crc32(self.body),
+            length=len(self.body),
+        )
+        temporary = path.with_suffix(".tmp")
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(json.dumps(asdict(facts)).encode() + b"\n")
+                file.write(self.body)
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+class StateWriter:
+    """
+    Makes files of snapshots.
+
+    Args:
+        facts ([`StateFacts`]):
+            What holds for all of them.
+    """
+
+    def __init__(self, facts: StateFacts) -> None:
+        self._facts = facts
+        # Entries of the log that are pickled already: it grows at its end, and may be cut there.
+        self._entries: list[dict[str, Any]] = []
+        self._pickled: list[bytes] = []
+
+    def prepare(self, snapshot: Snapshot, optimizer: Any, record: ResumeRecord, owed: str = "") -> StateToStore:
+        """
+        Writes down what belongs to a state as of now, while its tensors may still be being copied.
+
+        Args:
+            snapshot ([`Snapshot`]):
+                Its tensors, in blocks that have files.
+            optimizer (`torch.optim.Optimizer`, *optional*):
+                Whose parameters they are, in their order.
+            record ([`ResumeRecord`]):
+                What belongs to it beside them.
+            owed (`str`, *optional*):
+                As of [`StateFacts`].
+
+        Raises:
+            NotStorable: If there is a part that no other process can go on from.
+        """
+        blocks = {id(place.tensor): place for place in snapshot.pool.values()}
+        described = io.BytesIO()
+        pickler = _Pickler(described, blocks)
+        order = {id(parameter): index for index, parameter in enumerate(_parameters_of(optimizer))}
+        pickler.dump(
+            {
+                "parameters": snapshot.parameters,
+                "buffers": snapshot.buffers,
+                "groups": snapshot.groups,
+                "states": [(order[id(parameter)], state) for parameter, state in snapshot.states],
+            }
+        )
+        beside = pickle.dumps(replace(record, log_history=[], running_loss=torch.zeros(())), pickle.HIGHEST_PROTOCOL)
+        parts = described.getvalue(), beside, self._log_of(record.log_history)
+        body = pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
+        facts = replace(self._facts, step=record.step, owed=owed, blocks=pickler.files)
+        return StateToStore(facts, body, record.running_loss)
+
+    def _log_of(self, log_history: Sequence[dict[str, Any]]) -> list[bytes]:
+        """Pickles the entries of the log; a long one is not pickled again for each state."""
+        known = self._entries
+        while known and (len(log_history) < len(known) or log_history[len(known) - 1] is not known[-1]):
+            known.pop()
+            self._pickled.pop()
+        for entry in log_history[len(known) :]:
+            known.append(entry)
+            self._pickled.append(pickle.dumps(entry, pickle.HIGHEST_PROTOCOL))
+        return self._pickled
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles copies of tensors as where they lie."""
+
+    def __init__(self, file: io.BytesIO, blocks: Mapping[int, Place]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._blocks = blocks
+        self.files: dict[str, int] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, TensorCopy):
+            return None
+        host, device = value.host, value.device
+        if value.paged is not None:
+            raise NotStorable("a paged optimizer moves its state by itself")
+        block = self._blocks[id(host)].block
+        where: tuple[str, int] | None = None
+        if host.numel() > 0:
+            where = self._place_of(block, host)
+        return where, host.dtype, tuple(host.shape), host.stride(), device.type, value.may_be_infinite, value.sharded
+
+    def _place_of(self, block: HostBlock | None, host: torch.Tensor) -> tuple[str, int]:
+        if block is None:
+            raise NotStorable(f"a tensor of a kind that does not tell what it is made of ({type(host).__name__})")
+        if block.file is None:
+            raise NotStorable("a part of it lies in memory of this process alone")
+        self.files[block.file.name] = block.nbytes
+        return block.file.name, block.offset_of(host)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes tensors of where they lie, without a copy."""
+
+    def __init__(self, file: io.BytesIO, memory: Mapping[str, mmap.mmap], device: torch.device) -> None:
+        super().__init__(file)
+        self._memory = memory
+        self._device = device
+
+    def persistent_load(self, pid: Any) -> TensorCopy:
+        where, dtype, shape, stride, kind, may_be_infinite, sharded = pid
+        if where is None:
+            host = torch.empty_strided(shape, stride, dtype=dtype)
+        else:
+            name, offset = where
+            count = int(torch.Size(shape).numel())
+            host = torch.frombuffer(self._memory[name], dtype=dtype, count=count, offset=offset)
+            host = host.as_strided(shape, stride)
+        # Its number may be another one now.
+        device = self._device if kind == self._device.type else torch.device(kind)
+        return TensorCopy(host, device, may_be_infinite, sharded=sharded)
+
+
+class StoredState:
+    """
+    A state in shared memory, opened.
+
+    Args:
+        facts ([`StateFacts`]):
+            Whose it is.
+        record ([`ResumeRecord`]):
+            What belongs to it beside tensors.
+        snapshot ([`Snapshot`]):
+            Its tensors, where they lie.
+        orders (`list[int]`):
+            The places of the parameters that its optimizer states are of, among those of the optimizer.
+    """
+
+    def __init__(self, facts: StateFacts, record: ResumeRecord, snapshot: Snapshot, orders: list[int]) -> None:
+        self.facts = facts
+        self.record = record
+        self._snapshot = snapshot
+        self._orders = orders
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(self.facts.blocks.values())
+
+    def put(self, live: LiveState) -> None:
+        """
+        Writes its tensors into the live ones.
+
+        Args:
+            live ([`LiveState`]):
+                Of a trainer that was built as the one it was taken from.
+
+        Raises:
+            StateUnusable: If they do not fit; nothing was written then.
+        """
+        parameters, snapshot = _parameters_of(live.optimizer), self._snapshot
+        self._check("parameter", live.parameters, snapshot.parameters)
+        self._check("buffer", live.buffers, snapshot.buffers)
+        if any(order >= len(parameters) for order in self._orders) or (self._orders and live.optimizer is None):
+            raise StateUnusable("its optimizer has more parameters")
+        if live.optimizer is not None and len(live.optimizer.param_groups) != len(snapshot.groups):
+            raise StateUnusable(f"its optimizer has {len(snapshot.groups)} groups of parameters")
+        states = [state for _, state in snapshot.states]
+        for order, state in zip(self._orders, states, strict=True):
+            parameter = parameters[order]
+            for name, kept in leaves("", state):
+                kept.layout = parameter if kept.sharded else None
+                if kept.sharded and local(parameter).shape != kept.host.shape:
+                    raise StateUnusable(f"{name} of parameter {order} of the optimizer is split in another way")
+        snapshot.states = [(parameters[order], state) for order, state in zip(self._orders, states, strict=True)]
+        snapshot.restore(live)
+
+    @staticmethod
+    def _check(kind: str, live: Mapping[str, torch.Tensor], kept: Mapping[str, Any]) -> None:
+        if live.keys() != kept.keys():
+            name = next(iter(live.keys() ^ kept.keys()))
+            raise StateUnusable(f"it has {'no' if name in live else 'a'} {kind} {name!r}, other than the model now")
+        for name, tensor in live.items():
+            copy = kept[name]
+            if isinstance(copy, TensorCopy) and (copy.host.shape, copy.host.dtype) != (tensor.shape, tensor.dtype):
+                raise StateUnusable(
+                    f"its {kind} {name!r} is {copy.host.dtype} of {tuple(copy.host.shape)}, that of the model now "
+                    f"{tensor.dtype} of {tuple(tensor.shape)}"
+                )
+
+
+def read_facts(path: Path) -> StateFacts | None:
+    """Reads whose state a file is about; `None` for one that is torn, or of another version."""
+    try:
+        with path.open("rb") as file:
+            facts = StateFacts(**json.loads(file.readline()))
+            whole = path.stat().st_size == file.tell() + facts.length
+        sizes = {name: (path.parent / name).stat().st_size for name in facts.blocks}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return facts if whole and facts.version == _VERSION and sizes == facts.blocks else None
+
+
+def open_state(path: Path, device: torch.device) -> StoredState:
+    """
+    Opens a state that an earlier process of the run has left. Its files may be removed then: the memory is there until
+    it is let go of.
+
+    Args:
+        path (`Path`):
+            The file, in a directory that only this user can write to.
+        device (`torch.device`):
+            Where the run trains.
+
+    Raises:
+        StateUnusable: If it is not what was written.
+    """
+    facts = read_facts(path)
+    if facts is None:
+        raise StateUnusable(f"{path} is not whole")
+    try:
+        with path.open("rb") as file:
+            file.readline()
+            body = file.read()
+        if zlib.crc32(body) != facts.checksum:
+            raise StateUnusable(f"{path} is not what was written")
+        memory = {name: _map(path.parent / name) for name in facts.blocks}
+        described, beside, log_history = pickle.loads(body)
+        content = _Unpickler(io.BytesIO(described), memory, device).load()
+    except StateUnusable:
+        raise
+    except Exception as error:
+        raise StateUnusable(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+    record: ResumeRecord = replace(
+        pickle.loads(beside),
+        log_history=[pickle.loads(entry) for entry in log_history],
+        running_loss=torch.tensor(facts.running_loss),
+    )
+    snapshot = Snapshot(
+        step=facts.step,
+        parameters=content["parameters"],
+        buffers=content["buffers"],
+        groups=content["groups"],
+        states=content["states"],
+    )
+    return StoredState(facts, record, snapshot, [order for order, _ in content["states"]])
+
+
+def _map(file: Path) -> mmap.mmap:
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        # Written to by nobody: what is read is what was stored.
+        return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE)
+    finally:
+        os.close(descriptor)
+
+
+def _parameters_of(optimizer: Any) -> list[Any]:
+    groups = getattr(optimizer, "param_groups", ())
+    return [parameter for group in groups for parameter in group["params"]]

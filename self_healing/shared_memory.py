@@ -1,0 +1,106 @@
+"""The files in shared memory in which states of a run outlive its processes: where they lie, and whose they are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import stat
+from functools import lru_cache
+from pathlib import Path
+
+import psutil
+
+
+# In memory, until the machine is started again or they are removed.
+ROOT = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def directory_of(output_dir: str | os.PathLike[str]) -> Path:
+    """
+    Names the directory in shared memory of the runs that train into an `output_dir`.
+
+    Args:
+        output_dir (`str` or `PathLike`):
+            Directory the Trainer writes to.
+    """
+    key = hashlib.sha256(os.path.realpath(output_dir).encode()).hexdigest()[:16]
+    return ROOT / f"self-healing-{_user()}-{key}"
+
+
+def make_directory(path: Path) -> None:
+    """
+    Makes a directory in shared memory that only this user can look into.
+
+    Raises:
+        OSError: If it cannot be made, or is another user's: everybody may write there.
+    """
+    for each in (path.parent, path):
+        if each != ROOT:
+            each.mkdir(mode=0o700, exist_ok=True)
+            if not is_own(each):
+                raise PermissionError(f"{each} is not a directory of this user's alone")
+
+
+def is_own(path: Path) -> bool:
+    """Whether a directory is there, and only this user can read what is in it, and write to it."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == _user() and not found.st_mode & 0o077
+
+
+def free_shared_memory() -> int:
+    """Reads how many bytes may still be put there, by all processes of the machine or container."""
+    try:
+        found = os.statvfs(ROOT)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def processes_using(output_dir: str | os.PathLike[str]) -> list[int]:
+    """Lists processes that keep states of runs of an `output_dir` there: their ids, in order."""
+    numbers = {int(file.name.split("-")[0]) for file in directory_of(output_dir).glob("*/*.block")}
+    return sorted(number for number in numbers if psutil.pid_exists(number))
+
+
+def bytes_in(path: Path) -> int:
+    """Adds up what the files below a directory take."""
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def remove_states(output_dir: str | os.PathLike[str]) -> int:
+    """
+    Removes all that the runs of an `output_dir` have left in shared memory.
+
+    Args:
+        output_dir (`str` or `PathLike`):
+            Directory the Trainer writes to.
+
+    Returns:
+        `int`: the bytes that were freed.
+    """
+    directory = directory_of(output_dir)
+    if not is_own(directory):
+        return 0
+    freed = bytes_in(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    return freed
+
+
+@lru_cache(maxsize=1)
+def this_boot() -> str:
+    """Names this machine, as it was started the last time."""
+    try:
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0

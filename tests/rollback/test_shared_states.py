@@ -1,0 +1,253 @@
+"""Snapshots in files of shared memory, which another process can go on from whenever this one is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from self_healing import shared_memory
+from self_healing.instrument.live_state import LiveState
+from self_healing.instrument.resume_record import ResumeRecord
+from self_healing.random_state import RandomState
+from self_healing.restarts.memory_start import remove_other_states, steps_in_memory
+from self_healing.rollback import shared_states
+from self_healing.rollback.ring import SnapshotRing
+from self_healing.rollback.shared_states import SharedStates
+from self_healing.rollback.stored_state import SUFFIX, StateUnusable, open_state, read_facts
+from self_healing.shared_memory import directory_of, remove_states
+
+
+pytestmark = pytest.mark.skipif(not shared_memory.ROOT.is_dir(), reason="the system has no shared memory as files")
+CPU = torch.device("cpu")
+
+
+class Run:
+    """A small model that is trained, and whose states are kept in shared memory."""
+
+    def __init__(self, output_dir: Path, width: int = 3) -> None:
+        torch.manual_seed(0)
+        self.output_dir = str(output_dir)
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.shared = SharedStates(self.output_dir, "run", 0, 1)
+        self.ring = SnapshotRing(shared=self.shared)
+        self.shared.open(lambda: 1000)
+        self.log: list[dict[str, Any]] = []
+        self.step = 0
+
+    @property
+    def live(self) -> LiveState:
+        return LiveState(dict(self.model.named_parameters()), dict(self.model.named_buffers()), self.optimizer, {})
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 2)).pow(2).sum().backward()
+        self.optimizer.step()
+        self.step += 1
+        self.log.append({"step": self.step, "loss": 1.0 / self.step})
+
+    def record(self) -> ResumeRecord:
+        loss = torch.tensor(float(self.step))
+        return ResumeRecord(
+            self.step, {}, self.log, {}, None, [{}], RandomState.capture(), {"scalars": {}}, loss, 0.0, None
+        )
+
+    def take(self) -> None:
+        """Takes a candidate, as [`TrustedStates`] does."""
+        self.train()
+        snapshot = self.ring.take(self.live, self.step, {})
+        self.shared.prepare(snapshot, self.live, self.record)
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.shared.directory.glob(f"*{SUFFIX}"), key=lambda path: int(path.stem.split("-")[1]))
+
+    @property
+    def steps(self) -> list[int]:
+        return [each.step for each in steps_in_memory(self.output_dir, 0, CPU)]
+
+    def everything(self) -> list[torch.Tensor]:
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [each.detach().clone() for each in (*self.model.state_dict().values(), *states)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    yield Run(tmp_path)
+    shutil.rmtree(directory_of(tmp_path), ignore_errors=True)
+
+
+def test_a_state_is_put_into_another_model_and_its_new_optimizer_bitwise(run: Run, tmp_path: Path) -> None:
+    run.train()
+    run.take()
+    wanted, drawn = run.everything(), torch.randn(4)
+    run.train()
+    other = Run(tmp_path)
+    state = open_state(run.files[-1], CPU)
+    state.put(other.live)
+    state.record.random.restore()
+    assert all(map(torch.equal, other.everything(), wanted))
+    assert torch.equal(torch.randn(4), drawn)
+    assert (state.record.step, state.record.log_history) == (2, run.log[:2])
+    assert float(state.record.running_loss) == 2.0
+
+
+def test_a_killed_process_leaves_its_states(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        Run(tmp_path).take()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert [each.step for each in steps_in_memory(str(tmp_path), 0, CPU)] == [1]
+    assert remove_states(tmp_path) > 0
+    assert not directory_of(tmp_path).exists()
+
+
+def test_a_state_is_gone_before_its_memory_is_used_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = torch._foreach_copy_
+    for _ in range(2):
+        run.take()
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *args, **kwargs: (seen.append(run.steps), original(*args, **kwargs))
+    )
+    run.take()
+    assert seen
+    assert not any(seen)
+    assert run.steps == [3]
+
+
+def test_trusted_states_stay_beside_the_newest(run: Run) -> None:
+    for _ in range(4):
+        run.take()
+        run.ring.promote()
+    run.take()
+    assert run.steps == [5, 4, 3]
+    run.ring.distrust(run.ring.trusted[0])
+    assert run.steps == [5]
+
+
+def test_memory_that_is_not_used_any_more_is_given_back(run: Run) -> None:
+    for _ in range(8):
+        run.take()
+        run.ring.promote()
+    assert len(list(run.shared.directory.glob("*.block"))) == 3
+
+
+def test_what_is_not_finite_is_not_stored(run: Run) -> None:
+    with torch.no_grad():
+        run.model[0].bias[0] = torch.nan
+    run.take()
+    assert run.steps == []
+
+
+@pytest.mark.parametrize(
+    "damage", ["the file is cut off", "the file is changed", "a block is cut off", "a block is gone"]
+)
+def test_a_torn_state_is_as_if_there_were_none(run: Run, damage: str) -> None:
+    run.take()
+    (file,), (block,) = run.files, list(run.shared.directory.glob("*.block"))
+    if damage == "the file is changed":
+        content = bytearray(file.read_bytes())
+        content[-20] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(StateUnusable, match="not what was written"):
+            open_state(file, CPU)
+        return
+    if damage == "a block is gone":
+        block.unlink()
+    else:
+        os.truncate(file if damage == "the file is cut off" else block, 40)
+    assert read_facts(file) is None
+    assert run.steps == []
+
+
+@pytest.mark.parametrize("other", ["run", "machine", "ranks"])
+def test_a_state_of_another_run_machine_or_number_of_ranks_is_not_taken(
+    run: Run, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.take()
+    if other == "run":
+        run.shared.directory.rename(run.shared.directory.with_name("theirs-rank0-of-1"))
+    elif other == "ranks":
+        run.shared.directory.rename(run.shared.directory.with_name("run-rank0-of-2"))
+    else:
+        monkeypatch.setattr("self_healing.restarts.memory_start.this_boot", lambda: "another one")
+    assert run.steps == []
+
+
+def test_a_model_of_other_sizes_is_left_as_it_is(run: Run, tmp_path: Path) -> None:
+    run.take()
+    other = Run(tmp_path, width=4)
+    before = other.everything()
+    with pytest.raises(StateUnusable, match=r"'0\.weight' is torch\.float32 of \(3, 2\), .* of \(4, 2\)"):
+        open_state(run.files[-1], CPU).put(other.live)
+    assert all(map(torch.equal, other.everything(), before))
+
+
+def test_only_the_user_can_read_the_files(run: Run) -> None:
+    run.take()
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in run.shared.directory.iterdir()}
+    assert modes == {0o600}
+    assert stat.S_IMODE(directory_of(run.output_dir).stat().st_mode) == 0o700
+
+
+def test_a_directory_that_others_can_write_to_is_not_trusted(run: Run) -> None:
+    run.take()
+    run.shared.directory.chmod(0o777)
+    assert run.steps == []
+
+
+def test_without_room_snapshots_are_taken_in_ordinary_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_states, "free_shared_memory", lambda: 64 * 2**20)
+    caplog.set_level("INFO", logger="self_healing")
+    run = Run(tmp_path)
+    run.shared = SharedStates(run.output_dir, "run", 0, 1)
+    run.ring = SnapshotRing(shared=run.shared)
+    for _ in range(2):
+        run.shared.open(lambda: 30 * 2**20)
+        run.take()
+    assert run.ring.candidate is not None
+    assert (run.ring.candidate.step, run.steps) == (2, [])
+    assert caplog.text.count("Snapshots do not outlive this process") == 1
+    assert "--shm-size" in caplog.text
+
+
+def test_memory_that_turns_out_to_be_short_stops_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    run.take()
+    assert run.ring.candidate is not None
+    assert run.steps == []
+    assert list(run.shared.directory.iterdir()) == []
+
+
+def test_a_long_log_is_not_pickled_again_for_each_state(run: Run) -> None:
+    run.take()
+    first = run.shared._writer._pickled[0]
+    run.take()
+    assert run.shared._writer._pickled[0] is first
+    del run.log[1:]
+    run.log.append({"step": 2, "loss": 5.0})
+    run.take()
+    assert open_state(run.files[-1], CPU).record.log_history == run.log
+
+
+def test_states_of_earlier_runs_are_removed(run: Run) -> None:
+    run.take()
+    remove_other_states(run.output_dir, "run", 1)
+    assert run.steps == [1]
+    remove_other_states(run.output_dir, "run", 2)
+    assert not directory_of(run.output_dir).exists()
