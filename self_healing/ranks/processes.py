@@ -29,7 +29,7 @@ class Process:
         machine (`str`):
             Where its number means something.
         pid (`int`), began (`float`):
-            Its number, and when it was started, because numbers are given out again.
+            Its number, and when it was started, because numbers are given out again; comparable on this machine only.
     """
 
     machine: str
@@ -39,13 +39,18 @@ class Process:
     @classmethod
     def this_one(cls) -> Process:
         """Gives this process."""
-        return cls(machine(), os.getpid(), psutil.Process().create_time())
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """Gives a process of this machine, which has to be there."""
+        return cls(machine(), pid, _began(psutil.Process(pid)))
 
     def state(self) -> State:
         """Looks what became of it; on its own machine only."""
         try:
             process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.began) > 1.0:
+            if abs(_began(process) - self.began) > 1.0:
                 return State.GONE
             status = process.status()
         except psutil.NoSuchProcess:
@@ -57,6 +62,18 @@ class Process:
             return State.GONE
         # One that a debugger has stopped (tracing-stop) is looked at by somebody.
         return State.STOPPED if status == psutil.STATUS_STOPPED else State.RUNS
+
+
+def _began(process: psutil.Process) -> float:
+    """
+    Gives when a process was started: in seconds since the machine was. psutil (7.2) adds the time of that by the
+    clock, so that all processes were others once the clock is set (NTP, a virtual machine that was moved).
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+        # proc(5): after the name in brackets, which may hold any characters.
+        return int(stat.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return float(process.create_time())
 
 
 def machine() -> str:

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -103,12 +104,14 @@ class Session:
         self._place, self._name, self._interval = place, name, interval
         self._look, self._on_failure, self._process = look, on_failure, process
         self._others: dict[int, _Other] = {}
-        self._unseen = set(range(place.ranks)) - {place.rank}
+        self._unseen = deque(rank for rank in range(place.ranks) if rank != place.rank)
         self._orders: queue.SimpleQueue[Callable[[SideChannel], None]] = queue.SimpleQueue()
         self._wake, self._news, self._ended = threading.Event(), threading.Condition(), threading.Event()
         self._channel: SideChannel | None = None
         self._lost_it = False
-        self._count = self._read_failures = 0
+        self._count = self._counted = 0
+        # Numbers of failures that were counted, and not read yet.
+        self._unread: set[int] = set()
         self._last, self._asked = time.monotonic(), 0.0
         self._wanted = False
         # The rank that this one listens to.
@@ -259,11 +262,14 @@ class Session:
 
     def _meet(self, channel: SideChannel) -> None:
         """Takes in ranks that were not there yet."""
-        for rank in sorted(self._unseen):
+        while self._unseen:
+            rank = self._unseen[0]
             if channel.read([f"rank/{rank}"]) is None:
-                # Most of them come together: they are asked for one by one only until one is missing.
+                # Most of them come together: they are asked for one by one only until one is missing. Next time begins
+                # with another one, as that one may never come: it cannot reach the store.
+                self._unseen.rotate(-1)
                 return
-            self._unseen.discard(rank)
+            self._unseen.popleft()
             self._read(channel, [rank])
 
     def _read_positions(self, channel: SideChannel) -> None:
@@ -303,12 +309,14 @@ class Session:
 
     def _take_in_failures(self, channel: SideChannel) -> None:
         told = channel.add("failures", 0)
-        while self._read_failures < told:
-            found = channel.read([f"failure/{self._read_failures + 1}"])
+        self._unread.update(range(self._counted + 1, told + 1))
+        self._counted = max(self._counted, told)
+        for number in sorted(self._unread):
+            found = channel.read([f"failure/{number}"])
             if found is None:
-                # Counted, and not written yet.
-                return
-            self._read_failures += 1
+                # Not written yet; or never, by a rank that was killed between the two.
+                continue
+            self._unread.discard(number)
             failure = Failure.of(found[0])
             if failure.rank in self._others and not self._others[failure.rank].left:
                 with contextlib.suppress(RuntimeError):

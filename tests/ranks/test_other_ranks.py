@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import pytest
 import torch.distributed
 
 from self_healing import FailureType
 from self_healing.ranks import Failure, OtherRanks, Position
 from self_healing.ranks.channel import Place
-from self_healing.ranks.processes import Process, machine
+from self_healing.ranks.processes import Process
 
 
 store_class: Any = torch.distributed.TCPStore
@@ -51,7 +50,7 @@ def store() -> Any:
 def child() -> Iterator[Process]:
     """A process of this machine, in place of that of a rank."""
     with subprocess.Popen(["sleep", "100"]) as started:
-        yield Process(machine(), started.pid, psutil.Process(started.pid).create_time())
+        yield Process.of(started.pid)
         started.kill()
 
 
@@ -116,6 +115,27 @@ def test_a_rank_that_is_stopped_is_given_up_and_one_that_goes_on_soon_is_not(
     wait_until(lambda: first.told)
     assert time.monotonic() - began >= 3 * INTERVAL
     assert "is stopped" in first.told[0].error
+
+
+def test_a_rank_that_never_comes_hides_no_other_one(store: Any, child: Process) -> None:
+    here, last = Rank(store.port, 0, 4), Rank(store.port, 3, 4, child)
+    wait_until(lambda: set(here.ranks.positions()) == {0, 3})
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(lambda: here.told)
+    assert here.told[0].rank == 3
+    for each in (here, last):
+        each.ranks.leave()
+
+
+def test_a_failure_that_was_counted_and_never_written_hides_no_other_one(job: Callable[..., list[Rank]]) -> None:
+    first, second = job(2)
+    session = second.ranks._session
+    assert session is not None
+    # As of a rank that is killed in between.
+    session._order(lambda channel: channel.add("failures", 1), 10.0)
+    second.ranks.tell(FAILED)
+    wait_until(lambda: first.told)
+    assert first.told == [FAILED]
 
 
 def test_a_rank_that_says_goodbye_may_end(job: Callable[..., list[Rank]], child: Process) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from self_healing.ranks.processes import Process, State, machine
+from self_healing.ranks.processes import Process, State
 
 
 def wait_for(process: Process, state: State) -> None:
@@ -31,7 +31,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def of(child: subprocess.Popen[bytes]) -> Process:
-    return Process(machine(), child.pid, psutil.Process(child.pid).create_time())
+    return Process.of(child.pid)
 
 
 def test_a_process_runs_is_stopped_and_runs_on(child: subprocess.Popen[bytes]) -> None:
@@ -55,3 +55,11 @@ def test_another_process_by_the_same_number_is_not_taken_for_it() -> None:
     here = Process.this_one()
     assert here.state() is State.RUNS
     assert dataclasses.replace(here, began=here.began - 100).state() is State.GONE
+
+
+def test_a_process_is_the_same_after_the_clock_was_set(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, created = of(child), psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + 3600.0)
+    assert process.state() is State.RUNS
