@@ -19,6 +19,7 @@ from .data.healer import SampleHealer
 from .detectors.rules import MetricRule
 from .end_of_run import tell_of_best_model
 from .entry_checks import refuse_damaged_checkpoint, refuse_nonfinite_weights, tell_of_offloaded, warn_about_the_rate
+from .health.healer import RankHealth
 from .instrument import BestModel, Instrument, ReportingGuard
 from .memory.healer import MemoryHealer
 from .numerics.judge import StepJudge
@@ -212,6 +213,8 @@ def _healers_of(run: Run) -> Healers:
             judge,
             memory,
             run.hangs,
+            # After those, which listen to the other ranks.
+            RankHealth(context),
             # Calls after those: the user's code may have let one fail some time before memory ran out or training
             # hung, and its claim waits still.
             ServiceCalls(context),

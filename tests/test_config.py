@@ -485,6 +485,8 @@ def values_of(name: str) -> st.SearchStrategy:
         return st.floats(0, 1e3)
     if name == "retry_max_seconds":
         return st.floats(1e3, allow_infinity=False)
+    if name == "collective_timeout_check_seconds":
+        return st.just(0.0) | st.floats(10.0, allow_infinity=False)
     if isinstance(default, float):
         most = 1 if setting.at_most is None else setting.at_most
         return st.floats(setting.at_least or 0, most, exclude_min=setting.at_least is None)

@@ -9,6 +9,10 @@ from .schema import Schema, names_in
 from .setting import SECTIONS, ConfigurationError
 
 
+# Ranks give a sign of life once a second, and a thread may have to wait for its turn.
+_SHORTEST_CHECK = 10.0
+
+
 def raise_if_any(problems: list[str]) -> None:
     """Names all problems of a configuration at once."""
     if len(problems) == 1:
@@ -41,6 +45,11 @@ def value_problems(schema: Schema, values: Mapping[str, Any]) -> list[str]:
         problems.append(
             "`clip_algorithm` is 'adagc' and `zclip_mode` is 'observe', but AdaGC cannot observe without clipping. "
             "Please set `zclip_mode` to 'clip', or `clip_algorithm` to 'zclip'."
+        )
+    elif 0 < values["collective_timeout_check_seconds"] < _SHORTEST_CHECK:
+        problems.append(
+            f"`collective_timeout_check_seconds` is {values['collective_timeout_check_seconds']}, but must be 0 (off) "
+            f"or at least {_SHORTEST_CHECK}: a rank that was busy for some seconds would be named. Please raise it."
         )
     elif values["retry_max_seconds"] < values["retry_initial_seconds"]:
         problems.append(

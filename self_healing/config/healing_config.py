@@ -229,6 +229,9 @@ class HealingConfig:
             watched. At least 1.
         hang_grace_seconds (`float`, *optional*, defaults to `30.0`):
             Seconds a step has to respond to the interrupt. Above 0.
+        collective_timeout_check_seconds (`float`, *optional*, defaults to `20.0`):
+            On several ranks, seconds within which a rank that does not answer is named, beside the collectives of the
+            training; ranks that are slower than the others are named as well. 0 switches both off. Else at least 10.
 
         > Section `restarts`: processes that are killed or preempted
 
@@ -675,6 +678,14 @@ class HealingConfig:
     )
     hang_grace_seconds: Annotated[float, Setting("hangs", above=0)] = field(
         default=30.0, metadata={"help": "Seconds a step has to respond to the interrupt."}
+    )
+    collective_timeout_check_seconds: Annotated[float, Setting("hangs", at_least=0)] = field(
+        default=20.0,
+        metadata={
+            "help": "On several ranks, seconds within which a rank that does not answer is named, beside the "
+            "collectives of the training; ranks that are slower than the others are named as well. 0 switches both "
+            "off. Else at least 10."
+        },
     )
 
     resume_after_restart: Annotated[bool, Setting("restarts")] = field(

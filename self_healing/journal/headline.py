@@ -31,6 +31,9 @@ _CAUSE_ALONE = frozenset(
         FailureType.PROCESS_DIED,
         FailureType.NOT_TRAINED,
         FailureType.REPLICAS_DIFFER,
+        FailureType.SILENT_RANK,
+        FailureType.SLOW_RANK,
+        FailureType.WRONG_RESULTS,
     }
 )
 # It adds nothing to what was seen.

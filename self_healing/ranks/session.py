@@ -9,12 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..failures import FailureType
 from ..log_safely import log_safely
 from .channel import Place, SideChannel
+from .link import Address, Echo, own_host
 from .naming import waited_for
 from .posts import Failure, Position, first_of
 from .processes import Process, State
@@ -55,6 +56,10 @@ class _Other:
             Whether it has said that it leaves.
         stopped_since (`float`, *optional*):
             When it was first seen to be stopped.
+        address ([`Address`], *optional*):
+            Where it answers.
+        facts (`Mapping`):
+            What else it told.
     """
 
     process: Process
@@ -63,6 +68,35 @@ class _Other:
     position: Position
     left: bool = False
     stopped_since: float | None = None
+    address: Address | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """
+    The rank that this one listens to.
+
+    Args:
+        rank (`int`), machine (`str`):
+            Which one, and where it runs.
+        heard (`float`), listened (`float`):
+            When it was last heard of over the store, and when this rank last listened there, by `time.monotonic`.
+        position ([`Position`]):
+            Where it was then.
+        address ([`Address`], *optional*):
+            Where it answers.
+        state ([`State`], *optional*):
+            Of its process; `None` if that is on another machine.
+    """
+
+    rank: int
+    machine: str
+    heard: float
+    listened: float
+    position: Position
+    address: Address | None
+    state: State | None
 
 
 class Session:
@@ -85,6 +119,10 @@ class Session:
             Told of each failure of another rank, or of this one as others see it; must return at once.
         process ([`Process`]):
             Of this rank.
+        facts (`Mapping[str, Callable[[], Any]]`):
+            Gives what else is told each time, by name.
+        answers (`bool`):
+            Whether other ranks may ask this one directly.
     """
 
     def __init__(
@@ -95,6 +133,8 @@ class Session:
         look: Callable[[], Position],
         on_failure: Callable[[Failure], None],
         process: Process,
+        facts: Mapping[str, Callable[[], Any]],
+        answers: bool,
     ) -> None:
         self.rank = place.rank
         # In the order in which they were told; those of other ranks and of this one.
@@ -103,6 +143,8 @@ class Session:
         self.own: Failure | None = None
         self._place, self._name, self._interval = place, name, interval
         self._look, self._on_failure, self._process = look, on_failure, process
+        self._facts, self._answers = facts, answers
+        self._echo: Echo | None = None
         self._others: dict[int, _Other] = {}
         self._unseen = deque(rank for rank in range(place.ranks) if rank != place.rank)
         self._orders: queue.SimpleQueue[Callable[[SideChannel], None]] = queue.SimpleQueue()
@@ -162,6 +204,19 @@ class Session:
         self._wait_for(answered, within)
         return {rank: other.position for rank, other in self._living()} | {self.rank: self._look()}
 
+    def facts(self, name: str) -> dict[int, Any]:
+        """As [`OtherRanks.facts`]."""
+        return {rank: other.facts[name] for rank, other in self._living() if name in other.facts}
+
+    def neighbour(self) -> Neighbour | None:
+        """As [`OtherRanks.neighbour`]."""
+        rank = self._following
+        found = next((other for each, other in self._living() if each == rank), None)
+        if rank is None or found is None:
+            return None
+        state = found.process.state() if self._is_here(found) else None
+        return Neighbour(rank, found.process.machine, found.heard, self._last, found.position, found.address, state)
+
     def waited_for(self, here: Position) -> tuple[int, Position] | None:
         """As [`OtherRanks.waited_for`]."""
         self._wanted = True
@@ -205,6 +260,7 @@ class Session:
             self._channel = SideChannel(self._place, self._name)
         except Exception as error:
             self._lost(error)
+        self._echo = self._opened_echo()
         while not self._ended.is_set():
             try:
                 self._listen()
@@ -216,8 +272,17 @@ class Session:
             self._wake.wait(self._interval * (_ALERT if self.failures else 1.0))
             self._wake.clear()
         self._channel = None
+        if self._echo is not None:
+            self._echo.close()
         with self._news:
             self._news.notify_all()
+
+    def _opened_echo(self) -> Echo | None:
+        try:
+            return Echo(own_host(self._place.host, self._place.port)) if self._answers else None
+        except OSError as error:
+            logger.info("Other ranks cannot ask this one directly whether it is there: %s.", error)
+            return None
 
     def _lost(self, error: Exception) -> None:
         if not self._lost_it and not self._ended.is_set():
@@ -258,6 +323,11 @@ class Session:
         with contextlib.suppress(Exception):
             # Looks at what the training thread changes meanwhile.
             record["position"] = self._look().to_record()
+        if self._echo is not None:
+            record["address"] = asdict(self._echo.address)
+        for name, tell in self._facts.items():
+            with contextlib.suppress(Exception):
+                record.setdefault("facts", {})[name] = tell()
         channel.put(f"rank/{self.rank}", record)
 
     def _meet(self, channel: SideChannel) -> None:
@@ -299,13 +369,17 @@ class Session:
         if other is None:
             where = Position(0, "", 0, 0.0, 0.0, training=False) if position is None else Position.of(position)
             process = Process(**record["process"])
-            self._others[rank] = _Other(process, record["count"], now, where, record["left"])
+            address = Address(**record["address"]) if "address" in record else None
+            facts = record.get("facts", {})
+            self._others[rank] = _Other(
+                process, record["count"], now, where, record["left"], address=address, facts=facts
+            )
             return
         if record["count"] != other.count:
             other.count, other.heard = record["count"], now
         if position is not None:
             other.position = Position.of(position)
-        other.left = record["left"]
+        other.left, other.facts = record["left"], record.get("facts", {})
 
     def _take_in_failures(self, channel: SideChannel) -> None:
         told = channel.add("failures", 0)

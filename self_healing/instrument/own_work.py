@@ -1,0 +1,123 @@
+"""`OwnWork`: the time a rank spends on what it does by itself, before it meets the others in a collective."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher
+
+from .replicas import Replicas
+from .wrapping import Instrument
+
+
+class OwnWork:
+    """
+    Adds up how long a rank waits for its batches, and how long its model takes for forward passes.
+
+    All ranks of a job take equally long for a step, because they wait for each other in its collectives. What tells a
+    slow one from the others is the time before the first collective. It is read off clocks: nothing is asked of other
+    ranks, and nothing waits for the device.
+
+    Args:
+        instrument ([`Instrument`]):
+            Attached to the trainer.
+    """
+
+    def __init__(self, instrument: Instrument) -> None:
+        self._instrument = instrument
+        trainer, device = instrument.trainer, instrument.view.device
+        # One rank reads for all, and the others wait for it where they read.
+        loaders = getattr(trainer.accelerator, "_dataloaders", [])
+        self._knows_data = not any(isinstance(each, DataLoaderDispatcher) for each in loaders)
+        # In a forward pass of a sharded model ranks wait for each other.
+        self._knows_forward = Replicas(trainer).possible and not instrument.view.shares_rows
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._iterator: Callable[[], Any] = lambda: None
+        self._steps, self._data, self._forward = 0, 0.0, 0.0
+        self._began: float | None = None
+        # Begin and end of forward passes that the device may not be through with.
+        self._pending: deque[tuple[Any, Any]] = deque()
+        # Replaced as a whole, for the thread that tells it.
+        self._told: tuple[int, float, float | None, float | None] = (0, 0.0, None, None)
+
+    def attach(self) -> None:
+        """Begins to measure, until the instrument is detached."""
+        instrument = self._instrument
+        instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
+        if self._knows_forward:
+            instrument.intercept_calls(instrument.trainer.model, self._call)
+
+    def told(self) -> tuple[int, float, float | None, float | None]:
+        """Gives the steps so far, and the seconds that they, their batches and their forward passes took."""
+        return self._told
+
+    def _fetch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now
+        else:
+            self._steps += 1
+        self._drain()
+        data = self._data if self._knows_data else None
+        forward = self._forward if self._knows_forward else None
+        self._told = (self._steps, now - self._began, data, forward)
+        if not args or not self._knows_data:
+            return original(*args, **kwargs)
+        iterator, first = args[0], self._iterator() is not args[0]
+        if first:
+            # At the beginning of an epoch workers are started, and ranks agree on its seed.
+            self._iterator = lambda: None
+            with contextlib.suppress(TypeError):
+                self._iterator = weakref.ref(iterator)
+            return original(*args, **kwargs)
+        return original(_Timed(iterator, self._add_data), *args[1:], **kwargs)
+
+    def _add_data(self, seconds: float) -> None:
+        self._data += seconds
+
+    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Not of evaluations, and not where a trainer asks for log probabilities of what it has generated.
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        if self._module is None:
+            began = time.perf_counter()
+            result = original(*args, **kwargs)
+            self._forward += time.perf_counter() - began
+            return result
+        began, ended = (self._module.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        result = original(*args, **kwargs)
+        ended.record()
+        self._pending.append((began, ended))
+        return result
+
+    def _drain(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            began, ended = self._pending.popleft()
+            self._forward += began.elapsed_time(ended) / 1000.0
+
+
+class _Timed:
+    """An iterator that tells how long each of its batches took."""
+
+    def __init__(self, iterator: Any, add: Callable[[float], None]) -> None:
+        self._iterator, self._add = iterator, add
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        try:
+            return next(self._iterator)
+        finally:
+            self._add(time.perf_counter() - began)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
