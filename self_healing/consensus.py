@@ -154,14 +154,17 @@ def largest(question: str, answers: _Answers | Callable[[], _Answers], device: t
     return [float(each) for each in found.tolist()]
 
 
-def unlike_over_ranks(question: str, numbers: torch.Tensor, device: torch.device) -> list[int]:
-    """Finds the places of whole numbers (int64) that are not the same on all ranks. As [`sum_over_ranks`]."""
+def unlike_over_ranks(question: str, numbers: torch.Tensor, device: torch.device, group: Any = None) -> list[int]:
+    """
+    Finds the places of whole numbers (int64) that are not the same on all ranks, or on those of a group that this rank
+    is in. As [`sum_over_ranks`]: the ranks of all groups come.
+    """
     wait_for_all_ranks(question, device)
     if world_size() == 1:
         return []
     both = torch.cat([numbers, -numbers])
     # All are here, and nothing can come between.
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     most, least = both.chunk(2)
     return [int(place) for place in (most != -least).nonzero().flatten().tolist()]
 

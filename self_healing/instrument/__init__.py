@@ -36,7 +36,7 @@ from .out_of_memory import OutOfMemory, is_out_of_memory, let_go, with_room
 from .own_checkpoints import emergency_path, write_beside, write_checkpoint
 from .own_work import OwnWork
 from .preservation import preserved
-from .replicas import Apart, Replicas
+from .replicas import Replicas
 from .reporting import ReportingGuard
 from .resume_point import Leave, Pending, ResumePoint
 from .row_sources import RowSource
@@ -51,7 +51,6 @@ from .wrapping import Instrument
 
 
 __all__ = [
-    "Apart",
     "BatchPlan",
     "BestChoice",
     "BestModel",

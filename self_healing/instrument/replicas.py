@@ -33,13 +33,50 @@ class Replicas:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        parameters = list(trainer.model.parameters())
+        self._mesh = _replicating(parameters)
+        whole = not any(isinstance(each, DTensor) for each in parameters)
+        # Whether there are several: with DDP of all weights, with HSDP of each shard; not with FSDP or DeepSpeed.
+        self.possible = consensus.world_size() > 1 and (
+            self._mesh is not None or (whole and trainer.accelerator.distributed_type in _REPLICATED)
+        )
 
     @property
-    def possible(self) -> bool:
-        """Whether there are several, each whole: with DDP, not with FSDP or DeepSpeed."""
-        trainer = self._trainer
-        replicated = trainer.accelerator.distributed_type in _REPLICATED and consensus.world_size() > 1
-        return replicated and not any(isinstance(each, DTensor) for each in trainer.model.parameters())
+    def place(self) -> tuple[int, ...]:
+        """Tells which part of the weights this rank has: those of the same place have the same."""
+        if self._mesh is None:
+            return ()
+        mesh, dimension = self._mesh
+        coordinate = mesh.get_coordinate() or ()
+        return tuple(at for each, at in enumerate(coordinate) if each != dimension)
+
+    @property
+    def _group(self) -> Any:
+        """The ranks that have the same part, where not all have."""
+        return None if self._mesh is None else self._mesh[0].get_group(self._mesh[1])
+
+    def unlike(self, question: str, sums: torch.Tensor) -> list[int]:
+        """
+        Finds the tensors of which not all replicas are the same, on whichever rank. Collective.
+
+        Args:
+            question (`str`):
+                Names the vote.
+            sums (`torch.Tensor`):
+                What [`sums`] gives.
+        """
+        device = self._trainer.accelerator.device
+        found = consensus.unlike_over_ranks(question, sums, device, self._group)
+        if self._mesh is None:
+            return found
+        marked = torch.zeros(len(sums))
+        marked[found] = 1.0
+        anywhere = consensus.largest("replicas of any shard differ", marked, device)
+        return [at for at, differs in enumerate(anywhere) if differs]
+
+    def apart(self, names: Iterable[str]) -> Apart:
+        """Finds elements of some tensors that are not the same in all replicas: [`Apart.among`]. Collective."""
+        return Apart.among(self.tensors(), names, self._trainer.accelerator.device, self._group)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is compared, by name."""
@@ -55,6 +92,20 @@ class Replicas:
         """
         device = self._trainer.accelerator.device
         return torch.stack([_sum_of_bits(each).to(device) for each in self.tensors().values()])
+
+
+def _replicating(parameters: list[torch.nn.Parameter]) -> tuple[Any, int] | None:
+    """The mesh that all parameters are sharded over, and its one dimension along which they are replicated (HSDP)."""
+    found = set[tuple[Any, tuple[int, ...]]]()
+    for each in parameters:
+        if not isinstance(each, DTensor):
+            return None
+        along = tuple(at for at, placement in enumerate(each.placements) if placement.is_replicate())
+        found.add((each.device_mesh, along))
+    if len(found) != 1:
+        return None
+    ((mesh, along),) = found
+    return (mesh, along[0]) if len(along) == 1 and mesh.size(along[0]) > 1 else None
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,22 +142,30 @@ class Apart:
     values: dict[str, torch.Tensor]
 
     @classmethod
-    def among(cls, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> Self:
+    def among(
+        cls, tensors: Mapping[str, torch.Tensor], names: Iterable[str], device: torch.device, group: Any = None
+    ) -> Self:
         """
-        Finds elements of some tensors that are not the same on all ranks. Collective.
+        Finds elements of some tensors that are not the same on all ranks, or on those of a group. Collective.
 
         Args:
             tensors (`Mapping[str, torch.Tensor]`), names (`Iterable[str]`):
                 Those of the run, and which of them to look at: a few of them, and of each the beginning.
+            device (`torch.device`):
+                Where the run trains.
+            group (*optional*):
+                The ranks that have the same.
         """
         places, values = {}, {}
         for name in list(names)[:_LOOKED_AT]:
             bits, flat = _bits_of(tensors[name]), _real(tensors[name])
+            # A shard of one group may have fewer elements than that of another, and all ranks come as often.
+            longest = round(consensus.largest("elements to look at", [float(len(bits))], device)[0])
             found = [
                 begin + place
-                for begin in range(0, min(len(bits), _LOOKED_AT * _AT_A_TIME), _AT_A_TIME)
+                for begin in range(0, min(longest, _LOOKED_AT * _AT_A_TIME), _AT_A_TIME)
                 for place in consensus.unlike_over_ranks(
-                    "elements are the same", bits[begin : begin + _AT_A_TIME].to(torch.int64), bits.device
+                    "elements are the same", bits[begin : begin + _AT_A_TIME].to(device, torch.int64), device, group
                 )
             ]
             places[name] = torch.tensor(found, dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch
 
 from .. import consensus
 from ..failures import Action, FailureType
-from ..instrument import Apart, Replicas, Window
+from ..instrument import Replicas, Window
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
@@ -89,7 +89,7 @@ class ReplicaHealer(NumericsHealer):
         """
         assert self._replicas is not None
         sums = self._read(self._replicas, window.step)
-        apart = consensus.unlike_over_ranks(SAME, sums, self.instrument.view.device)
+        apart = self._replicas.unlike(SAME, sums)
         if not apart:
             self._same_at = window.step
             self._next = window.step + self._interval
@@ -133,9 +133,10 @@ class ReplicaHealer(NumericsHealer):
         incident, step, device = opened.incident, self.instrument.view.step, self.instrument.view.device
         # Before anything is done about it, which may end the run.
         opened.diagnosed(FailureType.REPLICAS_DIFFER, "weights of one rank differ")
-        of_ranks = [tuple(each) for each in consensus.from_every_rank("sums of the weights", sums.tolist(), device)]
-        odd = odd_ranks(of_ranks)
-        found = Apart.among(replicas.tensors(), names) if odd is None else None
+        told = consensus.from_every_rank("sums of the weights", (replicas.place, sums.tolist()), device)
+        of_ranks = [tuple(each) for _, each in told]
+        odd = odd_ranks_by_place([place for place, _ in told], of_ranks)
+        found = replicas.apart(names) if odd is None else None
         context = HealingContext(incident, self.instrument, window)
         context.unlike_from = None if self._same_at is None else self._same_at + 1
         context.verdict = "the weights of the ranks are not the same any more"
@@ -157,7 +158,7 @@ class ReplicaHealer(NumericsHealer):
         self.actions.apply((Action.ROLL_BACK, Action.REPLAY_STEPS), context, self.args)
         self._climb.owe_checkpoint(context.went_back)
         after = replicas.sums()
-        if consensus.unlike_over_ranks(SAME, after, device):
+        if replicas.unlike(SAME, after):
             self._off = True
             self._name(opened, odd)
             incident.evidence["why"] = "the trusted state differs as well; from here on they are not compared"
@@ -166,8 +167,8 @@ class ReplicaHealer(NumericsHealer):
         if found is not None and not window.skipped:
             # The weights are those that were compared, as they should have been.
             distance = found.distance_from(replicas.tensors())
-            distances = consensus.from_every_rank("how far the weights were off", distance, device)
-            odd = _told_apart(of_ranks, tuple(after.tolist()), distances)
+            now = consensus.from_every_rank("how far the weights were off", (distance, after.tolist()), device)
+            odd = _told_apart(of_ranks, [tuple(each) for _, each in now], [distance for distance, _ in now])
         self._next = window.step + 1
         self._name(opened, odd)
         opened.wait()
@@ -194,11 +195,23 @@ def odd_ranks(sums: Sequence[tuple[int, ...]]) -> list[int] | None:
     return [rank for rank, each in enumerate(sums) if each != most] if 2 * count > len(sums) else None
 
 
+def odd_ranks_by_place(places: Sequence[tuple[int, ...]], sums: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """Finds the same where not all ranks have the same part of the weights: among those of each place."""
+    found: list[int] = []
+    for place in dict.fromkeys(places):
+        ranks = [rank for rank, each in enumerate(places) if each == place]
+        odd = odd_ranks([sums[rank] for rank in ranks])
+        if odd is None:
+            return None
+        found += [ranks[each] for each in odd]
+    return sorted(found)
+
+
 def _told_apart(
-    sums: Sequence[tuple[int, ...]], should_be: tuple[int, ...], distances: Sequence[float]
+    sums: Sequence[tuple[int, ...]], should_be: Sequence[tuple[int, ...]], distances: Sequence[float]
 ) -> list[int] | None:
     """Tells ranks that were hit from the others by the weights as they should have been."""
-    odd = [rank for rank, each in enumerate(sums) if each != should_be]
+    odd = [rank for rank, each in enumerate(sums) if each != should_be[rank]]
     if len(odd) < len(sums):
         return odd
     # The others were moved, too, by gradients of the one that was hit.

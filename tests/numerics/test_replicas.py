@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from self_healing.instrument import Replicas
-from self_healing.numerics.replicas import odd_ranks
+from self_healing.numerics.replicas import odd_ranks, odd_ranks_by_place
 
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
@@ -60,3 +60,19 @@ def test_the_odd_ones_are_those_that_differ_from_more_than_half(
     sums: list[tuple[int, ...]], odd: list[int] | None
 ) -> None:
     assert odd_ranks(sums) == odd
+
+
+@pytest.mark.parametrize(
+    ("sums", "odd"),
+    [
+        # Of six ranks, every other one has the same shard.
+        ([(1,), (2,), (1,), (2,), (1,), (2,)], []),
+        ([(1,), (2,), (1,), (9,), (1,), (2,)], [3]),
+        ([(9,), (2,), (1,), (8,), (1,), (2,)], [0, 3]),
+        ([(7,), (2,), (8,), (2,), (9,), (2,)], None),
+    ],
+)
+def test_the_odd_ones_are_found_among_those_that_have_the_same_shard(
+    sums: list[tuple[int, ...]], odd: list[int] | None
+) -> None:
+    assert odd_ranks_by_place([(0,), (1,)] * 3, sums) == odd
