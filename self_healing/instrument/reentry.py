@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Reentry:
         self._epoch_rng: RandomState | None = None
         self._after_fetch_rng: RandomState | None = None
         self._step_end_rng: RandomState | None = None
+        # After what was owed to the step that is resumed from, where the checkpoint has that of before.
+        self._paid_rng: RandomState | None = None
         self._epoch_began = False
         self._epoch_ended = False
         self._step_ended = False
@@ -356,8 +359,17 @@ class Reentry:
         self._continues = True
         self._stop = self._stop or trainer.control.should_training_stop
         self._epoch_end_done = leave.epoch_ended and self.stop_owed
+        self._paid_rng = self._ledger.random_state()
         self._note_best()
         return Leave(None, self._stop, leave.epoch_ended)
+
+    def load_random_state(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Wraps `_load_rng_state`: what was owed to the step of the checkpoint may have drawn from it."""
+        paid, self._paid_rng = self._paid_rng, None
+        if paid is None:
+            original(*args, **kwargs)
+        else:
+            paid.restore()
 
     def _note_best(self) -> None:
         """Notes a checkpoint as the best that was saved before it could be known to be."""

@@ -154,6 +154,7 @@ class Instrument:
         self.replace(trainer, "prediction_step", self._in_section("prediction", self._prediction_step))
         self.replace(trainer, "_maybe_log_save_evaluate", self.saves.maybe_log_save_evaluate)
         self.replace(trainer, "_save_checkpoint", self._in_section("save", self.saves.save_checkpoint))
+        self.replace(trainer, "_load_rng_state", self.reentry.load_random_state)
         self.replace(trainer, "_get_learning_rate", self.optimizer_step.learning_rate)
         self.replace(trainer.callback_handler, "on_save", self._in_section("on_save", self.saves.on_save))
         self.replace(trainer.callback_handler, "on_epoch_end", self._in_section("on_epoch_end", self._on_epoch_end))

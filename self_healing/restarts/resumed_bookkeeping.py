@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import consensus
 from ..checkpoints.emergency import write_again
 from ..checkpoints.marker import read_marker
 from ..checkpoints.owed import owed_in
-from ..instrument import Instrument, load_generated
+from ..instrument import Instrument, Leave, Pending, load_generated
 from ..run.context import RunContext
 from .attempts import Attempts
 from .start import bookkeeping_of
@@ -49,12 +50,21 @@ def continue_bookkeeping(
         if bookkeeping is not None:
             _take_over(instrument, bookkeeping)
             load_generated(instrument.trainer, Path(resumed_from))
-            owes = owed_in(bookkeeping)
-            if owes is not None:
-                # A process that had to leave, or was killed after an exception, had no time for it.
-                leave = instrument.reentry.deliver_pending(resumed_from, *owes, run.started_at)
-                if not attempts.in_memory(resumed_from):
-                    write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums.put)
+
+        def owed_there() -> tuple[Pending, Leave] | None:
+            return None if bookkeeping is None else owed_in(bookkeeping)
+
+        if attempts.in_memory(resumed_from):
+            # Each rank has left its own; what all of them take part in is the same.
+            owes = owed_there()
+        else:
+            owes = consensus.from_first_rank("what is owed to the checkpoint", owed_there, instrument.view.device)
+        if owes is not None:
+            # A process that had to leave, or was killed after an exception, had no time for it.
+            leave = instrument.reentry.deliver_pending(resumed_from, *owes, run.started_at)
+            # What several ranks have written together stays as it is, and owes it again if it is resumed from again.
+            if consensus.world_size() == 1 and not attempts.in_memory(resumed_from):
+                write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums.put)
 
 
 def _take_over(instrument: Instrument, bookkeeping: Mapping[str, Any]) -> None:
