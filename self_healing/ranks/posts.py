@@ -18,6 +18,8 @@ _LONGEST = 300
 _ENDS_TOGETHER = 30.0
 # What a shell reports of a process that Ctrl-C has ended.
 _INTERRUPTED = 130
+# Of a run whose remedies are spent.
+_UNRECOVERABLE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,11 @@ class Failure:
         """Gives its form in the store, and in a postmortem."""
         return {**asdict(self), "failure": self.failure.value}
 
+    @property
+    def for_good(self) -> bool:
+        """Whether the run is not to be started again by itself."""
+        return self.exit_code == _UNRECOVERABLE and self.failure is not FailureType.DAMAGED_CHECKPOINT
+
     def __str__(self) -> str:
         heard = "was last heard of" if self.failure is FailureType.PROCESS_DIED and not self.follows else "failed"
         return f"rank {self.rank} failed first; it {heard} after step {self.step}: {self.error}"
@@ -139,7 +146,7 @@ def failure_of(error: BaseException, rank: int, step: int, section: str) -> Fail
     text = " ".join(describe_exception(error).split())[:_LONGEST]
     failure, patience, code = classify_exception(error), 0.0, None
     if isinstance(error, UnrecoverableTrainingError):
-        failure, patience, code = error.failure or failure, _ENDS_TOGETHER, 1
+        failure, patience, code = error.failure or failure, _ENDS_TOGETHER, _UNRECOVERABLE
     elif isinstance(error, KeyboardInterrupt):
         code = _INTERRUPTED
     follows = comes_from_a_collective(error) and failure is not FailureType.OUT_OF_MEMORY

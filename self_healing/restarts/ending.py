@@ -185,9 +185,12 @@ class RunEnding:
             newest = newest_marked_checkpoint_of(run.run_id, self._output_dir) or attempts.first_resume
             advice = f"{FAILURE_RECIPES[kind].advice} {where_to_go_on(newest)}"
             attempts.postmortem = self._write_postmortem(why, kind, None, None, advice, newest)
-        preempted = failure is not None and failure.failure is FailureType.PREEMPTED
         ending = Ending.RESTART if code == EXIT_FOR_RESTART else Ending.FAILED
-        attempts.end(Ending.PREEMPTED if preempted else ending, why)
+        if failure is not None and failure.failure is FailureType.PREEMPTED:
+            ending = Ending.PREEMPTED
+        elif failure is not None and failure.for_good:
+            ending = Ending.GAVE_UP
+        attempts.end(ending, why)
 
     def _close_as_fatal(self, incident: Incident) -> None:
         self.run.journal.acted(incident, Action.STOP.value)
@@ -240,11 +243,18 @@ class RunEnding:
         told = isinstance(error, UnrecoverableTrainingError)
         if not told and run.journal.directions is None:
             self._write_postmortem_of(error, classify_exception(error), why)
-        # After a damaged checkpoint another process goes on from the older one.
-        damaged = getattr(error, "failure", None) is FailureType.DAMAGED_CHECKPOINT
-        attempts.end(Ending.GAVE_UP if told and not damaged else Ending.FAILED, why)
+        attempts.end(Ending.GAVE_UP if self._is_for_good(error) else Ending.FAILED, why)
         # Those of the emergency checkpoint: the process may be about to end.
         run.checksums.wait()
+
+    def _is_for_good(self, error: BaseException) -> bool:
+        """Whether no other process goes on by itself with a run that has ended with an exception."""
+        if not isinstance(error, UnrecoverableTrainingError) or error.failure is FailureType.DAMAGED_CHECKPOINT:
+            # After a damaged checkpoint it goes on from the older one.
+            return False
+        # Of several ranks one alone may not be able to read its data: the others end to be started again.
+        ranks = self.run.ranks
+        return not any(each.rank == ranks.rank and each.exit_code is None for each in ranks.failures)
 
     def _write_postmortem_of(
         self, error: BaseException, failure: FailureType, verdict: str, checkpoint: str | None = None

@@ -16,6 +16,7 @@ from self_healing import FAILURE_RECIPES, Action, FailureType, HealingConfig, In
 from self_healing.assembly import Run, assemble
 from self_healing.checkpoints.marker import write_marker
 from self_healing.instrument import ResumePoint
+from self_healing.ranks import Failure
 from self_healing.restarts import departure, ending
 from self_healing.restarts.attempts import Attempts
 from self_healing.restarts.lost_device import leave_lost_device, write_down_lost_device
@@ -73,6 +74,30 @@ def fatal(run: Run, failure: FailureType = FailureType.NETWORK) -> Incident:
     incident = run.journal.open(6, "made up", {})
     run.journal.diagnosed(incident, failure, "made up", {})
     return incident
+
+
+def of_rank_1(exit_code: int | None) -> Failure:
+    return Failure(1, 6, FailureType.BAD_DATA, "data", exit_code=exit_code)
+
+
+@pytest.mark.parametrize(("exit_code", "ending"), [(1, Ending.GAVE_UP), (130, Ending.FAILED), (None, Ending.RESTART)])
+def test_a_run_that_another_rank_has_given_up_is_given_up(
+    tmp_path: Path, exit_code: int | None, ending: Ending
+) -> None:
+    run = process(tmp_path)
+    run.ending.end_process("rank 1 failed first", of_rank_1(exit_code), exit_code or 75)
+    assert record_in(tmp_path).ending is ending
+
+
+@pytest.mark.parametrize(("exit_code", "ending"), [(1, Ending.GAVE_UP), (None, Ending.FAILED)])
+def test_what_the_other_ranks_end_to_be_started_again_for_is_not_given_up(
+    tmp_path: Path, exit_code: int | None, ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = process(tmp_path)
+    here = SimpleNamespace(rank=1, failures=[of_rank_1(exit_code)])
+    monkeypatch.setattr(run.context.ranks, "_session", here)
+    run.ending.note_exception(UnrecoverableTrainingError("data"))
+    assert record_in(tmp_path).ending is ending
 
 
 @pytest.fixture
