@@ -442,8 +442,11 @@ class Session:
             self._take_in_failures(channel)
         # Where it cannot have said goodbye, it may have ended as it should.
         patience = 0.0 if channel is not None else _MAY_HAVE_LEFT
-        where = other.position
-        failure = Failure(rank, where.step, FailureType.PROCESS_DIED, why, where.section, patience=patience)
+        where, step = other.position, other.position.step
+        with contextlib.suppress(Exception):
+            # It has taken part in all steps that are finished here; what it said itself may be a second old.
+            step = max(step, self._look().step)
+        failure = Failure(rank, step, FailureType.PROCESS_DIED, why, where.section, patience=patience)
         if other.left or self._is_told(failure):
             return
         self.failures.append(failure)

@@ -101,6 +101,15 @@ def test_a_rank_that_is_killed_is_given_up_by_the_others(job: Callable[..., list
     assert set(first.ranks.positions()) == {0, 1}
 
 
+def test_a_rank_that_is_killed_has_come_as_far_as_the_others(job: Callable[..., list[Rank]], child: Process) -> None:
+    first, _ = job(2, child)
+    # Steps are finished together; what the other one has said of itself last is older.
+    first.position = Position(7, "step", 50, 0.1, 60.0)
+    os.kill(child.pid, signal.SIGKILL)
+    wait_until(lambda: first.told)
+    assert first.told[0].step == 7
+
+
 def test_a_rank_that_is_stopped_is_given_up_and_one_that_goes_on_soon_is_not(
     job: Callable[..., list[Rank]], child: Process
 ) -> None:
