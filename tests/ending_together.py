@@ -21,6 +21,42 @@ from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 FOREVER = 1000.0
 
 
+def hold_connections() -> None:
+    """As with NCCL, nobody is told when this process is gone: its connections stay open in another one."""
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+
+
+def strike_rank(fault: str, note: Path) -> None:
+    """
+    Has something happen to this process, and notes when.
+
+    Args:
+        fault (`str`):
+            What. All that is not known here is nothing.
+        note (`Path`):
+            The file.
+    """
+    note.write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
+    if fault == "exception":
+        raise ValueError("only here")
+    if fault == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if fault == "interrupt":
+        raise KeyboardInterrupt
+    if fault == "kill":
+        hold_connections()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "hang":
+        hold_connections()
+        time.sleep(FOREVER)
+
+
 def main(directory: Path, options: dict[str, Any]) -> None:
     rank = int(os.environ["RANK"])
     fault, at, on = options.get("fault"), options.get("step", 3), options.get("rank", 1)
@@ -36,32 +72,9 @@ def main(directory: Path, options: dict[str, Any]) -> None:
         save_steps=2,
     )
 
-    def hold_connections() -> None:
-        """As with NCCL, nobody is told when this process is gone: its connections stay open in another one."""
-        if os.fork() == 0:
-            time.sleep(60)
-            os._exit(0)
-
     def strike(module: Any, args: Any, kwargs: Any) -> None:
-        if rank != on or not module.training or trainer.state.global_step != at or fault is None:
-            return
-        (directory / "struck").write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
-        if fault == "exception":
-            raise ValueError("only here")
-        if fault == "oom":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        if fault == "interrupt":
-            raise KeyboardInterrupt
-        if fault == "kill":
-            hold_connections()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "crash":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if fault == "hang":
-            hold_connections()
-            time.sleep(FOREVER)
+        if rank == on and fault is not None and module.training and trainer.state.global_step == at:
+            strike_rank(fault, directory / "struck")
 
     class Busy(Exception):
         """A service says when to ask again."""

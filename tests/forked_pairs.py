@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,25 @@ from recorded_votes import RecordedVotes
 
 # Far beyond what a pair needs; one that takes as long waits for ever.
 SECONDS = 240
+_GLANCE = 0.05
+store_class: Any = torch.distributed.TCPStore
 
 
-def _run_rank(directory: Path, rank: int, port: int, run: Callable[[Path, int], dict[str, Any]]) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def _run_rank(
+    directory: Path,
+    rank: int,
+    environment: Mapping[str, str],
+    run: Callable[[Path, int], dict[str, Any]],
+) -> None:
+    # With what it starts itself it is ended as a group.
+    os.setpgid(0, 0)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", **environment)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    log = os.open(directory / f"log.{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    log = os.open(directory / f"log.{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     result: dict[str, Any] = {}
+    code = 0
     votes = RecordedVotes()
     try:
         torch.distributed.init_process_group("gloo")
@@ -38,16 +48,23 @@ def _run_rank(directory: Path, rank: int, port: int, run: Callable[[Path, int], 
     except BaseException as error:
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"[:300]
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     (directory / f"results.{rank}.json").write_text(json.dumps(result))
     if "error" not in result:
         torch.distributed.barrier()
     # As a process ends, and its peer sees that it is gone.
-    os._exit(1 if "error" in result else 0)
+    os._exit(code)
 
 
-def run_pair(directory: Path, run: Callable[[Path, int], dict[str, Any]], seconds: float = SECONDS) -> dict[str, Any]:
+def run_pair(
+    directory: Path,
+    run: Callable[[Path, int], dict[str, Any]],
+    seconds: float = SECONDS,
+    apart: float = SECONDS,
+    launcher: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """
     Runs something on two ranks.
 
@@ -58,26 +75,53 @@ def run_pair(directory: Path, run: Callable[[Path, int], dict[str, Any]], second
             Given the directory and the rank; what it gives is the result.
         seconds (`float`, *optional*):
             How long they may take together.
+        apart (`float`, *optional*):
+            How long one of them may take longer than the other.
+        launcher (`Mapping[str, str]`, *optional*):
+            The environment that a launcher gives them. It serves their store as well, so that it outlives each of
+            them. Defaults to none: the first rank serves it.
 
     Returns:
-        `dict`: the ranks that had to be killed as `hung`, and the results of both as `ranks`; with an `error` where
-        one raised.
+        `dict`: the ranks that had to be killed as `hung`, the exit codes as `codes`, when each has ended as `ended`,
+        and the results of both as `ranks`; with an `error` where one raised.
     """
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    environment = {"MASTER_PORT": str(port)}
+    if launcher is not None:
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **launcher}
+    written = [directory / f"results.{rank}.json" for rank in (0, 1)]
+    for path in written:
+        path.unlink(missing_ok=True)
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_run_rank, args=(directory, rank, port, run)) for rank in (0, 1)]
+    ranks = [fork.Process(target=_run_rank, args=(directory, rank, environment, run)) for rank in (0, 1)]
     began = time.monotonic()
     for process in ranks:
         process.start()
+    # After they were forked: it has threads.
+    store = None if launcher is None else store_class("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    ended, deadline = dict[int, float](), began + seconds
+    while len(ended) < len(ranks) and time.monotonic() < deadline:
+        # Not by their sentinels, which what they have started themselves keeps open.
+        time.sleep(_GLANCE)
+        for rank, process in enumerate(ranks):
+            if rank not in ended and not process.is_alive():
+                ended[rank] = time.time()
+                deadline = min(deadline, time.monotonic() + apart)
+    hung = [rank for rank in range(len(ranks)) if rank not in ended]
     for process in ranks:
-        process.join(max(seconds - (time.monotonic() - began), 0.1))
-    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    for process in ranks:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
         process.join()
-    written = [directory / f"results.{rank}.json" for rank in (0, 1)]
+    del store
     results = [json.loads(path.read_text()) if path.exists() else {"error": "it left no result"} for path in written]
-    return {"hung": hung, "ranks": results, "seconds": time.monotonic() - began}
+    return {
+        "hung": hung,
+        "codes": [process.exitcode for process in ranks],
+        "ended": [ended.get(rank) for rank in range(len(ranks))],
+        "ranks": results,
+        "seconds": time.monotonic() - began,
+    }

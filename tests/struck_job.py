@@ -1,0 +1,229 @@
+"""Run by test_faults_that_end_a_job.py: a job on two ranks, one of which is struck when it is started first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import TEXTS, build_tokenizer, count_of_the, grpo_trainer, losses, sft_trainer
+from datasets import Dataset
+from ending_together import hold_connections, strike_rank
+from failing_ranks import digest_of
+from forked_pairs import run_pair
+from restarted_job import minutes_in_native_code
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, set_seed
+from two_sharded_processes import sharded_on_the_cpu, whole
+
+from self_healing import HealingConfig, SelfHealingTrainer
+
+
+STATE_DICTS = {"fsdp2_full": "FULL_STATE_DICT", "fsdp2_sharded": "SHARDED_STATE_DICT"}
+# A checkpoint every so many steps; the fault comes when so many are finished, or while a checkpoint is evaluated or
+# written.
+SAVE_STEPS, STRUCK_AFTER, EVALUATED_AFTER, SAVED_AFTER = 3, 7, 8, 6
+STEPS = 12
+# Of a micro-batch, and what one rank has memory for.
+ROWS, ROWS_THAT_FIT = 6, 4
+# A hang is noticed after a few seconds; sizes that failed are tried again after a few steps.
+SETTINGS = {"hang_floor_seconds": 5.0, "hang_grace_seconds": 1.0, "hang_learning_steps": 1, "oom_probe_steps": 2}
+# What happens in a call of the model, where it is called something else.
+AS_STRIKES = {"model": "exception", "oom_once": "oom", "sigkill": "kill", "sigstop": "stop"}
+# How long one rank may outlive the other, and how long both may take.
+APART, SECONDS = 20.0, 180.0
+
+
+class Told(TrainerCallback):
+    """Writes down the steps as they are finished, over all starts of the job."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(f"{state.global_step}\n")
+
+
+class At(TrainerCallback):
+    """Does something at one event of one step."""
+
+    def __init__(self, event: str, step: int, strike: Callable[[], None]) -> None:
+        def act(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step:
+                strike()
+
+        setattr(self, event, act)
+
+
+def half_of_a_part(trainer: Any, strike: Callable[[], None]) -> None:
+    """The process dies when half of its part of a checkpoint is written."""
+    original, args = trainer._save_optimizer_and_scheduler, trainer.args
+
+    def save(output_dir: str) -> None:
+        if trainer.state.global_step == SAVED_AFTER:
+            sharded = "SHARDED" in os.environ.get("FSDP_STATE_DICT_TYPE", "")
+            of_first = "optimizer.bin" if isinstance(next(trainer.model.parameters()), DTensor) else "optimizer.pt"
+            own = of_first if args.process_index == 0 else f"rng_state_{args.process_index}.pth"
+            Path(output_dir, f"optimizer_0/__{args.process_index}_0.distcp" if sharded else own).write_bytes(b"half")
+            strike()
+        original(output_dir)
+
+    trainer._save_optimizer_and_scheduler = save
+
+
+def put_in(trainer: Any, fault: str | None, strike: Callable[[str], None]) -> None:
+    """Has a fault come to a trainer."""
+
+    def in_model(module: Any, args: Any, kwargs: dict[str, Any], what: Callable[[], None], training: bool) -> None:
+        after = STRUCK_AFTER if training else EVALUATED_AFTER
+        if module.training == training and trainer.state.global_step == after:
+            what()
+
+    def when_called(what: Callable[[], None], training: bool = True) -> None:
+        trainer.model.register_forward_pre_hook(partial(in_model, what=what, training=training), with_kwargs=True)
+
+    if fault == "callback":
+        trainer.add_callback(At("on_step_end", STRUCK_AFTER, lambda: strike("exception")))
+    elif fault == "evaluation":
+        when_called(lambda: strike("exception"), training=False)
+    elif fault == "collator":
+        collate = trainer.data_collator
+
+        def broken(rows: Any) -> Any:
+            # From here on, for every row there is: otherwise it would be the rows.
+            if trainer.state.global_step >= STRUCK_AFTER:
+                strike("exception")
+            return collate(rows)
+
+        trainer.data_collator = broken
+    elif fault == "sigkill_while_saving":
+        half_of_a_part(trainer, lambda: strike("kill"))
+    elif fault == "sigterm":
+        trainer.add_callback(At("on_substep_end", STRUCK_AFTER, lambda: strike("sigterm")))
+    else:
+        when_called(lambda: strike(AS_STRIKES.get(str(fault), str(fault))))
+
+
+def short_of_memory(trainer: Any, strike: Callable[[str], None]) -> None:
+    """This rank has memory for so many rows of a call at a time, in each start of the job."""
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].shape[0] > ROWS_THAT_FIT and module.training:
+            strike("oom")
+
+    trainer.model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, start: int, **options: Any) -> Any:
+    """
+    Trains on one rank.
+
+    Args:
+        directory (`Path`), rank (`int`):
+            The run directory's parent, and the rank.
+        strategy (`str`):
+            `"ddp"`, `"fsdp2_full"` or `"fsdp2_sharded"`.
+        fault (`str`, *optional*), on (`int`):
+            What strikes, and which rank.
+        start (`int`):
+            How often the job was started before. Only the first one is struck, but by memory that is always short.
+        options:
+            `dropout`, and `trainer`, which is `"sft"` or `"grpo"`.
+    """
+    if strategy != "ddp":
+        sharded_on_the_cpu("fsdp2")
+        os.environ["FSDP_STATE_DICT_TYPE"] = STATE_DICTS[strategy]
+    output_dir = directory / "run"
+    struck = False
+
+    def strike(what: str) -> None:
+        nonlocal struck
+        if struck and fault == "oom_once":
+            return
+        if not struck and what in ("exception", "oom"):
+            hold_connections()
+        struck = True
+        if what == "native_hang":
+            strike_rank(what, directory / "struck")
+            hold_connections()
+            minutes_in_native_code()
+        elif what == "sigterm":
+            strike_rank(what, directory / "struck")
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            strike_rank(what, directory / "struck")
+
+    set_seed(1234)
+    arguments: dict[str, Any] = {
+        "dropout": options["dropout"],
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": SAVE_STEPS,
+        "ddp_backend": "gloo",
+        "ddp_timeout": 1800,
+        "callbacks": [Told(directory / f"steps.{rank}")],
+    }
+    struck_now = rank == on and fault is not None
+    if options["trainer"] == "grpo":
+
+        def reward(completions: list[str], **named: Any) -> list[float]:
+            if struck_now and start == 0 and trainer.state.global_step == STRUCK_AFTER:
+                strike("exception")
+            return count_of_the(completions, **named)
+
+        trainer = grpo_trainer(output_dir, build_tokenizer(), reward_funcs=reward, **arguments)
+    else:
+        trainer = sft_trainer(
+            output_dir,
+            build_tokenizer(),
+            trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:8]})},
+            per_device_train_batch_size=ROWS,
+            per_device_eval_batch_size=4,
+            eval_strategy="steps",
+            eval_steps=EVALUATED_AFTER // 2,
+            **arguments,
+        )
+    if struck_now and fault == "oom_above_4_rows":
+        short_of_memory(trainer, strike)
+    elif struck_now and start == 0 and fault not in (None, "reward"):
+        put_in(trainer, fault, strike)
+    healer = SelfHealingTrainer(trainer, HealingConfig(**SETTINGS))
+    healer.train()
+    weights = {name: whole(value) for name, value in trainer.model.state_dict().items()}
+    return {
+        "sharded": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
+        "weights": digest_of(weights),
+        "sums": [float(value.double().sum()) for value in weights.values()],
+        "losses": losses(trainer),
+        "struck": struck,
+        "steps": trainer.state.global_step,
+    }
+
+
+def serve() -> None:
+    """Runs the job as each line of the input has it, and answers with how it ended: imports take place only once."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        directory, start = Path(request.pop("directory")), request["start"]
+        launcher = {
+            "TORCHELASTIC_RUN_ID": "job",
+            "TORCHELASTIC_RESTART_COUNT": str(start),
+            "TORCHELASTIC_MAX_RESTARTS": "3",
+        }
+        outcome = run_pair(directory, partial(job, **request), SECONDS, APART, launcher)
+        answers.write(json.dumps(outcome) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve()
