@@ -221,7 +221,7 @@ def assemble(
             Where the run trains.
     """
     heartbeat = Heartbeat(config.hang_learning_steps)
-    run_id = run_id or new_run_id(device)
+    run_id = run_id or consensus.from_first_rank("name of the run", new_run_id, device)
     journal = Journal(directory, config, run_id, rank)
     outcomes = Outcomes(journal, config.outcome_steps, lambda: numerics.detector.trend(), lambda: numerics.early_limit)
     context = RunContext(
@@ -270,7 +270,6 @@ def assemble(
     return Run(context, numerics, rollback, memory, quarantine, attempts, departure, ending, saves, hangs, last_step)
 
 
-def new_run_id(device: torch.device) -> str:
-    """A name for a run that begins: the same on every rank, so all of them have to come."""
-    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-    return consensus.from_first_rank("name of the run", lambda: run_id, device)
+def new_run_id() -> str:
+    """Makes a name for a run that begins; on several ranks one of them does."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"

@@ -21,7 +21,7 @@ from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
 from .end_of_run import end_run, heal_the_last_step
 from .entry import Entry
-from .entry_checks import refuse_unwritable_output
+from .entry_checks import begin_run
 from .exceptions import UnrecoverableTrainingError
 from .instrument import (
     Instrument,
@@ -33,6 +33,7 @@ from .instrument import (
 )
 from .journal.incident import Incident
 from .journal.terminal import speaking_of
+from .numerics.corrupted_state import LOOKED_AT_END
 from .own_files import hide_from_uploads, own_patterns
 from .rollback.trusted import TAKEN
 from .start_and_end import pause_speaking, start_speaking, stop_speaking, tell_start
@@ -147,12 +148,11 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 )
             self.run = None
             return
-        if adopted is None:
-            refuse_unwritable_output(args)
         self.run = run = adopted or assemble(
             self.config,
             Path(self.config.healing_dir or args.output_dir),
             rank=args.process_index,
+            run_id=begin_run(args),
             device=args.device,
         )
         if self.config != run.context.config:
@@ -202,7 +202,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         failsafe = instrument.failsafe
         try:
             if not run.broken and instrument.attached:
-                with failsafe.contained(), failsafe.together("the end is looked at"):
+                with failsafe.contained(), failsafe.together("the end is looked at", ends_with=LOOKED_AT_END):
                     heal_the_last_step(run)
             # All is trained: what fails here is no reason to lose it.
             with failsafe.contained():

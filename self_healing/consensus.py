@@ -35,7 +35,7 @@ _Answers = Sequence[float] | torch.Tensor
 # A ballot: which question, whether this rank's own code has failed, whether its training code has raised in an
 # experiment, and the answers.
 _QUESTION, _FAILED, _RAISED, _FIRST_ANSWER = 0, 1, 2, 3
-_ANSWERS = 5
+_ANSWERS = 11
 # Sums of such numbers over some thousand ranks are exact in single precision, which every device has.
 _QUESTIONS = 4096
 # A size in bytes is cast as so many of these and a rest: single precision has no odd numbers above 2**24.
@@ -86,9 +86,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def own_rank() -> int:
+    """Number of this process among them."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
 def is_first_rank() -> bool:
     """Whether this process is the one that decides about files."""
-    return world_size() == 1 or dist.get_rank() == 0
+    return own_rank() == 0
 
 
 # ---- votes: every rank has to come ----
@@ -102,7 +107,7 @@ def sum_over_ranks(question: str, answers: _Answers | Callable[[], _Answers], de
         question (`str`):
             What is asked, the same on all ranks.
         answers (`Sequence[float]`, `torch.Tensor`, or a function that gives them):
-            Up to five numbers of this rank, in single precision.
+            Up to eleven numbers of this rank, in single precision.
         device (`torch.device`):
             Where the run trains.
 
@@ -152,21 +157,6 @@ def largest(question: str, answers: _Answers | Callable[[], _Answers], device: t
     # All are here, and nothing can come between.
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return [float(each) for each in found.tolist()]
-
-
-def unlike_over_ranks(question: str, numbers: torch.Tensor, device: torch.device, group: Any = None) -> list[int]:
-    """
-    Finds the places of whole numbers (int64) that are not the same on all ranks, or on those of a group that this rank
-    is in. As [`sum_over_ranks`]: the ranks of all groups come.
-    """
-    wait_for_all_ranks(question, device)
-    if world_size() == 1:
-        return []
-    both = torch.cat([numbers, -numbers])
-    # All are here, and nothing can come between.
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    most, least = both.chunk(2)
-    return [int(place) for place in (most != -least).nonzero().flatten().tolist()]
 
 
 def smallest(question: str, value: float | Callable[[], float], device: torch.device) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import consensus
+from .assembly import new_run_id
 from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
 from .config import ConfigurationError
 from .exceptions import UnrecoverableTrainingError
@@ -20,7 +21,7 @@ from .run.context import RunContext
 logger = logging.getLogger("self_healing")
 
 
-def refuse_unwritable_output(args: Any) -> None:
+def begin_run(args: Any) -> str:
     """
     Asks the process that writes checkpoints, for all of them, whether any can be written. Collective.
 
@@ -28,18 +29,24 @@ def refuse_unwritable_output(args: Any) -> None:
         args ([`~transformers.TrainingArguments`]):
             Of the trainer.
 
+    Returns:
+        `str`: The name of the run that begins.
+
     Raises:
         ConfigurationError: On all of them, if not.
     """
-    refusal: str | None = None
-    if args.process_index == 0:
+
+    def look() -> tuple[str | None, str]:
         try:
             refuse_unwritable(args)
         except ConfigurationError as error:
-            refusal = str(error)
-    refusal = consensus.from_first_rank("checkpoints can be written", lambda: refusal, args.device)
+            return str(error), ""
+        return None, new_run_id()
+
+    refusal, name = consensus.from_first_rank("a run begins", look, args.device)
     if refusal is not None:
         raise ConfigurationError(refusal)
+    return name
 
 
 def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:

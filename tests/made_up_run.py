@@ -39,7 +39,7 @@ class MadeUpWindow:
             What comes out of it when it is computed again. Defaults to the same.
     """
 
-    size, scaler_active, stop_wanted, rollback_wanted = 1, False, False, False
+    size, scaler_active, stop_wanted, rollback_wanted, apart = 1, False, False, False, False
     objective = SimpleNamespace(online=False, name="sft")
 
     def __init__(
@@ -56,7 +56,7 @@ class MadeUpWindow:
     def sound(self) -> bool:
         return self.computed == 1 and self.found.finite
 
-    def signals(self, **wanted: bool) -> StepSignals:
+    def signals(self, **wanted: Any) -> StepSignals:
         return self.found
 
     def reexecute(self) -> None:
@@ -123,7 +123,7 @@ class MadeUpStates:
     def keep_batch(self, window: Any, loss: float) -> None:
         """Nothing to be computed again."""
 
-    def step_taken(self, step: int, healthy: bool, control: Any) -> bool:
+    def step_taken(self, step: int, healthy: bool, control: Any, vouched: Any) -> bool:
         self.streak = self.streak + 1 if healthy else 0
         return False
 

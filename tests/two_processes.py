@@ -46,6 +46,7 @@ from self_healing import (
     consensus,
 )
 from self_healing.checkpoints.choice import CheckpointError
+from self_healing.instrument.live_state import innermost, local
 from self_healing.numerics import replicas
 
 
@@ -117,10 +118,10 @@ def main(directory: Path) -> None:
             "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
         }
 
-    def flipped(name: str, struck_rank: int) -> None:
-        """One bit of one weight of one rank is another one after the 20th step, and no look at it is due any more."""
+    def flipped(name: str, struck_rank: int, bit: int, moment: bool = False) -> None:
+        """One bit of one rank is another one after the 20th step, and weights are not compared before the last one."""
         set_seed(1234)
-        flip = BitFlip(rank == struck_rank, step=20, bit=3, place=0.7)
+        flip = BitFlip(rank == struck_rank, step=20, bit=bit, place=0.7, moment=moment)
         trainer = sft_trainer(
             directory / name,
             tokenizer,
@@ -129,7 +130,6 @@ def main(directory: Path) -> None:
             max_steps=24,
             gradient_accumulation_steps=1,
         )
-        # How often they are compared is chosen by what it costs, which is up to how busy the machine is.
         with patch.object(replicas, "_FEWEST_STEPS", 1000):
             trainer.train()
         results[name] = {
@@ -402,27 +402,39 @@ def main(directory: Path) -> None:
     flagged("flagged_on_1", flagged_rank=1)
     corrupted("corrupted_plain", healed=False, struck_rank=None)
     corrupted("corrupted_on_1", healed=True, struck_rank=1)
-    flipped("flipped_on_1", struck_rank=1)
+    flipped("flipped_on_1", struck_rank=1, bit=3)
+    flipped("flipped_moment_on_1", struck_rank=1, bit=26, moment=True)
     drifting("drifting_on_1", drifting_rank=1)
     (directory / f"results.{rank}.json").write_text(json.dumps(results))
 
 
 class BitFlip(TrainerCallback):
-    """One bit of one weight of this rank, if it is the one, becomes another one after a step."""
+    """
+    One bit of one weight of this rank, if it is the one, becomes another one after a step; or of its first moment.
+    Of the weights with a word in their names, or of all.
+    """
 
-    def __init__(self, strikes: bool, step: int, bit: int, place: float) -> None:
+    def __init__(
+        self, strikes: bool, step: int, bit: int, place: float, moment: bool = False, named: str = ""
+    ) -> None:
         self.strikes, self.step, self.bit, self.place = strikes, step, bit, place
+        self.moment, self.named = moment, named
         self.fired = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if not self.strikes or state.global_step != self.step or self.fired:
             return
         self.fired += 1
-        weights = list(model.parameters())
+        weights = [weight for name, weight in model.named_parameters() if self.named in name and weight.requires_grad]
+        if self.moment:
+            moments = innermost(kwargs["optimizer"]).state
+            weights = [moments[weight]["exp_avg"] for weight in weights]
+        # The part of this rank, where they are sharded.
+        weights = [local(weight.data) for weight in weights]
         at = int(self.place * sum(weight.numel() for weight in weights))
         for weight in weights:
             if at < weight.numel():
-                weight.data.view(-1).view(torch.uint8)[4 * at + self.bit // 8] ^= 1 << self.bit % 8
+                weight.view(-1).view(torch.uint8)[4 * at + self.bit // 8] ^= 1 << self.bit % 8
                 return
             at -= weight.numel()
 

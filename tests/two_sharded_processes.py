@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
@@ -34,10 +35,12 @@ from datasets import Dataset
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, set_seed
+from two_processes import BitFlip
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.instrument.gradients import gradients_of
 from self_healing.instrument.models import fingerprint
+from self_healing.numerics import replicas
 
 
 def sharded_on_the_cpu(strategy: str) -> None:
@@ -222,6 +225,24 @@ class Runs:
         """One way to shard, or to train what is sharded."""
         variables, arguments = _VARIANTS[name]
         os.environ.update(variables)
+        made = self.maker_of(name)
+        same = {"dropout": 0.0, "max_steps": 3, **arguments}
+        for run, options in {
+            "plain": {"healed": False},
+            "transient": {"fault": self.nan_on_one_rank},
+            "poison": {"fault": self.poison_token, "poisoned": (5, 17)},
+            "pieces": {"fault": self.learned_before(f"{name}_pieces")},
+        }.items():
+            if (name, run) == ("loaded_tensor_parallel", "pieces"):
+                # Not split: the Trainer averages gradients of weights that stay whole, in hooks on them.
+                continue
+            texts = self.texts(options.pop("poisoned", ()))  # type: ignore[arg-type]
+            self.run(f"{name}_{run}", make=made, texts=texts, **options, **same)  # type: ignore[arg-type]
+        for variable in variables:
+            del os.environ[variable]
+
+    def maker_of(self, name: str) -> Callable[..., Any]:
+        """What builds the trainer of a variant."""
         make: Callable[..., Any] = adapter_trainer if name == "lora" else sft_trainer
 
         def made(*args: Any, **kwargs: Any) -> Any:
@@ -237,20 +258,35 @@ class Runs:
                 trainer.accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
             return trainer
 
-        same = {"dropout": 0.0, "max_steps": 3, **arguments}
-        for run, options in {
-            "plain": {"healed": False},
-            "transient": {"fault": self.nan_on_one_rank},
-            "poison": {"fault": self.poison_token, "poisoned": (5, 17)},
-            "pieces": {"fault": self.learned_before(f"{name}_pieces")},
-        }.items():
-            if (name, run) == ("loaded_tensor_parallel", "pieces"):
-                # Not split: the Trainer averages gradients of weights that stay whole, in hooks on them.
-                continue
-            texts = self.texts(options.pop("poisoned", ()))  # type: ignore[arg-type]
-            self.run(f"{name}_{run}", make=made, texts=texts, **options, **same)  # type: ignore[arg-type]
-        for variable in variables:
-            del os.environ[variable]
+        return made
+
+    def flipped_replica(self, variant: str, **flips: tuple[int, dict[str, Any]]) -> None:
+        """One bit of what several ranks keep is another one on one of them after a step."""
+        same: dict[str, Any] = {"dropout": 0.0, "gradient_accumulation_steps": 1, **_VARIANTS[variant][1]}
+        same |= {"make": self.maker_of(variant), "texts": TEXTS, "max_steps": 16}
+        self.run(f"{variant}_plain", healed=False, **same)
+        self.run(f"{variant}_healthy", **same)
+        for name, (struck, flip) in flips.items():
+
+            def fault(trainer: Any, struck: int = struck, flip: Any = flip) -> BitFlip:
+                trainer.add_callback(strike := BitFlip(self.rank == struck, step=7, **flip))
+                return strike
+
+            # How often they are compared is chosen by what it costs, which is up to how busy the machine is.
+            with patch.object(replicas, "_MOST_STEPS", 10):
+                self.run(f"{variant}_{name}", fault, **same)
+            found = journal(self._directory / f"{variant}_{name}", "diagnosed") if self.rank == 0 else []
+            self.results[f"{variant}_{name}"]["named"] = [event["evidence"].get("odd_ranks") for event in found][-1:]
+
+    def hsdp_replicas(self) -> None:
+        self.flipped_replica(
+            "hsdp",
+            weight=(1, {"bit": 3, "place": 0.7}),
+            moment=(2, {"bit": 26, "place": 0.7, "moment": True}),
+        )
+
+    def tensor_parallel_replicas(self) -> None:
+        self.flipped_replica("loaded_tensor_parallel", weight=(1, {"bit": 3, "place": 0.7, "named": "norm"}))
 
     def loaded_sharded(self, name: str) -> Any:
         from transformers.distributed import DistributedConfig
@@ -305,6 +341,8 @@ def main(directory: Path, strategy: str, *parts: str) -> None:
         "only_rows": runs.all_rows_of_a_rank,
         "pieces": runs.in_pieces,
         "restarted": runs.restarted,
+        "hsdp_replicas": runs.hsdp_replicas,
+        "tensor_parallel_replicas": runs.tensor_parallel_replicas,
     }
     for part in parts:
         known.get(part, lambda part=part: runs.variant(part))()

@@ -55,14 +55,19 @@ def live_state_of(trainer: Any) -> LiveState:
 
 
 def _changing(trainer: Any, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad:
-            yield name, parameter
+    yield from trained_tensors(trainer)
     if optimizer is not None:
         # A loss with parameters of its own is trained beside the model.
         for group, entry in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(entry["params"]):
                 yield f"group {group}, parameter {index}", parameter
+
+
+def trained_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of the model that are trained, and of a reference model that follows it; whole, if sharded."""
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad and not parameter.is_meta:
+            yield name, parameter
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, torch.nn.Module) and getattr(trainer.args, "sync_ref_model", False):
         # It follows the model, so what went into the model went into it.

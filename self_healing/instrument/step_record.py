@@ -16,6 +16,7 @@ from ..objectives import Objective
 from ..signals import StepSignals
 from .bookkeeping import Bookkeeping
 from .out_of_memory import with_room
+from .replicas import DIGEST_PARTS, are_apart
 from .row_sources import DataPosition, RowSource
 from .step_engine import Call, StepEngine
 
@@ -47,6 +48,8 @@ class StepRecord:
         self.losses: list[torch.Tensor] = []
         self.grad_norm: Any = None
         self.stop_wanted = self.rollback_wanted = self.leave_wanted = False
+        # Whether weights that are kept on several ranks were not the same on all of them.
+        self.apart = False
         self.prepared: dict[int, Any] = {}
         # Whether all ranks have its numbers, so that none waits for them.
         self.agreed = False
@@ -111,7 +114,13 @@ class StepRecord:
 
     # ---- what came out of it ----
 
-    def signals(self, stop: bool = False, roll_back: bool = False, leave: bool = False) -> StepSignals:
+    def signals(
+        self,
+        stop: bool = False,
+        roll_back: bool = False,
+        leave: bool = False,
+        digest: Callable[[], torch.Tensor] | None = None,
+    ) -> StepSignals:
         """
         Reads loss and gradient norm as floats: the one device sync of a healthy step, and its one collective.
 
@@ -122,6 +131,9 @@ class StepRecord:
                 Whether this rank wants the run to go back to an earlier state; [`rollback_wanted`] likewise.
             leave (`bool`, *optional*, defaults to `False`):
                 Whether this rank was asked to leave after the step; [`leave_wanted`] likewise.
+            digest (`Callable[[], torch.Tensor]`, *optional*):
+                Gives that of its weights ([`Replicas.digest`]), where they are compared in this step, on all ranks;
+                [`apart`] says whether they are not the same.
         """
         ranks = self.engine.view.world_size
         if ranks == 1:
@@ -130,10 +142,11 @@ class StepRecord:
             # Not tried twice: the norm may be a collective, which one of the processes cannot begin again.
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
             wishes = stop, roll_back, leave
-            found = consensus.sum_over_ranks("the step", lambda: self._ballot(*wishes), self.engine.view.device)
+            found = consensus.sum_over_ranks("the step", lambda: self._ballot(wishes, digest), self.engine.view.device)
             self.agreed = True
-            loss, norm, *votes = found
-            stop, roll_back, leave = (vote > 0 for vote in votes)
+            loss, norm, *rest = found
+            self.apart = are_apart(rest[:DIGEST_PARTS])
+            stop, roll_back, leave = (vote > 0 for vote in rest[DIGEST_PARTS:])
         self.stop_wanted, self.rollback_wanted = stop, roll_back
         # Numbers that are taken a second time carry no wish, and do not take one back.
         self.leave_wanted = self.leave_wanted or leave
@@ -144,9 +157,13 @@ class StepRecord:
             seconds=time.perf_counter() - self._began,
         )
 
-    def _ballot(self, *wishes: bool) -> torch.Tensor:
-        numbers = self._loss_and_norm()
-        return torch.stack([*numbers, *(torch.full_like(numbers[0], wish) for wish in wishes)])
+    def _ballot(self, wishes: Sequence[bool], digest: Callable[[], torch.Tensor] | None) -> torch.Tensor:
+        numbers = torch.stack(self._loss_and_norm())
+        if digest is None and not any(wishes):
+            # What is not given is zero.
+            return numbers
+        of_weights = numbers.new_zeros(DIGEST_PARTS) if digest is None else digest().to(numbers.device)
+        return torch.cat([numbers, of_weights, *(numbers.new_full((1,), wish) for wish in wishes)])
 
     def _read_loss_and_norm(self) -> Sequence[float]:
         loss, norm = self._loss_and_norm()

@@ -16,6 +16,10 @@ from .healer import NumericsHealer
 from .state import NumericsState
 
 
+# After this vote ranks do not meet any more, if nothing was found.
+LOOKED_AT_END = "the state at the end is not finite"
+
+
 class CorruptedStateHealer(NumericsHealer):
     """
     Goes back to a trusted state, between two steps, before a save, or at the end of the run, and applies the steps
@@ -44,7 +48,7 @@ class CorruptedStateHealer(NumericsHealer):
         if self.config.on_nonfinite != "heal" or not instrument.view.can_reexecute or window is None:
             return
         found = instrument.view.nonfinite_tensors()
-        if not self.on_any_rank("the state at the end is not finite", bool(found)):
+        if not self.on_any_rank(LOOKED_AT_END, bool(found)):
             return
         best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
         with self._open(step, found[:20], bool(found)) as opened:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from ..instrument import Window
 from ..rollback.rollback import Rollback
@@ -20,7 +22,7 @@ from .memory_while_healing import MemoryWhileHealing
 from .nonfinite import NonfiniteHealer
 from .observer import StepObserver
 from .red_flags import RedFlagHealer
-from .replicas import SAME, ReplicaHealer
+from .replicas import HOW_OFTEN, SAME, ReplicaHealer
 from .spikes import SpikeHealer
 from .state import NumericsState
 from .untrained_run import UntrainedRunHealer
@@ -62,16 +64,13 @@ class StepJudge(Healer):
 
     def _judge(self, window: Window) -> None:
         failsafe = self.run.instrument.failsafe
-        signals = self._signals(window)
         with failsafe.alike("weights are to be compared"):
-            due = self.replicas.due(window.step, suspicious=not signals.finite)
-        if due:
-            with failsafe.together("weights are compared", ends_with=SAME):
-                apart = self.replicas.heal(window)
-            if apart:
-                # What was to be judged was computed with weights that were not the same on all ranks.
-                self._take(window, self._signals(window), undisturbed=False)
-                return
+            compares = self.replicas.due(window.step)
+        signals = self._signals(window, self.replicas.digest if compares else None)
+        if self._heal_replicas(window, compares, suspicious=not signals.finite):
+            # What was to be judged was computed with weights that were not the same on all ranks.
+            self._take(window, self._signals(window), undisturbed=False)
+            return
         if not signals.finite or window.stop_wanted or window.rollback_wanted:
             with failsafe.together("a step is healed"):
                 undisturbed = self._look(window, signals)
@@ -83,6 +82,26 @@ class StepJudge(Healer):
         with failsafe.noted():
             undisturbed = self._look(window, signals)
         self._take(window, signals, undisturbed)
+
+    def _heal_replicas(self, window: Window, compared: bool, suspicious: bool) -> bool:
+        """Heals weights that are not the same on all ranks any more; returns whether there were any."""
+        failsafe, apart = self.run.instrument.failsafe, window.apart
+        if not compared:
+            with failsafe.alike("weights are to be compared at once"):
+                compared = suspicious and self.replicas.known
+            if not compared:
+                return False
+            with failsafe.together("weights are compared", ends_with=SAME):
+                apart = self.replicas.apart()
+        with failsafe.alike("how often weights are compared is to be chosen"):
+            chooses = self.replicas.note(window.step, apart)
+        if chooses:
+            with failsafe.together("how often weights are compared is chosen", ends_with=HOW_OFTEN):
+                self.replicas.choose_interval()
+        if not apart:
+            return False
+        with failsafe.together("weights that differ are healed"):
+            return self.replicas.heal(window)
 
     def _look(self, window: Window, signals: StepSignals) -> bool:
         """Looks at a step, and heals it; returns whether it was left as it is."""
@@ -110,7 +129,9 @@ class StepJudge(Healer):
         with failsafe.noted():
             control = states.keep_batch(window, signals.loss)
         with failsafe.alike("a snapshot is to be trusted"):
-            due = states.step_taken(window.step, undisturbed and self.numerics.calm, control)
+            due = states.step_taken(
+                window.step, undisturbed and self.numerics.calm, control, self.replicas.compared_since
+            )
         if due:
             with failsafe.together("a snapshot is trusted", ends_with=TRUSTED):
                 tensors = states.promote(window.step)
@@ -121,11 +142,12 @@ class StepJudge(Healer):
             with failsafe.together("the state is looked at"):
                 self.corrupted_state.heal_silent(window, tensors)
 
-    def _signals(self, window: Window) -> StepSignals:
+    def _signals(self, window: Window, digest: Callable[[], torch.Tensor] | None = None) -> StepSignals:
         return window.signals(
             stop=self.run.stop.incident is not None,
             roll_back=self.numerics.roll_back_for is not None,
             leave=self.run.leave_asked(),
+            digest=digest,
         )
 
     def _judge_finite(self, window: Window, signals: StepSignals) -> None:

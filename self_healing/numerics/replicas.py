@@ -6,13 +6,14 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from .. import consensus
 from ..failures import Action, FailureType
 from ..instrument import Replicas, Window
+from ..instrument.replicas import DIGEST_PARTS, Apart, Group, SumsOfGroups, are_apart, unlike
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
@@ -24,18 +25,21 @@ from .state import NumericsState
 
 logger = logging.getLogger("self_healing")
 
-# The vote in which weights are compared.
-SAME = "weights are the same"
-# Share of the training time that comparing may take, and optimizer steps from one comparison to the next.
+# Votes after which ranks do not meet any more in what they are about.
+SAME, HOW_OFTEN = "weights are the same", "how often weights are compared"
+# Share of the training time that comparing may take, and optimizer steps from one comparison to the next. A step reads
+# all weights several times: comparing takes less than a step, and less than that share in the longest interval.
 _SHARE, _FEWEST_STEPS, _MOST_STEPS = 0.001, 10, 1000
+# How often it is timed: the shortest time is the one that nothing else has disturbed.
+_TIMED = 3
 # How much farther from the weights as they should be those of the rank that was hit must be.
 _CLEARLY_FARTHER = 2.0
 
 
 class ReplicaHealer(NumericsHealer):
     """
-    Compares the weights of all ranks every few steps, and where they differ goes back to a trusted state, applies the
-    steps since then again, and names the rank that was hit.
+    Compares weights that several ranks keep, every few steps, and where they differ goes back to a trusted state,
+    applies the steps since then again, and names the rank that was hit.
     """
 
     def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback, climb: RollbackClimb) -> None:
@@ -46,97 +50,141 @@ class ReplicaHealer(NumericsHealer):
         # The last step at which they were the same.
         self._same_at: int | None = None
         self._next = 0
-        # Of the first comparison: when it was, at which step, and how many seconds reading took.
-        self._first: tuple[float, int, float] | None = None
         self._interval = _FEWEST_STEPS
+        self._chosen = False
+        # Seconds that reading takes on this rank.
+        self._seconds: float | None = None
         # How often each rank was named.
         self._hit: Counter[int] = Counter()
 
-    def due(self, step: int, suspicious: bool) -> bool:
+    # ---- comparing: what is known here is the same on all ranks ----
+
+    def due(self, step: int) -> bool:
         """
-        Whether the replicas are to be compared in this step, which all ranks have to know alike.
+        Whether weights are to be compared in this step.
 
         Args:
             step (`int`):
                 Optimizer steps finished.
-            suspicious (`bool`):
-                Whether the step is not as it should be, on all ranks.
         """
         if self._off or consensus.world_size() == 1 or self.config.on_nonfinite != "heal" or not self.acts:
             return False
         if self._replicas is None:
             self._replicas = Replicas(self.instrument.trainer)
-        if not self._replicas.possible:
-            self._off = True
+            self._off = not self._replicas.possible
+        return not self._off and (step >= self._next or self.instrument.view.in_last_step)
+
+    @property
+    def known(self) -> bool:
+        """Whether they have been the same, so that it would mean something if they are not."""
+        return not self._off and self._same_at is not None
+
+    def compared_since(self, step: int) -> bool:
+        """
+        Whether a state of the run can be trusted: a bit that had flipped in weights or moments by then would have been
+        seen. Always, where nothing is compared.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished in that state.
+        """
+        # Moments show in weights after the next update.
+        return self._off or self._replicas is None or (self._same_at is not None and self._same_at > step)
+
+    def digest(self) -> torch.Tensor:
+        """Reads the weights of this rank, and at the first time how long that takes: [`Replicas.digest`]."""
+        replicas = self._replicas
+        assert replicas is not None
+        if self._seconds is None:
+            # The first time is not the usual one.
+            replicas.digest().tolist()
+            self._seconds = min(_seconds_of(replicas.digest) for _ in range(_TIMED))
+        return replicas.digest()
+
+    def apart(self) -> bool:
+        """Compares them at once. Collective."""
+        found = consensus.sum_over_ranks(SAME, self.digest, self.instrument.view.device)
+        return are_apart(found[:DIGEST_PARTS])
+
+    def note(self, step: int, apart: bool) -> bool:
+        """
+        Notes what a comparison has found.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished.
+            apart (`bool`):
+                Whether they differ.
+
+        Returns:
+            `bool`: Whether it is time to choose how often they are compared.
+        """
+        self._next = step + (1 if apart else self._interval)
+        if apart:
             return False
-        return (
-            step >= self._next
-            or self.rollback.states.will_trust(step)
-            or self.instrument.view.in_last_step
-            or (suspicious and self._same_at is not None)
-        )
+        chooses = self._same_at is not None and step >= _FEWEST_STEPS and not self._chosen
+        self._same_at, self._chosen = step, self._chosen or chooses
+        return chooses
+
+    def choose_interval(self) -> None:
+        """Chooses how often they are compared, by what that takes of a step. Collective."""
+        seconds, typical = self._seconds or 0.0, self.rollback.states.interval.typical_step
+        share = consensus.largest(HOW_OFTEN, [seconds / typical], self.instrument.view.device)[0]
+        self._interval = steps_between(share)
+        self._next += self._interval - _FEWEST_STEPS
+
+    # ---- healing: all ranks have to come ----
 
     def heal(self, window: Window) -> bool:
         """
-        Compares the replicas, and heals what it finds. Collective.
+        Heals weights that were found to differ. Collective.
 
         Args:
             window ([`Window`]):
                 The step that is judged.
 
         Returns:
-            `bool`: Whether they had come apart.
+            `bool`: Whether they had come apart, and something was done about it.
         """
         assert self._replicas is not None
-        sums = self._read(self._replicas, window.step)
-        apart = self._replicas.unlike(SAME, sums)
-        if not apart:
-            self._same_at = window.step
-            self._next = window.step + self._interval
-            return False
+        of_ranks = self._sums_of_ranks("sums of the weights")
+        apart = unlike(of_ranks)
+        names = sorted({name for of_group in apart.values() for name in of_group})
         if self._same_at is None:
             # They were not the same when the run began: each rank trains weights of its own.
-            self._off = True
+            self._replicas.leave_out(names)
+            logger.info("%d weights are not the same on all ranks from the start, and not compared.", len(names))
             return False
         found = self.instrument.view.nonfinite_tensors
         if consensus.any_rank("weights are not finite", lambda: bool(found()), self.instrument.view.device):
             # That is seen where the step is judged, and has a name of its own.
             return False
-        names = [name for at, name in enumerate(self._replicas.tensors()) if at in set(apart)]
+        if not apart:
+            # What was read wrong was right when it was read again.
+            return False
         with self.run.incident(
             window.step, "replicas_differ", {"tensors": names[:20], "tensors_total": len(names)}
         ) as opened:
-            self._heal(opened, window, self._replicas, sums, names)
+            self._heal(opened, window, of_ranks, apart)
         return True
 
-    def _read(self, replicas: Replicas, step: int) -> torch.Tensor:
-        """Reads the weights, and chooses by what that takes how often to."""
-        if self._first is None:
-            # The first time is not the usual one.
-            replicas.sums().tolist()
-            began = time.perf_counter()
-            sums = replicas.sums()
-            sums.tolist()
-            self._first = time.perf_counter(), step, time.perf_counter() - began
-            return sums
-        began, first, seconds = self._first
-        if step >= first + _FEWEST_STEPS and self._interval == _FEWEST_STEPS:
-            typical = (time.perf_counter() - began) / (step - first)
-            device = self.instrument.view.device
-            share = consensus.largest("how often weights are compared", [seconds / typical], device)[0]
-            self._interval = min(max(math.ceil(share / _SHARE), _FEWEST_STEPS + 1), _MOST_STEPS)
-        return replicas.sums()
+    def _sums_of_ranks(self, question: str) -> list[SumsOfGroups]:
+        assert self._replicas is not None
+        return consensus.from_every_rank(question, self._replicas.sums(), self.instrument.view.device)
 
     def _heal(
-        self, opened: OpenIncident, window: Window, replicas: Replicas, sums: torch.Tensor, names: Sequence[str]
+        self,
+        opened: OpenIncident,
+        window: Window,
+        of_ranks: Sequence[SumsOfGroups],
+        apart: Mapping[Group, Sequence[str]],
     ) -> None:
+        assert self._replicas is not None
         incident, step, device = opened.incident, self.instrument.view.step, self.instrument.view.device
         # Before anything is done about it, which may end the run.
         opened.diagnosed(FailureType.REPLICAS_DIFFER, "weights of one rank differ")
-        told = consensus.from_every_rank("sums of the weights", (replicas.place, sums.tolist()), device)
-        of_ranks = [tuple(each) for _, each in told]
-        odd = odd_ranks_by_place([place for place, _ in told], of_ranks)
-        found = replicas.apart(names) if odd is None else None
+        odd = odd_by_majority(of_ranks, apart)
+        found = Apart.among(self._replicas.tensors(), apart, device) if odd is None else None
         context = HealingContext(incident, self.instrument, window)
         context.unlike_from = None if self._same_at is None else self._same_at + 1
         context.verdict = "the weights of the ranks are not the same any more"
@@ -157,8 +205,8 @@ class ReplicaHealer(NumericsHealer):
             return
         self.actions.apply((Action.ROLL_BACK, Action.REPLAY_STEPS), context, self.args)
         self._climb.owe_checkpoint(context.went_back)
-        after = replicas.sums()
-        if replicas.unlike(SAME, after):
+        after = self._sums_of_ranks("sums of the weights gone back to")
+        if unlike(after):
             self._off = True
             self._name(opened, odd)
             incident.evidence["why"] = "the trusted state differs as well; from here on they are not compared"
@@ -166,10 +214,9 @@ class ReplicaHealer(NumericsHealer):
             return
         if found is not None and not window.skipped:
             # The weights are those that were compared, as they should have been.
-            distance = found.distance_from(replicas.tensors())
-            now = consensus.from_every_rank("how far the weights were off", (distance, after.tolist()), device)
-            odd = _told_apart(of_ranks, [tuple(each) for _, each in now], [distance for distance, _ in now])
-        self._next = window.step + 1
+            distance = found.distance_from(self._replicas.tensors())
+            distances = consensus.from_every_rank("how far the weights were off", distance, device)
+            odd = told_apart(of_ranks, after, distances, apart)
         self._name(opened, odd)
         opened.wait()
 
@@ -180,41 +227,82 @@ class ReplicaHealer(NumericsHealer):
         self._hit.update(odd or ())
 
 
-def odd_ranks(sums: Sequence[tuple[int, ...]]) -> list[int] | None:
+def steps_between(share: float) -> int:
     """
-    Finds the ranks whose weights are not those of most.
+    Chooses how many steps lie between two comparisons.
 
     Args:
-        sums (`Sequence[tuple[int, ...]]`):
-            Of each rank.
+        share (`float`):
+            What one takes, in steps, of the rank where it takes longest.
 
     Returns:
-        `list[int]`: `None` where more than half have no common opinion, as with two ranks.
+        `int`: As many as keep it below a thousandth of the time.
     """
-    most, count = Counter(sums).most_common(1)[0]
-    return [rank for rank, each in enumerate(sums) if each != most] if 2 * count > len(sums) else None
+    return min(max(math.ceil(share / _SHARE), _FEWEST_STEPS), _MOST_STEPS)
 
 
-def odd_ranks_by_place(places: Sequence[tuple[int, ...]], sums: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """Finds the same where not all ranks have the same part of the weights: among those of each place."""
-    found: list[int] = []
-    for place in dict.fromkeys(places):
-        ranks = [rank for rank, each in enumerate(places) if each == place]
-        odd = odd_ranks([sums[rank] for rank in ranks])
-        if odd is None:
+def _seconds_of(read: Callable[[], torch.Tensor]) -> float:
+    began = time.perf_counter()
+    read().tolist()
+    return time.perf_counter() - began
+
+
+def odd_by_majority(of_ranks: Sequence[SumsOfGroups], apart: Mapping[Group, Sequence[str]]) -> list[int] | None:
+    """
+    Finds the ranks whose weights are not those of most that keep the same.
+
+    Args:
+        of_ranks (`Sequence[SumsOfGroups]`):
+            Sums of the weights of each rank.
+        apart (`Mapping[Group, Sequence[str]]`):
+            What is not the same, by who keeps it.
+
+    Returns:
+        `list[int]`: `None` where more than half of a group have no common opinion, as with two replicas.
+    """
+    odd: set[int] = set()
+    for group, names in apart.items():
+        most, count = Counter(_of_group(of_ranks, group, names)).most_common(1)[0]
+        if 2 * count <= len(group):
             return None
-        found += [ranks[each] for each in odd]
-    return sorted(found)
+        odd.update(rank for rank, each in zip(group, _of_group(of_ranks, group, names), strict=True) if each != most)
+    return sorted(odd)
 
 
-def _told_apart(
-    sums: Sequence[tuple[int, ...]], should_be: Sequence[tuple[int, ...]], distances: Sequence[float]
+def told_apart(
+    of_ranks: Sequence[SumsOfGroups],
+    after: Sequence[SumsOfGroups],
+    distances: Sequence[float],
+    apart: Mapping[Group, Sequence[str]],
 ) -> list[int] | None:
-    """Tells ranks that were hit from the others by the weights as they should have been."""
-    odd = [rank for rank, each in enumerate(sums) if each != should_be[rank]]
-    if len(odd) < len(sums):
-        return odd
-    # The others were moved, too, by gradients of the one that was hit.
-    farthest = max(range(len(sums)), key=distances.__getitem__)
-    others = max(each for rank, each in enumerate(distances) if rank != farthest)
-    return [farthest] if distances[farthest] > _CLEARLY_FARTHER * others else None
+    """
+    Tells ranks that were hit from the others by the weights as they should have been.
+
+    Args:
+        of_ranks (`Sequence[SumsOfGroups]`), after (`Sequence[SumsOfGroups]`):
+            Sums of the weights of each rank as they were, and as they should have been.
+        distances (`Sequence[float]`):
+            How far those of each rank were from that.
+        apart (`Mapping[Group, Sequence[str]]`):
+            What was not the same, by who keeps it.
+
+    Returns:
+        `list[int]`: `None` where that cannot be told.
+    """
+    odd: set[int] = set()
+    for group, names in apart.items():
+        pairs = zip(group, _of_group(of_ranks, group, names), _of_group(after, group, names), strict=True)
+        hit = [rank for rank, was, should_be in pairs if was != should_be]
+        if len(hit) == len(group):
+            # The others were moved, too, by gradients of the one that was hit.
+            farthest = max(group, key=distances.__getitem__)
+            others = max(distances[rank] for rank in group if rank != farthest)
+            if distances[farthest] <= _CLEARLY_FARTHER * others:
+                return None
+            hit = [farthest]
+        odd.update(hit)
+    return sorted(odd)
+
+
+def _of_group(of_ranks: Sequence[SumsOfGroups], group: Group, names: Sequence[str]) -> list[tuple[int | None, ...]]:
+    return [tuple(of_ranks[rank].get(group, {}).get(name) for name in names) for rank in group]

@@ -75,15 +75,19 @@ class SnapshotInterval:
         """Leaves the copy that was just made out of the time of the step it is held against."""
         self._step_began = time.perf_counter()
 
+    @property
+    def typical_step(self) -> float:
+        """Seconds that a step takes on this rank; infinite before there was one."""
+        return median(self._step_seconds) if self._step_seconds else math.inf
+
     def share_of_step(self, snapshot: Snapshot) -> float:
         """Measures what the copy into a snapshot cost on this rank, in steps."""
-        typical = median(self._step_seconds) if self._step_seconds else math.inf
         seconds = snapshot.seconds + snapshot.writing_seconds
         if snapshot.allocated:
             self._first_copy_seconds = min(self._first_copy_seconds, seconds)
         else:
             self._copy_seconds.append(seconds)
-        return self._typical_copy() / typical
+        return self._typical_copy() / self.typical_step
 
     def _typical_copy(self) -> float:
         return median(self._copy_seconds) if self._copy_seconds else self._first_copy_seconds

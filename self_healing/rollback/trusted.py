@@ -213,7 +213,9 @@ class TrustedStates:
         batches.record(window, None if self._on_disk_only else control)
         return control
 
-    def step_taken(self, step: int, healthy: bool, control: Control | None) -> bool:
+    def step_taken(
+        self, step: int, healthy: bool, control: Control | None, vouched: Callable[[int], bool] = lambda _: True
+    ) -> bool:
         """
         Takes in a step that is about to be applied.
 
@@ -224,6 +226,8 @@ class TrustedStates:
                 Whether nothing was wrong with it, nor with the loss lately.
             control ([`Control`], *optional*):
                 What was kept of it.
+            vouched (`Callable[[int], bool]`, *optional*):
+                Whether the weights were compared with those of other ranks after a step; the same on all ranks.
 
         Returns:
             `bool`: whether the candidate has stood the test, on all ranks, and is to be trusted now.
@@ -233,12 +237,9 @@ class TrustedStates:
             return False
         self._batches.newest_healthy = control
         candidate = self._ring.candidate
-        return self._verifies and candidate is not None and candidate.step <= self._verified(step)
-
-    def will_trust(self, step: int) -> bool:
-        """Whether the candidate has stood the test with this step, if the step is healthy."""
-        candidate, needed = self._ring.candidate, self._config.snapshot_verify_steps
-        return candidate is not None and self.streak + 1 >= needed and candidate.step <= self._verified(step)
+        if candidate is None or not self._verifies or candidate.step > self._verified(step):
+            return False
+        return vouched(candidate.step)
 
     @property
     def _verifies(self) -> bool:

@@ -114,15 +114,16 @@ def test_weights_that_turn_nan_on_one_rank_are_rolled_back_on_both(results: list
 
 
 @pytest.mark.heals("replicas", "ddp")
+@pytest.mark.parametrize("name", ["flipped_on_1", "flipped_moment_on_1"], ids=["weight", "moment"])
 def test_a_bit_that_flips_on_one_rank_is_found_undone_on_both_and_the_rank_is_named(
-    results: list[dict[str, Any]],
+    results: list[dict[str, Any]], name: str
 ) -> None:
-    assert [rank["flipped_on_1"]["flipped"] for rank in results] == [0, 1]
+    assert [rank[name]["flipped"] for rank in results] == [0, 1]
     for rank in results:
         # The same run, but for the fault.
-        assert rank["flipped_on_1"]["weights"] == rank["corrupted_plain"]["weights"]
-        assert rank["flipped_on_1"]["named"] == [[1]]
-        assert rank["flipped_on_1"]["outcomes"] == [["replicas_differ", 0]]
+        assert rank[name]["weights"] == rank["corrupted_plain"]["weights"]
+        assert rank[name]["named"] == [[1]]
+        assert rank[name]["outcomes"] == [["replicas_differ", 0]]
 
 
 def test_a_rank_whose_weights_are_changed_again_and_again_ends_the_run_and_is_named(
@@ -396,3 +397,28 @@ def test_each_way_to_shard_is_healed(processes: int, strategy: str, variants: tu
         outcomes = ranks[0][f"{name}_poison"]["outcomes"]
         assert outcomes
         assert all(outcome == ["nonfinite_poison_rows", 0] for outcome in outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "strategy", "variant", "flips"),
+    [(4, "fsdp2", "hsdp", {"weight": 1, "moment": 2}), (2, "loaded", "loaded_tensor_parallel", {"weight": 1})],
+    ids=["in replicas of shards", "beside split weights"],
+)
+def test_a_bit_that_flips_in_what_several_ranks_keep_is_undone_and_the_rank_named(
+    processes: int, strategy: str, variant: str, flips: dict[str, int], tmp_path: Path
+) -> None:
+    part = "hsdp_replicas" if variant == "hsdp" else "tensor_parallel_replicas"
+    ranks = under(strategy, tmp_path, part, processes=processes)
+    for rank in ranks:
+        plain = rank[f"{variant}_plain"]
+        assert "Shard" in plain["placements"]
+        for name in ("healthy", *flips):
+            run = rank[f"{variant}_{name}"]
+            # What was logged meanwhile is what came out with the weights as they were.
+            assert (run["losses"][-1], run["sum"]) == (plain["losses"][-1], plain["sum"])
+    assert ranks[0][f"{variant}_healthy"]["outcomes"] == []
+    for name, struck in flips.items():
+        assert [rank[f"{variant}_{name}"]["fired"] for rank in ranks] == [int(at == struck) for at in range(processes)]
+        assert ranks[0][f"{variant}_{name}"]["outcomes"] == [["replicas_differ", 0]]
+        assert ranks[0][f"{variant}_{name}"]["named"] == [[struck]]

@@ -2,77 +2,152 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
-from self_healing.instrument import Replicas
-from self_healing.numerics.replicas import odd_ranks, odd_ranks_by_place
+from self_healing.instrument.replicas import (
+    DIGEST_PARTS,
+    Group,
+    are_apart,
+    digest_of,
+    factors_of,
+    sum_of_bits,
+    unlike,
+)
+from self_healing.numerics.replicas import odd_by_majority, steps_between, told_apart
 
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
-
-
-def replicas_of(*parameters: nn.Parameter) -> Replicas:
-    model = nn.Module()
-    for number, parameter in enumerate(parameters):
-        model.register_parameter(f"p{number}", parameter)
-    accelerator = SimpleNamespace(device=torch.device("cpu"), scaler=None)
-    trainer: Any = SimpleNamespace(model=model, optimizer=None, accelerator=accelerator, args=SimpleNamespace())
-    return Replicas(trainer)
+# Four ranks: of a mesh of two replicas of two shards, one tensor; another one is on all of them, and one on three.
+KEPT: dict[int, list[tuple[str, Group]]] = {
+    0: [("sharded", (0, 2)), ("whole", (0, 1, 2, 3)), ("odd", (0, 1, 3))],
+    1: [("sharded", (1, 3)), ("whole", (0, 1, 2, 3)), ("odd", (0, 1, 3))],
+    2: [("sharded", (0, 2)), ("whole", (0, 1, 2, 3))],
+    3: [("sharded", (1, 3)), ("whole", (0, 1, 2, 3)), ("odd", (0, 1, 3))],
+}
+SUMS = {("sharded", (0, 2)): 5, ("sharded", (1, 3)): -(2**63), ("whole", (0, 1, 2, 3)): 2**62, ("odd", (0, 1, 3)): 0}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bit_of_a_weight_counts(dtype: torch.dtype) -> None:
-    weight = nn.Parameter(torch.randn(3, 5).to(dtype))
-    replicas = replicas_of(weight, nn.Parameter(torch.zeros(2)))
-    before = replicas.sums()
-    raw = weight.detach().view(-1).view(torch.uint8)
+    weight = torch.randn(3, 5).to(dtype)
+    before = sum_of_bits(weight)
+    raw = weight.view(-1).view(torch.uint8)
     for at in (0, raw.numel() // 2, raw.numel() - 1):
         for bit in range(8):
             raw[at] ^= 1 << bit
-            after = replicas.sums()
-            assert (after != before).tolist() == [True, False]
+            assert sum_of_bits(weight) != before
             raw[at] ^= 1 << bit
-    assert torch.equal(replicas.sums(), before)
+    assert sum_of_bits(weight) == before
 
 
-def test_what_is_not_trained_and_what_has_no_elements_is_no_trouble() -> None:
-    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    assert replicas_of(frozen, nn.Parameter(torch.empty(0)), nn.Parameter(torch.ones(4, 6).t())).sums().shape == (2,)
+def test_what_has_no_elements_and_what_is_transposed_is_no_trouble() -> None:
+    assert sum_of_bits(torch.empty(0)) == 0
+    assert sum_of_bits(torch.ones(4, 6).t()) == sum_of_bits(torch.ones(6, 4))
+
+
+def sums_of_ranks() -> dict[int, torch.Tensor]:
+    return {rank: torch.tensor([SUMS[each] for each in kept]) for rank, kept in KEPT.items()}
+
+
+def apart_over_ranks(sums: dict[int, torch.Tensor]) -> bool:
+    """As the ballots of all ranks add up, in single precision."""
+    digests = [digest_of(each, factors_of(KEPT[rank], rank)) for rank, each in sums.items()]
+    assert {each.dtype for each in digests} == {torch.float32}
+    return are_apart(torch.stack(digests).sum(0).tolist())
+
+
+def test_replicas_that_are_the_same_add_up_to_nothing() -> None:
+    assert not apart_over_ranks(sums_of_ranks())
+    assert not are_apart([0.0] * DIGEST_PARTS)
+
+
+@pytest.mark.parametrize("rank", KEPT)
+def test_any_bit_of_any_sum_of_any_rank_is_seen_in_the_digest(rank: int) -> None:
+    for at in range(len(KEPT[rank])):
+        for bit in range(64):
+            sums = sums_of_ranks()
+            sums[rank][at] ^= -(2**63) if bit == 63 else 1 << bit
+            assert apart_over_ranks(sums), (at, bit)
+
+
+def test_two_halves_that_differ_alike_do_not_cancel_each_other() -> None:
+    for half in ((0, 1), (0, 3), (2, 3)):
+        sums = sums_of_ranks()
+        for rank in half:
+            sums[rank][1] += 1
+        assert apart_over_ranks(sums), half
+
+
+def test_the_digests_of_many_ranks_add_up_exactly() -> None:
+    group = tuple(range(4096))
+    sums = torch.arange(3) << 40
+    total = torch.zeros(DIGEST_PARTS)
+    for rank in group:
+        total += digest_of(sums, factors_of([(name, group) for name in "abc"], rank))
+    assert not are_apart(total.tolist())
+
+
+def test_tensors_are_compared_among_the_ranks_that_keep_them() -> None:
+    of_ranks = [{(0, 1): {"a": 1, "b": 2}}, {(0, 1): {"a": 1, "b": 3}}, {(2, 3): {"a": 9}}, {(2, 3): {"a": 9}}]
+    assert unlike(of_ranks) == {(0, 1): ["b"]}
+    assert unlike([of_ranks[0]] * 2) == {}
+    # One that does not have what the others say it has.
+    assert unlike([of_ranks[0], {}]) == {(0, 1): ["a", "b"]}
 
 
 @pytest.mark.parametrize(
     ("sums", "odd"),
     [
-        ([(1,), (1,), (2,)], [2]),
-        ([(2,), (1,), (1,), (1,)], [0]),
-        ([(1,), (2,), (3,), (1,), (1,)], [1, 2]),
-        ([(1,), (2,)], None),
-        ([(1,), (1,), (2,), (2,)], None),
-        ([(1,), (2,), (3,)], None),
+        ([1, 1, 2], [2]),
+        ([2, 1, 1, 1], [0]),
+        ([1, 2, 3, 1, 1], [1, 2]),
+        ([1, 2], None),
+        ([1, 1, 2, 2], None),
+        ([1, 2, 3], None),
     ],
 )
-def test_the_odd_ones_are_those_that_differ_from_more_than_half(
-    sums: list[tuple[int, ...]], odd: list[int] | None
-) -> None:
-    assert odd_ranks(sums) == odd
+def test_the_odd_ones_are_those_that_differ_from_more_than_half(sums: list[int], odd: list[int] | None) -> None:
+    group = tuple(range(len(sums)))
+    of_ranks = [{group: {"a": each, "b": 7}} for each in sums]
+    assert odd_by_majority(of_ranks, unlike(of_ranks)) == odd
+
+
+# Of a mesh of two replicas of two shards, ranks 1 and 3 differ; what they should be is 5.
+PAIRS = (0, 2), (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("sums", "odd"),
+    ("of_1", "of_3", "distances", "odd"),
     [
-        # Of six ranks, every other one has the same shard.
-        ([(1,), (2,), (1,), (2,), (1,), (2,)], []),
-        ([(1,), (2,), (1,), (9,), (1,), (2,)], [3]),
-        ([(9,), (2,), (1,), (8,), (1,), (2,)], [0, 3]),
-        ([(7,), (2,), (8,), (2,), (9,), (2,)], None),
+        # Found before the next update: the other one is as it should be.
+        (6, 5, [0.0, 1.0, 0.0, 0.0], [1]),
+        (5, 6, [0.0, 0.0, 0.0, 1.0], [3]),
+        # Both were moved since, the one that was hit farther; what moved ranks of other shards says nothing.
+        (6, 7, [9.0, 1.0, 9.0, 0.1], [1]),
+        (6, 7, [9.0, 0.1, 9.0, float("inf")], [3]),
+        (6, 7, [9.0, 0.1, 9.0, 0.15], None),
     ],
 )
-def test_the_odd_ones_are_found_among_those_that_have_the_same_shard(
-    sums: list[tuple[int, ...]], odd: list[int] | None
+def test_of_two_replicas_the_odd_one_is_told_by_the_weights_as_they_should_have_been(
+    of_1: int, of_3: int, distances: list[float], odd: list[int] | None
 ) -> None:
-    assert odd_ranks_by_place([(0,), (1,)] * 3, sums) == odd
+    even, uneven = PAIRS
+    of_ranks = [{even: {"a": 1}}, {uneven: {"a": of_1}}, {even: {"a": 1}}, {uneven: {"a": of_3}}]
+    after = [{even: {"a": 2}}, {uneven: {"a": 5}}, {even: {"a": 2}}, {uneven: {"a": 5}}]
+    apart = unlike(of_ranks)
+    assert odd_by_majority(of_ranks, apart) is None
+    assert told_apart(of_ranks, after, distances, apart) == odd
+
+
+@pytest.mark.parametrize("share", [1e-6, 1e-3, 0.0101, 0.0333, 0.2, 0.99])
+def test_comparing_takes_less_than_a_thousandth_of_the_time(share: float) -> None:
+    steps = steps_between(share)
+    assert share / steps <= 1e-3
+    # And not less often than that asks for, or than every ten steps.
+    assert steps == 10 or share / (steps - 1) > 1e-3
+
+
+def test_a_reading_that_took_far_too_long_does_not_end_the_comparing() -> None:
+    assert steps_between(50.0) == 1000
+    assert steps_between(0.0) == 10
