@@ -16,6 +16,8 @@ from transformers.trainer_utils import TrainOutput
 from . import consensus
 from .assembly import Run, assemble
 from .callback import SelfHealingCallback, adopt_run
+from .checkpoints.choice import newest_checkpoint_of
+from .checkpoints.marker import step_of
 from .closing_report import ClosingReport
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
@@ -33,6 +35,7 @@ from .restarts.earlier_attempts import take_up
 from .restarts.outliving import leave_snapshots, let_snapshots_outlive
 from .restarts.record import RunRecord
 from .restarts.start import Start, find_start, note_start
+from .rollback.stored_state import StateUnusable
 from .services.reporting import Reporting
 from .start_and_end import tell_end
 
@@ -231,6 +234,10 @@ class SelfHealingTrainer:
             try:
                 with entry_hooks_removed_on_exception(self.trainer), self._resuming(resume_from):
                     return self._enter(resume_from_checkpoint=resume_from, **kwargs)
+            except StateUnusable as error:
+                resume_from = self._start_from_disk(recovery.run, error)
+                entry_rng.restore()
+                continue
             except DamagedCheckpointError as error:
                 entry = recovery.leave_damaged_checkpoint(error)
                 let_go(error)
@@ -256,6 +263,16 @@ class SelfHealingTrainer:
             if recovery.run.attempts.resume_point is not None:
                 # Evaluated at the start it has, or the resume point owes it; and what was trained on is skipped.
                 self.trainer.args.eval_on_start = self.trainer.args.ignore_data_skip = False
+
+    def _start_from_disk(self, run: Run, error: StateUnusable) -> str | None:
+        """Goes on from disk where a state in shared memory turned out not to fit the trainer, on all ranks."""
+        logger.warning("The state in shared memory cannot be gone on from: %s. Going on from disk.", error)
+        run_id, args = run.context.run_id, self.trainer.args
+        checkpoint = consensus.looked_up_by_first_rank(
+            "the newest checkpoint on disk", lambda: newest_checkpoint_of(run_id, args.output_dir), args.device
+        )
+        run.attempts.begin_from_older(checkpoint, 0 if checkpoint is None else step_of(checkpoint, default=0))
+        return checkpoint
 
     def _enter(self, **kwargs: Any) -> TrainOutput:
         output: TrainOutput = self.trainer.train(**kwargs)

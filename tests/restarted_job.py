@@ -269,6 +269,9 @@ def main(output_dir: Path, options: dict[str, Any]) -> None:
     poison = None
     if poisoned is not None:
         poison = PoisonToken(trainer.model, trainer.processing_class.convert_tokens_to_ids(POISON_WORD))
+    if options.get("buffer_after_restart") and once.file.exists():
+        # In no checkpoint, and nothing that a resume would miss.
+        trainer.model.register_buffer("added", torch.zeros(1), persistent=False)
     struck = strike_a_remedy(trainer, output_dir, options, poison)
     fault = options.get("fault")
     if fault == "sigkill_while_saving":

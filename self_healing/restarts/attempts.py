@@ -185,15 +185,15 @@ class Attempts:
         self._entries_before = attempt.number - 1
         self.write()
 
-    def begin_from_older(self, checkpoint: str, step: int) -> None:
+    def begin_from_older(self, checkpoint: str | None, step: int) -> None:
         """
         The checkpoint that was resumed from is damaged: the next entry goes on from an older one, as a new process.
 
         Args:
-            checkpoint (`str`), step (`int`):
+            checkpoint (`str`, *optional*), step (`int`):
                 The older one, and where it is.
         """
-        self.resume_point = None
+        self.resume_point = self.memory = None
         self._entries_before, self._entries = self._entries_before + self._entries, 0
         # Budget and ladder are the run's, and not those the checkpoint was written with.
         self.taken_up = True

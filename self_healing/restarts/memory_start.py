@@ -16,6 +16,7 @@ import torch
 
 from .. import consensus
 from ..checkpoints.marker import write_marker
+from ..instrument.live_state import LiveState
 from ..instrument.resume_record import resuming_from
 from ..rollback.shared_states import rank_directory
 from ..rollback.stored_state import SUFFIX, StateFacts, StateUnusable, StoredState, open_state, read_facts
@@ -56,7 +57,7 @@ class MemoryStart:
     """
 
     def __init__(self, state: StoredState, checkpoint: str) -> None:
-        self._state = state
+        self.state = state
         self.checkpoint = checkpoint
         # How long it took to put it in place, and how many bytes that were.
         self.seconds, self.nbytes = 0.0, state.nbytes
@@ -68,14 +69,30 @@ class MemoryStart:
                 path.unlink(missing_ok=True)
 
     def loading(self, trainer: Any) -> AbstractContextManager[None]:
-        """Lets `train()` of a trainer resume from it."""
+        """
+        Lets `train()` of a trainer resume from it.
 
-        def put(live: Any) -> None:
+        Raises:
+            StateUnusable: On all ranks, in `train()`, if it does not fit the trainer of one.
+        """
+
+        def put(live: LiveState) -> None:
+            unusable: list[StateUnusable] = []
+
+            def fits() -> bool:
+                try:
+                    self.state.check(live)
+                except StateUnusable as error:
+                    unusable.append(error)
+                return not unusable
+
+            if not consensus.all_ranks("the state in shared memory fits", fits, trainer.args.device):
+                raise unusable[0] if unusable else StateUnusable("it does not fit on another rank")
             began = time.perf_counter()
-            self._state.put(live)
+            self.state.put(live)
             self.seconds = time.perf_counter() - began
 
-        return resuming_from(trainer, self.checkpoint, self._state.record, put)
+        return resuming_from(trainer, self.checkpoint, self.state.record, put)
 
 
 def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[SharedStep]:

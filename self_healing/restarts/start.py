@@ -110,7 +110,12 @@ class Start:
         return 0 if self.record is None else max(self.record.newest.last_step - self.step, 0)
 
 
-def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike[str] | bool | None) -> Start:
+def find_start(
+    trainer: Any,
+    config: HealingConfig,
+    requested: str | os.PathLike[str] | bool | None,
+    memory: bool = True,
+) -> Start:
     """
     Finds where a run begins. Collective: the first process decides for all of them, and they wait to be told.
 
@@ -121,21 +126,23 @@ def find_start(trainer: Any, config: HealingConfig, requested: str | os.PathLike
             `resume_after_restart`.
         requested (`str`, `PathLike` or `bool`, *optional*):
             `resume_from_checkpoint`.
+        memory (`bool`, *optional*, defaults to `True`):
+            Whether a state in shared memory counts.
 
     Raises:
         CheckpointError: If there is nothing that can be resumed from, or the path given is not.
         ConfigurationError: If checkpoints can never be written.
     """
     args, in_memory = trainer.args, list[SharedStep]()
-    if may_go_on_from_memory(config):
+    if memory and may_go_on_from_memory(config):
         in_memory = steps_in_memory(args.output_dir, args.process_index, args.device)
     start = _find_start(trainer, config, requested, in_memory)
     if start.shared is None:
         return start
-    memory = open_in_memory(args.output_dir, start.shared, args.process_index, args.device)
-    if memory is None:
+    opened = open_in_memory(args.output_dir, start.shared, args.process_index, args.device)
+    if opened is None:
         return _find_start(trainer, config, requested, ())
-    return replace(start, memory=memory, checkpoint=memory.checkpoint)
+    return replace(start, memory=opened, checkpoint=opened.checkpoint)
 
 
 def may_go_on_from_memory(config: HealingConfig) -> bool:
@@ -200,7 +207,7 @@ def _look_for_start(
     taken_up = False
     if record is not None and record.attempts and restarted:
         taken_up = continues(record, launch, requested)
-        in_memory = in_memory if taken_up and not _came_to_nothing(record) else ()
+        in_memory = in_memory if taken_up and not came_to_nothing(record) else ()
         # Without reading those on disk through, which takes longer than all the rest, if none can be further.
         shared = newest_beyond(in_memory, record.run, newest_step_on_disk(output_dir))
         if shared is not None:
@@ -222,7 +229,7 @@ def _from_memory(shared: SharedStep, record: RunRecord, launch: Launch, requeste
     return replace(start_of(None, record, launch, True, requested), step=shared.step, shared=shared)
 
 
-def _came_to_nothing(record: RunRecord) -> bool:
+def came_to_nothing(record: RunRecord) -> bool:
     """Whether the process before this one has finished no step since it went on from memory: the state may be why."""
     newest = record.newest
     in_memory = newest.resumed_from is not None and newest.resumed_from.startswith(str(directory_of(record.directory)))

@@ -240,39 +240,43 @@ class StoredState:
         self.facts = facts
         self.record = record
         self._snapshot = snapshot
-        self._orders = orders
+        self._orders, self._states = orders, [state for _, state in snapshot.states]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         return sum(self.facts.blocks.values())
 
-    def put(self, live: LiveState) -> None:
+    def check(self, live: LiveState) -> None:
         """
-        Writes its tensors into the live ones.
+        Looks whether its tensors fit the live ones.
 
         Args:
             live ([`LiveState`]):
                 Of a trainer that was built as the one it was taken from.
 
         Raises:
-            StateUnusable: If they do not fit; nothing was written then.
+            StateUnusable: If they do not.
         """
         parameters, snapshot = _parameters_of(live.optimizer), self._snapshot
         self._check("parameter", live.parameters, snapshot.parameters)
         self._check("buffer", live.buffers, snapshot.buffers)
-        if any(order >= len(parameters) for order in self._orders) or (self._orders and live.optimizer is None):
-            raise StateUnusable("its optimizer has more parameters")
         if live.optimizer is not None and len(live.optimizer.param_groups) != len(snapshot.groups):
             raise StateUnusable(f"its optimizer has {len(snapshot.groups)} groups of parameters")
-        states = [state for _, state in snapshot.states]
-        for order, state in zip(self._orders, states, strict=True):
-            parameter = parameters[order]
+        if any(order >= len(parameters) for order in self._orders):
+            raise StateUnusable("its optimizer has more parameters")
+        for order, state in zip(self._orders, self._states, strict=True):
             for name, kept in leaves("", state):
-                kept.layout = parameter if kept.sharded else None
-                if kept.sharded and local(parameter).shape != kept.host.shape:
+                if kept.sharded and local(parameters[order]).shape != kept.host.shape:
                     raise StateUnusable(f"{name} of parameter {order} of the optimizer is split in another way")
-        snapshot.states = [(parameters[order], state) for order, state in zip(self._orders, states, strict=True)]
+
+    def put(self, live: LiveState) -> None:
+        """Writes its tensors into the live ones, which they fit."""
+        parameters, snapshot = _parameters_of(live.optimizer), self._snapshot
+        snapshot.states = [(parameters[order], state) for order, state in zip(self._orders, self._states, strict=True)]
+        for parameter, state in snapshot.states:
+            for _, kept in leaves("", state):
+                kept.layout = parameter if kept.sharded else None
         snapshot.restore(live)
 
     @staticmethod
@@ -349,8 +353,8 @@ def open_state(path: Path, device: torch.device) -> StoredState:
 def _map(file: Path) -> mmap.mmap:
     descriptor = os.open(file, os.O_RDWR)
     try:
-        # Written to by nobody: what is read is what was stored.
-        return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE)
+        # Written to by nobody. All its pages at once: one by one they take as long as what is read.
+        return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     finally:
         os.close(descriptor)
 

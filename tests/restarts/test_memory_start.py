@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch.distributed
-from conftest import Starter, job_result, journal
+from conftest import Starter, job_log, job_result, journal, sft_trainer
+from transformers import TrainerCallback
 
-from self_healing import shared_memory
+from self_healing import HealingConfig, SelfHealingTrainer, shared_memory
+from self_healing.restarts.record import Attempt, RunRecord
+from self_healing.restarts.start import came_to_nothing
 from self_healing.shared_memory import directory_of
 
 
@@ -56,6 +60,83 @@ def test_a_killed_job_goes_on_from_memory_and_ends_bitwise_equal(
     (incident,) = job_result(job)["incidents"]
     assert incident["steps_repeated"] == step - kept
     assert not directory_of(job).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["torn", "does not fit the model"])
+def test_where_the_state_cannot_be_used_the_job_goes_on_from_disk(
+    job: Path, plain: dict[str, Any], start: Callable[..., int], wrong: str
+) -> None:
+    options = {"fault": "sigkill", "step": 7, "config": {**CLOSE, "resume_from_memory": True}}
+    if wrong != "torn":
+        options["buffer_after_restart"] = True
+    assert start(job, 0, **options) == -9
+    if wrong == "torn":
+        for file in directory_of(job).glob("*/*.state"):
+            content = bytearray(file.read_bytes())
+            content[-20] ^= 1
+            file.write_bytes(content)
+    assert start(job, 1, **options) == 0
+    assert "in shared memory cannot be gone on from" in job_log(job)
+    assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-4")
+    assert job_result(job)["weights"] == plain["weights"]
+    assert not directory_of(job).exists()
+
+
+@pytest.mark.slow
+def test_a_generation_cycle_goes_on_in_its_middle(job: Path, start: Callable[..., int]) -> None:
+    cycle = {"steps_per_generation": 8, "gradient_accumulation_steps": 2, "save_strategy": "no", "max_steps": 8}
+    options = {"trainer": "grpo", "arguments": cycle, "config": {**CLOSE, "resume_from_memory": True}}
+    whole = job.with_name("whole")
+    assert start(whole, 0, **options) == 0
+    fault = {"fault": "sigkill", "step": 7}
+    assert [start(job, 0, **options, **fault), start(job, 1, **options, **fault)] == [-9, 0]
+    assert resumed_from_memory(job) == [6]
+    assert job_result(job)["weights"] == job_result(whole)["weights"]
+
+
+class Raising(TrainerCallback):
+    """Ends the run in a step, or not at all."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5 and self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(None, False), (KeyboardInterrupt(), False), (ValueError("a bug"), True)],
+    ids=["finished", "interrupted", "may be started again"],
+)
+def test_states_stay_only_where_another_process_goes_on(
+    job: Path, tokenizer: Any, error: BaseException | None, left: bool
+) -> None:
+    trainer = sft_trainer(job, tokenizer, max_steps=6, callbacks=[Raising(error)])
+    config = HealingConfig(**CLOSE, launcher_restarts="yes")
+    with contextlib.suppress(KeyboardInterrupt, ValueError):
+        SelfHealingTrainer(trainer, config).train()
+    assert directory_of(job).exists() == left
+
+
+def test_nothing_lies_in_shared_memory_where_nobody_starts_the_job_again(job: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(job, tokenizer, max_steps=6, callbacks=[Raising(ValueError("a bug"))])
+    with pytest.raises(ValueError, match="a bug"):
+        SelfHealingTrainer(trainer, HealingConfig(**CLOSE)).train()
+    assert not directory_of(job).exists()
+
+
+def test_a_state_from_which_the_process_before_came_no_step_further_is_passed_over(tmp_path: Path) -> None:
+    def record(first: int, last: int, resumed_from: Path) -> RunRecord:
+        attempt = Attempt(2, 0, "", 0.0, resumed_from=str(resumed_from), first_step=first, last_step=last)
+        return RunRecord(tmp_path, "run", [attempt])
+
+    in_memory = directory_of(tmp_path) / "run-rank0-of-1" / "checkpoint-6"
+    assert came_to_nothing(record(6, 6, in_memory))
+    assert not came_to_nothing(record(6, 7, in_memory))
+    assert not came_to_nothing(record(6, 6, tmp_path / "checkpoint-6"))
 
 
 class Ranks:

@@ -92,6 +92,7 @@ def test_a_state_is_put_into_another_model_and_its_new_optimizer_bitwise(run: Ru
     run.train()
     other = Run(tmp_path)
     state = open_state(run.files[-1], CPU)
+    state.check(other.live)
     state.put(other.live)
     state.record.random.restore()
     assert all(map(torch.equal, other.everything(), wanted))
@@ -189,7 +190,7 @@ def test_a_model_of_other_sizes_is_left_as_it_is(run: Run, tmp_path: Path) -> No
     other = Run(tmp_path, width=4)
     before = other.everything()
     with pytest.raises(StateUnusable, match=r"'0\.weight' is torch\.float32 of \(3, 2\), .* of \(4, 2\)"):
-        open_state(run.files[-1], CPU).put(other.live)
+        open_state(run.files[-1], CPU).check(other.live)
     assert all(map(torch.equal, other.everything(), before))
 
 
