@@ -231,7 +231,8 @@ class HealingConfig:
             Seconds a step has to respond to the interrupt. Above 0.
         collective_timeout_check_seconds (`float`, *optional*, defaults to `20.0`):
             On several ranks, seconds within which a rank that does not answer is named, beside the collectives of the
-            training; ranks that are slower than the others are named as well. 0 switches both off. Else at least 10.
+            training. Ranks that give wrong results before the first step, or are slower than the others, are named as
+            well. 0 switches all of this off. Else at least 10.
 
         > Section `restarts`: processes that are killed or preempted
 
@@ -683,8 +684,8 @@ class HealingConfig:
         default=20.0,
         metadata={
             "help": "On several ranks, seconds within which a rank that does not answer is named, beside the "
-            "collectives of the training; ranks that are slower than the others are named as well. 0 switches both "
-            "off. Else at least 10."
+            "collectives of the training. Ranks that give wrong results before the first step, or are slower than the "
+            "others, are named as well. 0 switches all of this off. Else at least 10."
         },
     )
 

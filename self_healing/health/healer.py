@@ -17,6 +17,7 @@ from ..ranks.link import ask
 from ..run.context import RunContext
 from ..run.healer import Healer
 from .silence import Silence, SilenceWatch
+from .start import check_ranks_at_start
 from .stragglers import Straggler, StragglerWatch, Work
 
 
@@ -58,9 +59,13 @@ class RankHealth(Healer):
         self._failed = False
 
     def attach(self, first: bool) -> None:
-        """Begins to look, until the instrument is detached."""
+        """Checks all ranks before the first step, and looks after them until the instrument is detached."""
         run = self._run
-        if not run.ranks.known or self._limit == 0:
+        if self._limit == 0:
+            return
+        if first and run.instrument.view.world_size > 1:
+            check_ranks_at_start(run)
+        if not run.ranks.known:
             return
         try:
             self._work = OwnWork(run.instrument)
