@@ -33,6 +33,7 @@ from .instrument import (
 )
 from .journal.incident import Incident
 from .journal.terminal import speaking_of
+from .meeting import meet
 from .numerics.corrupted_state import LOOKED_AT_END
 from .own_files import hide_from_uploads, own_patterns
 from .rollback.trusted import TAKEN
@@ -148,6 +149,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                 )
             self.run = None
             return
+        if adopted is None:
+            meet(self.config.to_dict(), args.ddp_timeout)
         self.run = run = adopted or assemble(
             self.config,
             Path(self.config.healing_dir or args.output_dir),

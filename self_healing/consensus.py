@@ -12,6 +12,7 @@ contained, threads) may stand before one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import time
@@ -219,9 +220,9 @@ def ranks_where(question: str, flag: bool, device: torch.device) -> list[int]:
 def looked_up_by_first_rank(question: str, look: Callable[[], _T], device: torch.device) -> _T:
     """
     As [`from_first_rank`], for what may take longer than a collective may wait: checkpoints are read to the last byte.
-    Until the first rank is through, the others sleep and ask again, in no collective.
+    Until the first rank is through, the others sleep and ask again, in no collective; in one, where the store is lost.
     """
-    store = _store()
+    store = job_store()
     if store is None:
         return from_first_rank(question, look, device)
     done, found, failed = f"self_healing/looked_up/{_votes.count}", list[_T](), list[Exception]()
@@ -231,11 +232,13 @@ def looked_up_by_first_rank(question: str, look: Callable[[], _T], device: torch
         except Exception as error:
             failed.append(error)
         finally:
-            store.set(done, b"")
+            with contextlib.suppress(RuntimeError):
+                store.set(done, b"")
     else:
         began = time.monotonic()
-        while not store.check([done]):
-            time.sleep(min(_ASK_FIRST + _ASK_SHARE * (time.monotonic() - began), _ASK_LAST))
+        with contextlib.suppress(RuntimeError):
+            while not store.check([done]):
+                time.sleep(pause_after(time.monotonic() - began))
 
     def tell() -> _T:
         if failed:
@@ -243,6 +246,11 @@ def looked_up_by_first_rank(question: str, look: Callable[[], _T], device: torch
         return found[0]
 
     return from_first_rank(question, tell, device)
+
+
+def pause_after(waited: float) -> float:
+    """Gives the seconds until the store is asked once more, after so many."""
+    return min(_ASK_FIRST + _ASK_SHARE * waited, _ASK_LAST)
 
 
 # ---- a rank that failed ----
@@ -291,9 +299,11 @@ def tell_raised(question: str, device: torch.device) -> NoReturn:
 
 def came_through() -> None:
     """Notes that this rank is through what may have been a collective of the training, entered after the last vote."""
-    store = _store() if world_size() > 1 else None
+    store = job_store()
     if store is not None:
-        store.set(f"self_healing/through/{dist.get_rank()}", str(_votes.count))
+        # Where the store is lost the others wait for this rank in vain, and go on.
+        with contextlib.suppress(RuntimeError):
+            store.set(f"self_healing/through/{dist.get_rank()}", str(_votes.count))
 
 
 def all_came_through(seconds: float = _COMPUTING_SECONDS) -> bool:
@@ -306,10 +316,15 @@ def all_came_through(seconds: float = _COMPUTING_SECONDS) -> bool:
             How long to wait for them.
     """
     came_through()
-    store, until, behind = _store(), time.monotonic() + seconds, list(range(world_size()))
+    store, until, behind = job_store(), time.monotonic() + seconds, list(range(world_size()))
     while store is not None:
         keys = {rank: f"self_healing/through/{rank}" for rank in behind}
-        behind = [rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < _votes.count]
+        try:
+            behind = [
+                rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < _votes.count
+            ]
+        except RuntimeError:
+            return False
         if not behind or time.monotonic() > until:
             return not behind
         time.sleep(0.05)
@@ -327,7 +342,7 @@ def all_fail_alike(why: str, seconds: float = _MEETING_SECONDS) -> bool:
         seconds (`float`, *optional*):
             How long to wait for them.
     """
-    store = _store()
+    store = job_store()
     if store is None:
         return False
     place = f"self_healing/failed/{_votes.count}/{zlib.crc32(why.encode())}"
@@ -339,7 +354,7 @@ def all_fail_alike(why: str, seconds: float = _MEETING_SECONDS) -> bool:
     return True
 
 
-def _store() -> Any:
+def job_store() -> Any:
     """What the job keeps for all its processes, beside collectives; `None` where there is none (one process, MPI)."""
     return dist.distributed_c10d._get_default_store() if world_size() > 1 else None
 

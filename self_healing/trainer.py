@@ -28,6 +28,7 @@ from .instrument.progress_bars import remove_progress_bars
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader
 from .journal.terminal import Terminal, speaking_of
 from .log_safely import log_safely
+from .meeting import meet
 from .random_state import RandomState
 from .recovery import NextEntry, Recovery
 from .report import HealingReport
@@ -201,6 +202,7 @@ class SelfHealingTrainer:
     def _open_run(self, requested: str | os.PathLike[str] | bool | None) -> tuple[Run, Start]:
         """Begins a run, or goes on with one that an earlier process began."""
         args = self.trainer.args
+        meet(self.config.to_dict(), args.ddp_timeout)
         start = find_start(self.trainer, self.config, requested)
         directory = Path(self.config.healing_dir or args.output_dir)
         self._run = run = assemble(

@@ -39,6 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
             "known_errors",
             "launcher",
             "log_safely",
+            "meeting",
             "objectives",
             "output_dir",
             "own_files",

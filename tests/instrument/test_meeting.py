@@ -1,0 +1,65 @@
+"""Ranks of which one alone heals, or by other settings, are told so instead of waiting for each other for ever."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory, script = tmp_path_factory.mktemp("meeting"), Path(__file__).parents[1] / "meeting_ranks.py"
+    subprocess.run([sys.executable, str(script), str(directory)], check=True, timeout=900)
+    found: dict[str, Any] = {"directory": directory, **json.loads((directory / "outcomes.json").read_text())}
+    return found
+
+
+def both(outcomes: dict[str, Any], scenario: str) -> list[dict[str, Any]]:
+    outcome = outcomes[scenario]
+    assert not outcome["hung"]
+    assert [rank.get("error") for rank in outcome["ranks"]] == [None, None]
+    ranks: list[dict[str, Any]] = outcome["ranks"]
+    return ranks
+
+
+@pytest.mark.parametrize("scenario", ["callback_on_one", "wrapper_on_one"])
+def test_a_rank_that_heals_alone_names_the_others_and_ends(outcomes: dict[str, Any], scenario: str) -> None:
+    assert not outcomes[scenario]["hung"]
+    first, second = (rank["error"] for rank in outcomes[scenario]["ranks"])
+    assert first.startswith("ConfigurationError: Rank 1 has not begun a healed run, and rank 0 has.")
+    assert "ConfigurationError" not in second
+    log = (outcomes["directory"] / scenario / "log.0.txt").read_text()
+    assert "If it only takes longer than the others, nothing is wrong." in log, "long before it gives up"
+
+
+def test_settings_that_differ_are_named_on_all_ranks(outcomes: dict[str, Any]) -> None:
+    first, second = (rank["refused"] for rank in both(outcomes, "other_settings"))
+    assert first == second
+    assert "nan_patience is 3 on rank 0, and another value on rank 1; snapshots is True on rank 0" in first
+    assert "healing_dir" not in first
+
+
+def test_ranks_may_have_directories_of_their_own_and_train_again(outcomes: dict[str, Any]) -> None:
+    assert [rank["steps"] for rank in both(outcomes, "own_directories")] == [[4, 4], [4, 4]]
+
+
+@pytest.mark.parametrize("scenario", ["store_lost_on_all", "store_lost_on_one"])
+def test_without_the_store_of_the_job_steps_are_healed_all_the_same(outcomes: dict[str, Any], scenario: str) -> None:
+    ranks = both(outcomes, scenario)
+    assert [rank["found"] for rank in ranks] == ["by rank 0", "by rank 0"]
+    assert [rank["fired"] for rank in ranks] == [0, 1]
+    assert [(rank["broken"], rank["steps"]) for rank in ranks] == [(False, 4)] * 2
+    assert ranks[1]["failures"] == ["nonfinite_transient"]
+    assert ranks[0]["weights"] == ranks[1]["weights"]

@@ -1,0 +1,130 @@
+"""Run by test_meeting.py: pairs of ranks of which one alone heals, or by other settings; or that lose the store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from conftest import OutputFault, build_tokenizer, sft_trainer
+from forked_pairs import run_pair
+from transformers import TrainerCallback
+from two_processes import digest
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, consensus, meeting
+
+
+def build(directory: Path, *callbacks: Any, **arguments: Any) -> Any:
+    return sft_trainer(
+        directory,
+        build_tokenizer(),
+        dropout=0.0,
+        callbacks=list(callbacks),
+        ddp_backend="gloo",
+        max_steps=4,
+        gradient_accumulation_steps=1,
+        **arguments,
+    )
+
+
+def healed_on_one(directory: Path, rank: int, wrapped: bool) -> dict[str, Any]:
+    """As where the callback is added like one that logs: on the first rank alone."""
+    healed = rank == 0
+    callbacks = [SelfHealingCallback()] if healed and not wrapped else []
+    trainer = build(directory, *callbacks, ddp_timeout=4)
+    with mock.patch.object(meeting, "_PATIENCE", 1.0):
+        (SelfHealingTrainer(trainer) if healed and wrapped else trainer).train()
+    return {}
+
+
+def callback_on_one(directory: Path, rank: int) -> dict[str, Any]:
+    return healed_on_one(directory, rank, wrapped=False)
+
+
+def wrapper_on_one(directory: Path, rank: int) -> dict[str, Any]:
+    return healed_on_one(directory, rank, wrapped=True)
+
+
+def other_settings(directory: Path, rank: int) -> dict[str, Any]:
+    config = HealingConfig(snapshots=rank == 0, nan_patience=3 + rank, healing_dir=str(directory / f"of_rank_{rank}"))
+    trainer = build(directory, SelfHealingCallback(config))
+    try:
+        trainer.train()
+    except ValueError as error:
+        return {"refused": str(error)}
+    return {"steps": trainer.state.global_step}
+
+
+def own_directories(directory: Path, rank: int) -> dict[str, Any]:
+    """Several runs, one after the other, by settings that each rank may have for itself."""
+    steps = []
+    for run in (1, 2):
+        config = HealingConfig(healing_dir=str(directory / f"of_rank_{rank}"))
+        trainer = build(directory / str(run), SelfHealingCallback(config))
+        trainer.train()
+        steps.append(trainer.state.global_step)
+    return {"steps": steps}
+
+
+class LostStore:
+    """A connection that is lost: all calls raise what torch raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+        return call
+
+
+def store_lost(directory: Path, rank: int, lost_on: tuple[int, ...]) -> dict[str, Any]:
+    """What is healed with experiments, where the store is gone on some ranks, or on all, once they train."""
+    found: list[str] = []
+
+    class Loses(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step != 1:
+                return
+            if rank in lost_on:
+                losing.enter_context(mock.patch.object(consensus, "job_store", return_value=LostStore()))
+            found.append(
+                consensus.looked_up_by_first_rank("looked up", lambda: f"by rank {rank}", torch.device("cpu"))
+            )
+
+    healing = SelfHealingCallback()
+    trainer = build(directory, healing, Loses())
+    fault = OutputFault(trainer.model, lambda forward: forward == 3 and rank == 1)
+    with contextlib.ExitStack() as losing:
+        trainer.train()
+    return {
+        "found": found[0],
+        "broken": healing.run is None or healing.run.broken,
+        "fired": fault.fired,
+        "steps": trainer.state.global_step,
+        "failures": [] if healing.run is None else [str(each.failure) for each in healing.run.journal.incidents],
+        "weights": digest(trainer),
+    }
+
+
+def store_lost_on_all(directory: Path, rank: int) -> dict[str, Any]:
+    return store_lost(directory, rank, (0, 1))
+
+
+def store_lost_on_one(directory: Path, rank: int) -> dict[str, Any]:
+    return store_lost(directory, rank, (1,))
+
+
+SCENARIOS = (callback_on_one, wrapper_on_one, other_settings, own_directories, store_lost_on_all, store_lost_on_one)
+
+
+def main(directory: Path, *names: str) -> None:
+    wanted = [each for each in SCENARIOS if not names or each.__name__ in names]
+    outcomes = {each.__name__: run_pair(directory / each.__name__, each, seconds=90) for each in wanted}
+    (directory / "outcomes.json").write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
