@@ -322,11 +322,15 @@ def doctor(
     """
     Look at this machine before a run: versions, device, launcher, memory and disk, and what will be healed here.
 
+    Under torchrun (torchrun --nproc-per-node 8 -m self_healing doctor) at all ranks: whether each computes right, and
+    its bandwidth. Rank 0 prints.
+
     Exit code 1: something will not work; 2: neither the directory exists nor the one it would be made in.
     """
     import os
 
     from .doctor.checkup import check_up
+    from .doctor.job import is_in_job
 
     # A run makes its output_dir, but neither a disk nor a mount that is not there.
     if not os.path.exists(directory) and not os.path.exists(directory.parent):
@@ -337,7 +341,14 @@ def doctor(
         )
         raise typer.Exit(2)
 
-    found = check_up(directory)
+    job = None
+    if is_in_job():
+        from .doctor.ranks import look_at_job
+
+        job = look_at_job()
+        if job.rank != 0:
+            raise typer.Exit(0 if job.works else 1)
+    found = check_up(directory, job=job)
     if as_json:
         import json
 

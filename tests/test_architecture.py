@@ -73,6 +73,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("chaos",),
     ("demo",),
     ("cli",),
+    ("__main__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The ground is many rooms that are one module each, and may build on each other.

@@ -1,4 +1,4 @@
-"""Run by health/test_healer.py, once for each rank: one of them does not answer for a while, or is slower."""
+"""Run by health/test_rank_health.py, once for each rank: one of them does not answer for a while, or is slower."""
 
 from __future__ import annotations
 

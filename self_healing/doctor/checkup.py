@@ -12,14 +12,23 @@ from typing import Any, Literal
 
 from packaging.requirements import Requirement
 
+from ..failures import FAILURE_RECIPES, FailureType
 from ..launcher import Launch, launch_of
 from .coverage import Coverage, Setting, coverage_of
+from .job import Job
 from .machine import Machine, Place, look_at_machine, look_at_place
 
 
 DISTRIBUTION = "self-healing-trl"
 # Of a data loader worker that hands over batches of images; the default of Docker is 64 MiB.
 _ENOUGH_SHARED_MEMORY = 256 << 20
+# What is measured of each rank.
+_MEASURED = {
+    "teraflops": "in a product of matrices",
+    "memory": "in its own memory",
+    "from_host": "from the host",
+    "neighbours": "with the ranks next to it",
+}
 # Less than a small model with its optimizer state takes.
 _LITTLE_DISK = 1 << 30
 
@@ -56,6 +65,8 @@ class Checkup:
             What is healed here, as tests have shown it.
         problems (`list[Problem]`):
             Worst first.
+        job ([`Job`], *optional*):
+            All ranks, if this process was started as one of several.
     """
 
     machine: Machine
@@ -63,6 +74,7 @@ class Checkup:
     setting: Setting
     coverage: list[Coverage] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    job: Job | None = None
 
     @property
     def works(self) -> bool:
@@ -74,7 +86,9 @@ class Checkup:
         return {"works": self.works, **asdict(self)}
 
 
-def check_up(directory: str | Path = ".", environment: Mapping[str, str] | None = None) -> Checkup:
+def check_up(
+    directory: str | Path = ".", environment: Mapping[str, str] | None = None, job: Job | None = None
+) -> Checkup:
     """
     Looks at this machine and a directory. Never raises.
 
@@ -83,6 +97,8 @@ def check_up(directory: str | Path = ".", environment: Mapping[str, str] | None 
             The `output_dir` of a run, or where its script lies.
         environment (`Mapping[str, str]`, *optional*):
             Environment variables. Defaults to `os.environ`.
+        job ([`Job`], *optional*):
+            What was found of the ranks of this job.
     """
     environment = os.environ if environment is None else environment
     machine, place = look_at_machine(), look_at_place(Path(directory))
@@ -91,10 +107,16 @@ def check_up(directory: str | Path = ".", environment: Mapping[str, str] | None 
     except Exception as error:
         launch = Launch("none", 0, None)
         machine.unknown["launcher"] = f"{type(error).__name__}: {error}"
-    return judge(machine, place, Setting.of(launch, environment))
+    return judge(machine, place, Setting.of(launch, environment), job=job)
 
 
-def judge(machine: Machine, place: Place, setting: Setting, requirements: Iterable[str] | None = None) -> Checkup:
+def judge(
+    machine: Machine,
+    place: Place,
+    setting: Setting,
+    requirements: Iterable[str] | None = None,
+    job: Job | None = None,
+) -> Checkup:
     """
     Judges what was found.
 
@@ -103,8 +125,11 @@ def judge(machine: Machine, place: Place, setting: Setting, requirements: Iterab
             What there is.
         requirements (`Iterable[str]`, *optional*):
             What this library asks for, as in its metadata. Defaults to those of the installed distribution.
+        job ([`Job`], *optional*):
+            What was found of the ranks of this job.
     """
     found = [
+        *(() if job is None else _of_job(job)),
         *_of_versions(machine, _requirements() if requirements is None else requirements),
         *_of_device(machine, setting),
         *_of_place(place),
@@ -116,7 +141,7 @@ def judge(machine: Machine, place: Place, setting: Setting, requirements: Iterab
         ),
     ]
     found.sort(key=lambda problem: problem.severity != "problem")
-    return Checkup(machine, place, setting, coverage_of(setting, machine.device.kind), found)
+    return Checkup(machine, place, setting, coverage_of(setting, machine.device.kind), found, job)
 
 
 def _requirements() -> list[str]:
@@ -125,6 +150,36 @@ def _requirements() -> list[str]:
     except importlib.metadata.PackageNotFoundError:
         # Run from a clone that is not installed.
         return []
+
+
+def _of_job(job: Job) -> Iterable[Problem]:
+    if job.missing:
+        yield Problem(
+            "problem",
+            f"Rank {', '.join(map(str, job.missing))} of {job.ranks} did not come to the store of the job.",
+            "Look at the output of those processes, and whether their machines reach MASTER_ADDR at MASTER_PORT.",
+        )
+    if job.error is not None:
+        yield Problem(
+            "problem",
+            f"The ranks of this job could not be looked at together: {job.error}.",
+            "A rank that has failed, or a network on which they do not meet: NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME and "
+            "GLOO_SOCKET_IFNAME.",
+        )
+    for rank, what in sorted(job.wrong.items()):
+        host = next((f" on {row.host} ({row.device})" for row in job.rows if row.rank == rank), "")
+        yield Problem("problem", f"Rank {rank}{host}: {what}.", FAILURE_RECIPES[FailureType.WRONG_RESULTS].advice)
+    for row in job.rows:
+        if row.error is not None:
+            yield Problem("warning", f"The device of rank {row.rank} could not be checked ({row.error}).", "")
+    for rank, what, reached, others in job.slow():
+        unit = "TFLOP/s" if what == "teraflops" else "GB/s"
+        yield Problem(
+            "warning",
+            f"Rank {rank} reaches {reached:.3g} {unit} {_MEASURED[what]}, the others {others:.3g}.",
+            "Look at the clocks and links of its device (nvidia-smi -q -d PERFORMANCE,CLOCK; nvidia-smi topo -m), and "
+            "at what else runs on its machine.",
+        )
 
 
 def _of_versions(machine: Machine, requirements: Iterable[str]) -> Iterable[Problem]:

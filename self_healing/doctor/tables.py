@@ -10,6 +10,7 @@ from rich.text import Text
 
 from .checkup import Checkup, size_in_words
 from .coverage import recorded
+from .job import Job
 
 
 _STYLES = {"healed": "green", "in part": "yellow", "not shown": "red", "not run": "dim", "no launcher": "red"}
@@ -29,12 +30,33 @@ def print_checkup(checkup: Checkup, console: Console) -> None:
     facts.add_column(overflow="fold")
     for name, value in _facts(checkup):
         facts.add_row(name, Text(value))
-    console.print(Group(facts, Text(), *_healed(checkup)))
+    ranks = [] if checkup.job is None else [Text(), *_ranks(checkup.job)]
+    console.print(Group(facts, *ranks, Text(), *_healed(checkup)))
     for problem in checkup.problems:
         style = "bold red" if problem.severity == "problem" else "yellow"
         console.print(Text.assemble((f"{problem.severity}: ", style), f"{problem.what} ", (problem.to_do, "italic")))
     if checkup.works:
         console.print("Nothing was found that will not work." if checkup.problems else "All is well.")
+
+
+def _ranks(job: Job) -> Iterator[RenderableType]:
+    """A row for each rank of the job."""
+    table = Table(title="Ranks", title_justify="left", header_style="bold")
+    table.add_column("rank", justify="right")
+    for name in ("host", "device"):
+        table.add_column(name, overflow="fold")
+    for name in ("TFLOP/s", "memory GB/s", "host GB/s", "links GB/s"):
+        table.add_column(name, justify="right")
+    table.add_column("results")
+    for row in job.rows:
+        measured = (row.teraflops, row.memory, row.from_host, row.neighbours)
+        wrong = job.wrong.get(row.rank)
+        results = Text("wrong", "bold red") if wrong else Text("none" if row.error else "right")
+        cells = ("-" if each is None else f"{each:.3g}" for each in measured)
+        table.add_row(str(row.rank), row.host, row.device, *cells, results)
+    yield table
+    if job.all_reduce is not None:
+        yield Text(f"A large all-reduce moves {job.all_reduce:.3g} GB/s to and from each rank.", "dim")
 
 
 def _healed(checkup: Checkup) -> Iterator[RenderableType]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 
-from .replicas import Replicas
 from .wrapping import Instrument
 
 
@@ -35,8 +34,9 @@ class OwnWork:
         # One rank reads for all, and the others wait for it where they read.
         loaders = getattr(trainer.accelerator, "_dataloaders", [])
         self._knows_data = not any(isinstance(each, DataLoaderDispatcher) for each in loaders)
-        # In a forward pass of a sharded model ranks wait for each other.
-        self._knows_forward = Replicas(trainer).possible and not instrument.view.shares_rows
+        # In a forward pass of a sharded model ranks wait for each other, and so they do where they share rows.
+        replicated = trainer.accelerator.distributed_type.value.startswith("MULTI_")
+        self._knows_forward = replicated and not instrument.view.sharded and not instrument.view.shares_rows
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._iterator: Callable[[], Any] = lambda: None
         self._steps, self._data, self._forward = 0, 0.0, 0.0

@@ -14,9 +14,9 @@ import pytest
 import torch
 from conftest import build_tokenizer, journal, sft_trainer
 from forked_pairs import run_pair
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import set_seed
 from two_processes import digest
+from wrong_product import WrongProduct
 
 from self_healing import HealingConfig, SelfHealingCallback, UnrecoverableTrainingError
 from self_healing.health import start
@@ -25,22 +25,6 @@ from self_healing.health.ranks_check import RanksCheck, _changed_on_the_way
 
 
 CPU = torch.device("cpu")
-
-
-class WrongProduct(TorchDispatchMode):
-    """One element of the products of matrices is not what it should be: of all of them, or of the last ones alone."""
-
-    def __init__(self, after: int = 0) -> None:
-        super().__init__()
-        self.left = after
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default and result.is_floating_point():
-            self.left -= 1
-            if self.left < 0:
-                result[77, 401] += 1
-        return result
 
 
 # ---- a device ----

@@ -1,0 +1,32 @@
+"""Run by doctor/test_job.py, once for each rank: `self-healing doctor`, where the device of one rank may be wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+from wrong_product import WrongProduct
+
+from self_healing.cli import app
+from self_healing.doctor import ranks
+
+
+if __name__ == "__main__":
+    fault, on = sys.argv.pop(1), int(os.environ["RANK"]) == 1
+    wrapped = ranks.check_device
+
+    def wrong(*args: Any) -> Any:
+        with WrongProduct():
+            return wrapped(*args)
+
+    vars(ranks)["_MEETING"] = 15.0
+    if on and fault == "missing":
+        sys.exit(0)
+    struck = on and fault == "wrong"
+    with mock.patch.object(ranks, "check_device", wrong) if struck else contextlib.nullcontext():
+        app(prog_name="self-healing")
+    assert not torch.distributed.is_initialized()
