@@ -31,8 +31,9 @@ class Interception:
     def __init__(
         self, model: torch.nn.Module, name: str, original: Callable[..., Any], wrapper: Callable[..., Any]
     ) -> None:
-        self._model, self._name, self._original, self._wrapper = model, name, original, wrapper
+        # Before its own attributes, as it takes over those of the original, which may be one like it.
         functools.update_wrapper(self, original)
+        self._model, self._name, self._original, self._wrapper = model, name, original, wrapper
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapper(self._original, *args, **kwargs)
