@@ -147,18 +147,16 @@ def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, s
         nonlocal struck
         if struck and fault == "oom_once":
             return
-        if not struck and what in ("exception", "oom"):
+        # Of a fault that comes again and again the first time counts.
+        note = Path(os.devnull) if struck else directory / "struck"
+        if not struck and what in ("exception", "oom", "native_hang"):
             hold_connections()
         struck = True
+        strike_rank(what, note)
         if what == "native_hang":
-            strike_rank(what, directory / "struck")
-            hold_connections()
             minutes_in_native_code()
         elif what == "sigterm":
-            strike_rank(what, directory / "struck")
             os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            strike_rank(what, directory / "struck")
 
     set_seed(1234)
     arguments: dict[str, Any] = {
@@ -194,8 +192,9 @@ def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, s
         short_of_memory(trainer, strike)
     elif struck_now and start == 0 and fault not in (None, "reward"):
         put_in(trainer, fault, strike)
-    healer = SelfHealingTrainer(trainer, HealingConfig(**SETTINGS))
-    healer.train()
+    # As where a machine is lost together with its memory.
+    on_disk = {"resume_from_memory": False} if fault == "sigkill_while_saving" else {}
+    SelfHealingTrainer(trainer, HealingConfig(**SETTINGS, **on_disk)).train()
     weights = {name: whole(value) for name, value in trainer.model.state_dict().items()}
     return {
         "sharded": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
