@@ -15,7 +15,6 @@ from accelerate.utils import DistributedType
 
 from .. import consensus
 from ..exceptions import NonFiniteReward
-from ..random_state import RandomState
 from .interception import Interception
 from .reporting import events_of, is_tracker
 from .wrapping import Instrument
@@ -208,7 +207,7 @@ class ServiceGuard:
     def _mark(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Callable[[], None]:
         """Notes arguments, random states and the metrics a reward may log; the function it returns puts them back."""
         put_back = _remember(args, kwargs or {})
-        rng = RandomState.capture(self._instrument.view.device)
+        rng = self._instrument.ledger.random_state()
         stores = self._instrument.ledger.mark_stores()
 
         def rewind() -> None:
