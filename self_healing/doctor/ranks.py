@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from ..health.device_check import check_device
-from ..health.ranks_check import check_ranks
+from ..health.ranks_check import RanksExchange
 from .job import Job, RankRow
 
 
@@ -62,7 +62,7 @@ def _look(store: Any, rank: int, ranks: int) -> Job:
     limit = timedelta(seconds=_COLLECTIVE)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     own = check_device(device, _MULTIPLYING)
-    found = check_ranks(own, device)
+    found = RanksExchange(own, device).run()
     count = _ON_CPU if device.type == "cpu" else _ON_ACCELERATOR
     row = RankRow(
         rank,

@@ -87,11 +87,14 @@ class RankHealth(Healer):
     def _end(self) -> None:
         self._stopping.set()
         # The thread may hang where it writes something down, and nothing waits for it then.
-        if self._lock.acquire(timeout=_STOPPING):
+        if not self._lock.acquire(timeout=_STOPPING):
+            return
+        try:
             for incident in self._slow.values():
                 self._run.journal.closed(incident, "reported")
             self._slow.clear()
             self._end_silence("reported")
+        finally:
             self._lock.release()
 
     def _told(self) -> dict[str, Any]:

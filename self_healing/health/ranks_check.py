@@ -1,4 +1,4 @@
-"""`check_ranks`: what the devices of all ranks did, told in reductions of known numbers, which are checked, too."""
+"""`RanksExchange`: what the devices of all ranks did, told in reductions of known numbers, which are checked, too."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class RanksCheck:
         return found
 
 
-def check_ranks(own: DeviceCheck, device: torch.device) -> RanksCheck:
+class RanksExchange:
     """
-    Tells all ranks what the device of each did. Collective: all ranks have to come.
+    Tells all ranks what the device of each did.
 
     Each rank gives one row, and zeros for all others, so that the sum of a row is exactly what that rank gave, and
     shows which one was changed on its way. Then all tell which rows have reached them changed.
@@ -64,22 +64,25 @@ def check_ranks(own: DeviceCheck, device: torch.device) -> RanksCheck:
         device (`torch.device`):
             Where the run trains.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    known = _known(ranks)
-    rows = torch.zeros(ranks, _COLUMNS, dtype=torch.float32)
-    rows[rank, _KNOWN:] = known[rank]
-    rows[rank, :_KNOWN] = torch.tensor([own.wrong, own.error is not None, own.seconds])
-    told, _ = _summed(rows, device)
-    changed = torch.zeros(ranks, ranks, dtype=torch.float32)
-    changed[rank] = (told[:, _KNOWN:] != known).any(1)
-    seen, seconds = _summed(changed, device)
-    wrong = {each: "its device computes wrong results" for each in range(ranks) if told[each, _WRONG] != 0}
-    return RanksCheck(
-        _changed_on_the_way(seen) | wrong,
-        [each for each in range(ranks) if told[each, _FAILED] != 0],
-        told[:, _SECONDS].tolist(),
-        seconds,
-    )
+
+    def __init__(self, own: DeviceCheck, device: torch.device) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._rank, self._known = rank, _known(ranks)
+        rows = torch.zeros(ranks, _COLUMNS, dtype=torch.float32)
+        rows[rank, _KNOWN:] = self._known[rank]
+        rows[rank, :_KNOWN] = torch.tensor([own.wrong, own.error is not None, own.seconds])
+        # All that may not fit is there before the ranks meet.
+        self._rows, self._changed = rows.to(device), torch.zeros(ranks, ranks, dtype=torch.float32, device=device)
+
+    def run(self) -> RanksCheck:
+        """Exchanges it. Collective: all ranks have to come."""
+        told, _ = _summed(self._rows)
+        self._changed[self._rank].copy_((told[:, _KNOWN:] != self._known).any(1))
+        seen, seconds = _summed(self._changed)
+        ranks = range(len(told))
+        wrong = {rank: "its device computes wrong results" for rank in ranks if told[rank, _WRONG] != 0}
+        failed = [rank for rank in ranks if told[rank, _FAILED] != 0]
+        return RanksCheck(_changed_on_the_way(seen) | wrong, failed, told[:, _SECONDS].tolist(), seconds)
 
 
 def _known(ranks: int) -> torch.Tensor:
@@ -87,12 +90,11 @@ def _known(ranks: int) -> torch.Tensor:
     return ((row * 31 + column * 7 + row * column) % 251 + 1).to(torch.float32)
 
 
-def _summed(rows: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, float]:
-    there = rows.to(device)
+def _summed(rows: torch.Tensor) -> tuple[torch.Tensor, float]:
     began = time.perf_counter()
-    dist.all_reduce(there)
+    dist.all_reduce(rows)
     # Waits for the device.
-    back = there.cpu()
+    back = rows.cpu()
     return back, time.perf_counter() - began
 
 

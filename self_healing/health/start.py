@@ -11,7 +11,7 @@ from ..exceptions import UnrecoverableTrainingError
 from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..run.context import RunContext
 from .device_check import check_device
-from .ranks_check import RanksCheck, check_ranks
+from .ranks_check import RanksCheck, RanksExchange
 
 
 logger = logging.getLogger("self_healing")
@@ -75,9 +75,15 @@ def _look(run: RunContext) -> RanksCheck:
             socket.gethostname(),
             "computes wrong results" if own.wrong else f"could not be checked: {own.error}",
         )
-    consensus.wait_for_all_ranks("devices are checked", device)
+    prepared: list[RanksExchange] = []
+
+    def prepare() -> tuple[()]:
+        prepared.append(RanksExchange(own, device))
+        return ()
+
+    consensus.sum_over_ranks("devices are checked", prepare, device)
     # All are here, and nothing can come between.
-    return check_ranks(own, device)
+    return prepared[0].run()
 
 
 def _refuse(run: RunContext, found: RanksCheck) -> None:

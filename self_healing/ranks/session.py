@@ -325,7 +325,8 @@ class Session:
             record["position"] = self._look().to_record()
         if self._echo is not None:
             record["address"] = asdict(self._echo.address)
-        for name, tell in self._facts.items():
+        # Changed in the training thread meanwhile.
+        for name, tell in list(self._facts.items()):
             with contextlib.suppress(Exception):
                 record.setdefault("facts", {})[name] = tell()
         channel.put(f"rank/{self.rank}", record)

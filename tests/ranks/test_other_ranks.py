@@ -15,6 +15,7 @@ import torch.distributed
 from self_healing import FailureType
 from self_healing.ranks import Failure, OtherRanks, Position
 from self_healing.ranks.channel import Place
+from self_healing.ranks.link import ask
 from self_healing.ranks.processes import Process
 
 
@@ -236,3 +237,35 @@ def test_a_single_process_builds_nothing() -> None:
     assert not ranks.known
     assert ranks.positions() == {}
     assert ranks.first_failure(within=60.0) is None
+
+
+def test_ranks_tell_what_else_they_are_asked_to(job: Callable[..., list[Rank]]) -> None:
+    first, second = job(2)
+    second.ranks.also_told["work"] = lambda: [1, 2.5]
+    second.ranks.also_told["fails"] = lambda: 1 / 0
+    wait_until(lambda: first.ranks.positions() and first.ranks.facts("work"))
+    assert first.ranks.facts("work") == {1: [1, 2.5]}
+    assert first.ranks.facts("fails") == first.ranks.facts("else") == {}
+    del second.ranks.also_told["work"]
+    wait_until(lambda: first.ranks.positions() and not first.ranks.facts("work"))
+
+
+def test_each_rank_knows_the_next_one_and_where_it_answers(store: Any) -> None:
+    begun = [
+        OtherRanks("the_run", INTERVAL, answers=True),
+        OtherRanks("the_run", INTERVAL, answers=True),
+        OtherRanks("the_run", INTERVAL),
+    ]
+    for rank, each in enumerate(begun):
+        place = Place(rank, 3, "127.0.0.1", store.port)
+        each.watch(lambda: Position(5, "step", 1, 0.1, 60.0), lambda failure: None, place)
+    wait_until(lambda: all(len(each.positions()) == 3 and each.neighbour() is not None for each in begun))
+    wait_until(lambda: [each.neighbour().rank for each in begun] == [1, 2, 0])  # type: ignore[union-attr]
+    found = [each.neighbour() for each in begun]
+    assert [each is not None and each.address is not None for each in found] == [True, False, True]
+    assert found[0] is not None
+    assert found[0].address is not None
+    ask(found[0].address, seconds=30.0)
+    for each in begun:
+        each.leave()
+    assert begun[0].neighbour() is None
