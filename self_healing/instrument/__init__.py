@@ -27,6 +27,7 @@ from .experiments import StepExperiments
 from .generated import load_generated, save_generated
 from .gradients import is_sharded
 from .hooks import Hooks
+from .interception import Interception
 from .kept_step import Control, Recording, on_host
 from .live_state import optimizer_in_training_mode, reload_checkpoint, reset_moments
 from .models import names_in_checkpoints
@@ -60,6 +61,7 @@ __all__ = [
     "EarlierSteps",
     "Hooks",
     "Instrument",
+    "Interception",
     "Leave",
     "Origin",
     "OutOfMemory",

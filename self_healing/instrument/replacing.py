@@ -11,6 +11,7 @@ class _Replaced(NamedTuple):
     holder: Any
     name: str
     original: Any
+    replacement: Any
     # Whether the instance itself had it, and not its class.
     was_set: bool
 
@@ -26,7 +27,7 @@ class Replacements:
 
     def put(self, holder: Any, name: str, replacement: Any) -> None:
         """Sets an attribute until [`give_back`]."""
-        self._replaced.append(_Replaced(holder, name, getattr(holder, name), name in vars(holder)))
+        self._replaced.append(_Replaced(holder, name, getattr(holder, name), replacement, name in vars(holder)))
         setattr(holder, name, replacement)
 
     def wrap(self, holder: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -46,18 +47,20 @@ class Replacements:
                 return each.original
         return getattr(holder, name)
 
-    def give_back(self, holders: Iterable[Any] | None = None) -> None:
+    def give_back(self, replacements: Iterable[Any] | None = None) -> None:
         """
         Gives attributes back, the last replaced first.
 
         Args:
-            holders (`Iterable`, *optional*):
-                The objects to give them back to. Defaults to all.
+            replacements (`Iterable`, *optional*):
+                What was put in their place; one that was replaced since stays until that is given back. Defaults to
+                all.
         """
-        wanted = None if holders is None else {id(holder) for holder in holders}
+        wanted = None if replacements is None else {id(replacement) for replacement in replacements}
         replaced, self._replaced = self._replaced, []
         for each in reversed(replaced):
-            if wanted is not None and id(each.holder) not in wanted:
+            in_place = vars(each.holder).get(each.name) is each.replacement
+            if wanted is not None and not (id(each.replacement) in wanted and in_place):
                 self._replaced.insert(0, each)
             elif each.was_set:
                 setattr(each.holder, each.name, each.original)

@@ -219,18 +219,20 @@ class Instrument:
         for name in ("_evaluate", "_run_epoch", "_finalize_training"):
             self.replace(self.trainer, name, within)
 
-    def intercept(self, model: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
+    def intercept(self, model: torch.nn.Module, name: str, wrapper: Callable[..., Any]) -> Interception:
         """Hands calls of a method of a model to `wrapper(original, *args, **kwargs)` until [`detach`]."""
-        self._replaced.put(model, name, Interception(model, name, getattr(model, name), wrapper))
+        interception = Interception(model, name, getattr(model, name), wrapper)
+        self._replaced.put(model, name, interception)
+        return interception
 
-    def intercept_calls(self, model: torch.nn.Module, wrapper: Callable[..., Any]) -> None:
+    def intercept_calls(self, model: torch.nn.Module, wrapper: Callable[..., Any]) -> Interception:
         """Hands calls of a model, with what hooks do around them, to `wrapper(original, *args, **kwargs)`."""
         compiled = getattr(model, "_compiled_call_impl", None) is not None
-        self.intercept(model, "_compiled_call_impl" if compiled else "_call_impl", wrapper)
+        return self.intercept(model, "_compiled_call_impl" if compiled else "_call_impl", wrapper)
 
-    def release_calls(self, models: Sequence[torch.nn.Module]) -> None:
-        """Takes back what [`intercept_calls`] and [`intercept`] did to some models."""
-        self._replaced.give_back(models)
+    def release_calls(self, interceptions: Sequence[Interception]) -> None:
+        """Takes back what [`intercept_calls`] and [`intercept`] did; others of the same models stay."""
+        self._replaced.give_back(interceptions)
 
     @contextlib.contextmanager
     def random_state_kept(self) -> Iterator[None]:

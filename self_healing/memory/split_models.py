@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from ..instrument import is_sharded
+from ..instrument import Interception, is_sharded
 from ..run.context import RunContext
 from .splitting import KnownSizes, Lockstep, Passes, SplitCalls, SplitGeneration
 
@@ -24,7 +22,7 @@ class SplitModels:
         self._run = run
         self._sizes = sizes
         self._splits: list[SplitCalls] = []
-        self._models: list[torch.nn.Module] = []
+        self._interceptions: list[Interception] = []
         self._passes: Passes | None = None
 
     def watch(self) -> None:
@@ -38,16 +36,16 @@ class SplitModels:
         for model in view.models():
             together = lockstep if is_sharded(model) else None
             calls = SplitCalls(model, sizes, view.uses_only_the_loss, self._passes, view.autocast_dtype, together)
-            instrument.intercept_calls(model, calls.call)
+            self._interceptions.append(instrument.intercept_calls(model, calls.call))
             if hasattr(model, "generate"):
-                instrument.intercept(model, "generate", SplitGeneration(model, sizes, calls, together).call)
+                generation = SplitGeneration(model, sizes, calls, together)
+                self._interceptions.append(instrument.intercept(model, "generate", generation.call))
             self._splits.append(calls)
-            self._models.append(model)
 
     def leave_alone(self) -> None:
         """Gives the models their own calls back."""
-        self._run.instrument.release_calls(self._models)
-        self._splits, self._models, self._passes = [], [], None
+        self._run.instrument.release_calls(self._interceptions)
+        self._splits, self._interceptions, self._passes = [], [], None
 
     @property
     def passes(self) -> Passes | None:
