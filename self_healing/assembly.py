@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from .rollback.rollback import Rollback
 from .run.budget import RecoveryBudget
 from .run.context import RunContext
 from .run.dispatch import Remedies
+from .run.news import News
 from .run.outcomes import Outcomes
 from .saved_state import take_over_whole
 from .storage.healer import SaveHealer
@@ -240,6 +242,7 @@ def assemble(
         ranks=OtherRanks(
             run_id, min(1.0, config.hang_floor_seconds / 10), answers=config.collective_timeout_check_seconds > 0
         ),
+        news=News(),
         sleep=heartbeat.pausing(sleep or (lambda seconds: departure.sleep(seconds))),
         leave_asked=lambda: departure.asked,
     )
@@ -247,6 +250,10 @@ def assemble(
     rollback = Rollback(config, journal, numerics.remember, numerics.recall)
     memory = MemoryState(KnownSizes(config.oom_probe_steps))
     quarantine = Quarantine(directory, config.quarantine_text)
+    quarantine.tell = partial(context.news.tell, "quarantine")
+    context.news.on("quarantine", quarantine.take_in)
+    journal.tell = partial(context.news.tell, "incident")
+    context.news.on("incident", journal.take_in)
     attempts = Attempts(context, numerics)
     departure = Departure(context, attempts)
     ending = RunEnding(context, attempts, departure)

@@ -36,7 +36,7 @@ _Answers = Sequence[float] | torch.Tensor
 # A ballot: which question, whether this rank's own code has failed, whether its training code has raised in an
 # experiment, and the answers.
 _QUESTION, _FAILED, _RAISED, _FIRST_ANSWER = 0, 1, 2, 3
-_ANSWERS = 11
+_ANSWERS = 12
 # Sums of such numbers over some thousand ranks are exact in single precision, which every device has.
 _QUESTIONS = 4096
 # A size in bytes is cast as so many of these and a rest: single precision has no odd numbers above 2**24.
@@ -108,7 +108,7 @@ def sum_over_ranks(question: str, answers: _Answers | Callable[[], _Answers], de
         question (`str`):
             What is asked, the same on all ranks.
         answers (`Sequence[float]`, `torch.Tensor`, or a function that gives them):
-            Up to eleven numbers of this rank, in single precision.
+            Up to twelve numbers of this rank, in single precision.
         device (`torch.device`):
             Where the run trains.
 

@@ -137,7 +137,7 @@ def tell_end(run: Run, left_by: BaseException | None) -> None:
         left_by (`BaseException`, *optional*):
             What has ended its `train()`.
     """
-    trainer, incidents = run.context.attachment.trainer, run.journal.incidents
+    trainer, incidents = run.context.attachment.trainer, run.journal.of_all_ranks
     if run.journal.rank != 0 or trainer is None:
         return
     step, of = int(trainer.state.global_step), int(trainer.state.max_steps)

@@ -376,7 +376,9 @@ class SelfHealingTrainer:
                 return HealingReport.from_run_dir(self.config.healing_dir or self.trainer.args.output_dir)
             except (OSError, ValueError):
                 return HealingReport()
-        return HealingReport.from_incidents(run.journal.incidents, str(run.journal.path), run.numerics.rate_in_force())
+        return HealingReport.from_incidents(
+            run.journal.of_all_ranks, str(run.journal.path), run.numerics.rate_in_force()
+        )
 
 
 def _contained(leave: Callable[[], Any]) -> None:

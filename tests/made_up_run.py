@@ -21,6 +21,7 @@ from self_healing.journal.journal import Journal
 from self_healing.numerics.state import NumericsState
 from self_healing.run.budget import RecoveryBudget
 from self_healing.run.context import Attachment, RunContext, StopRequest
+from self_healing.run.news import News
 from self_healing.run.outcomes import Outcomes
 from self_healing.run.went_back import WentBack
 from self_healing.signals import StepSignals
@@ -40,6 +41,7 @@ class MadeUpWindow:
     """
 
     size, scaler_active, stop_wanted, rollback_wanted, apart = 1, False, False, False, False
+    has_news = False
     objective = SimpleNamespace(online=False, name="sft")
 
     def __init__(
@@ -209,6 +211,7 @@ class MadeUpRun:
             failsafe=Failsafe(trainer, Hooks(), Replacements(), lambda: None),
         )
         self.stop = StopRequest()
+        self.news = News()
         self.attachment = Attachment()
         self.may_enter_again = False
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from .. import consensus
 from ..failures import Action, FailureType
 from ..instrument import Instrument
 from ..instrument.loading import TrainingLoader
@@ -80,7 +81,7 @@ class SampleHealer(Healer):
         self._quarantine = quarantine
         self._loading: TrainingLoader | None = None
         self._known: KnownBadSamples | None = None
-        self._drawn = 0
+        self._drawn = self._per_batch = 0
 
     def attach(self, first: bool) -> None:
         """Guards the training data. A loader that cannot be guarded is left as it is."""
@@ -123,7 +124,9 @@ class SampleHealer(Healer):
         if names_only:
             return
         self._loading, self._known = loading, known
-        self._drawn = instrument.view.step * int(args.gradient_accumulation_steps) * loading.samples_per_batch
+        # By all ranks, as the bad samples are those of all.
+        self._per_batch = loading.samples_per_batch * consensus.world_size()
+        self._drawn = instrument.view.step * int(args.gradient_accumulation_steps) * self._per_batch
         if isinstance(guarded, GuardedDataset):
             instrument.position.actual = guarded.actual
         instrument.replace(instrument.trainer, "get_batch_samples", self._fetch)
@@ -180,12 +183,13 @@ class SampleHealer(Healer):
         loading, known = self._loading, self._known
         if loading is None or known is None:
             return
-        self._drawn += batches * loading.samples_per_batch
+        self._drawn += batches * self._per_batch
         if loading.has_workers:
             known.read_new_lines()
         if not known.new and not known.retried:
             return
         new, retried = known.take()
+        self._quarantine.share(new)
         given_up = self.calls.take_back() if new else None
         if given_up is not None:
             # The call was that of a sample which has been replaced: there is nothing left to enter again for.

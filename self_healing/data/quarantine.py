@@ -6,12 +6,13 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..files import append_line
+from .bad_sample import BadSample
 from .known_bad_samples import POISON, KnownBadSamples, row_key
 from .sample_names import SampleName
 
@@ -74,6 +75,8 @@ class Quarantine:
         self.blocked: dict[str, dict[SampleName, str]] = {}
         self._dropped_in: dict[str, dict[SampleName, int]] = {}
         self.known: KnownBadSamples | None = None
+        # Tells the other ranks, when all of them meet the next time.
+        self.tell: Callable[[Callable[[], Mapping[str, Any]]], None] = lambda record: None
 
     def watch(self, run: str, fingerprint: str, rank: int = 0, step: int | None = None) -> KnownBadSamples:
         """
@@ -102,24 +105,55 @@ class Quarantine:
 
     def add(self, rows: Iterable[QuarantinedRow], step: int, epoch: float | None, incident: str) -> None:
         """Writes rows down. A file that cannot be written is reported, not raised."""
-        lines = []
+        lines, blocked, keys = [], list[tuple[SampleName, str, int | None]](), list[str]()
         known = self.known
-        of_the_run = {} if known is None else {"run": known.run, "fingerprint": known.fingerprint}
+        of_the_run = {} if known is None else {"run": known.run, "fingerprint": known.fingerprint, "rank": known.rank}
         for row in rows:
             if known is not None and row.dataset_index is not None and row.segment is None:
                 known.blocked.setdefault(row.dataset_index, POISON)
                 known.dropped_in.setdefault(row.dataset_index, step)
+                blocked.append((row.dataset_index, POISON, step))
             key = row_key(asdict(row))
             if key in self.seen:
                 continue
             self.seen.add(key)
+            keys.append(key)
             line = {"time": time.time(), "incident": incident, "step": step, "epoch": epoch, **asdict(row)}
             lines.append(line | of_the_run)
+        self._share(blocked, keys)
         try:
             for line in lines:
                 append_line(str(self.path), line)
         except OSError:
             logger.warning("%s could not be written; the rows were dropped all the same.", self.path, exc_info=True)
+
+    # ---- the other ranks ----
+
+    def share(self, samples: Iterable[BadSample]) -> None:
+        """Tells the other ranks of samples that this one has found, so that none of them uses them."""
+        self._share([(sample.name, sample.why, None) for sample in samples])
+
+    def _share(self, blocked: Sequence[tuple[SampleName, str, int | None]], keys: Sequence[str] = ()) -> None:
+        known = self.known
+        if known is not None and (blocked or keys):
+            record = {"fingerprint": known.fingerprint, "blocked": blocked, "seen": keys}
+            self.tell(lambda: record)
+
+    def take_in(self, rank: int, record: Mapping[str, Any]) -> None:
+        """
+        Takes in what another rank does not use any more: whichever rank draws it next leaves it out.
+
+        Args:
+            rank (`int`), record (`Mapping`):
+                The rank, and what it has told.
+        """
+        blocked = self.blocked.setdefault(record["fingerprint"], {})
+        dropped_in = self._dropped_in.setdefault(record["fingerprint"], {})
+        for name, why, step in record["blocked"]:
+            blocked.setdefault(name, why)
+            if step is not None:
+                dropped_in.setdefault(name, step)
+        self.seen.update(record["seen"])
 
     def state_dict(self) -> dict[str, Any]:
         blocked = {name: [[*entry] for entry in names.items()] for name, names in self.blocked.items() if names}

@@ -47,7 +47,7 @@ class StepRecord:
         self.start: Bookkeeping | None = None
         self.losses: list[torch.Tensor] = []
         self.grad_norm: Any = None
-        self.stop_wanted = self.rollback_wanted = self.leave_wanted = False
+        self.stop_wanted = self.rollback_wanted = self.leave_wanted = self.has_news = False
         # Whether weights that are kept on several ranks were not the same on all of them.
         self.apart = False
         self.prepared: dict[int, Any] = {}
@@ -119,6 +119,7 @@ class StepRecord:
         stop: bool = False,
         roll_back: bool = False,
         leave: bool = False,
+        news: bool = False,
         digest: Callable[[], torch.Tensor] | None = None,
     ) -> StepSignals:
         """
@@ -131,6 +132,8 @@ class StepRecord:
                 Whether this rank wants the run to go back to an earlier state; [`rollback_wanted`] likewise.
             leave (`bool`, *optional*, defaults to `False`):
                 Whether this rank was asked to leave after the step; [`leave_wanted`] likewise.
+            news (`bool`, *optional*, defaults to `False`):
+                Whether this rank has something to tell the others; [`has_news`] likewise.
             digest (`Callable[[], torch.Tensor]`, *optional*):
                 Gives that of its weights ([`Replicas.digest`]), where they are compared in this step, on all ranks;
                 [`apart`] says whether they are not the same.
@@ -141,13 +144,13 @@ class StepRecord:
         else:
             # Not tried twice: the norm may be a collective, which one of the processes cannot begin again.
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
-            wishes = stop, roll_back, leave
+            wishes = stop, roll_back, leave, news
             found = consensus.sum_over_ranks("the step", lambda: self._ballot(wishes, digest), self.engine.view.device)
             self.agreed = True
             loss, norm, *rest = found
             self.apart = are_apart(rest[:DIGEST_PARTS])
-            stop, roll_back, leave = (vote > 0 for vote in rest[DIGEST_PARTS:])
-        self.stop_wanted, self.rollback_wanted = stop, roll_back
+            stop, roll_back, leave, news = (vote > 0 for vote in rest[DIGEST_PARTS:])
+        self.stop_wanted, self.rollback_wanted, self.has_news = stop, roll_back, news
         # Numbers that are taken a second time carry no wish, and do not take one back.
         self.leave_wanted = self.leave_wanted or leave
         return StepSignals(

@@ -85,6 +85,11 @@ class Incident:
         """Rows of batches, and samples of the data, that it put into quarantine."""
         return sum(len(self.evidence[kind]) for kind in ("rows", "samples") if kind in self.evidence)
 
+    def is_like(self, other: Incident) -> bool:
+        """Whether another one is the same event, seen by another rank."""
+        mine, theirs = ((each.step, each.symptom, each.failure, each.cause) for each in (self, other))
+        return mine == theirs
+
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Incident:
         """Makes an incident of what [`to_dict`] wrote in an earlier process."""

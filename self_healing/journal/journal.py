@@ -39,6 +39,8 @@ from .terminal import HEADLINE_WIDTH
 logger = logging.getLogger("self_healing")
 
 SCHEMA_VERSION = 1
+# In the id of an incident of another rank.
+OF_RANK = ".rank"
 
 
 class Journal:
@@ -77,6 +79,12 @@ class Journal:
         # The totals of a run that this one goes on from without its incidents: a resume by hand.
         self.earlier: Mapping[str, float] = {}
         self.notify = notify
+        # Of ranks other than the first: tells it of an incident, when all of them meet the next time.
+        self.tell: Callable[[Callable[[], Mapping[str, Any]]], None] = lambda record: None
+        # Of the first rank: incidents that others have had without it.
+        self.heard: list[Incident] = []
+        # Incidents of others that are the same events as its own, by their ids.
+        self._shared: set[str] = set()
         # Of the last postmortem.
         self.directions: Directions | None = None
         # Set by what keeps the record of the run: called at each change, and the processes so far for a postmortem.
@@ -85,6 +93,11 @@ class Journal:
         self._broken_sinks: set[str] = set()
         # The highest number that an incident has had.
         self._numbered = 0
+
+    @property
+    def of_all_ranks(self) -> list[Incident]:
+        """The incidents of this rank, and on the first one those that others have had without it."""
+        return [*self.incidents, *self.heard]
 
     @property
     def path(self) -> Path:
@@ -104,8 +117,11 @@ class Journal:
             known (`Iterable[str]`, *optional*):
                 Further ids.
         """
-        self.incidents = [*incidents]
-        numbered = re.compile(rf"{re.escape(self.run_id)}-(\d{{3,9}})")
+        of_others = [incident for incident in incidents if OF_RANK in incident.id]
+        self.incidents = [incident for incident in incidents if incident not in of_others]
+        self.heard = of_others if self.rank == 0 else []
+        # Those of other ranks as well: the journal of a rank may lie on a machine that it does not run on any more.
+        numbered = re.compile(rf"{re.escape(self.run_id)}-(\d{{3,9}})(?:{re.escape(OF_RANK)}\d+)?")
         used = [int(match[1]) for name in known if (match := numbered.fullmatch(name)) is not None]
         try:
             text = self.path.read_text(encoding="utf-8", errors="replace")
@@ -143,6 +159,12 @@ class Journal:
 
     def dealt_with(self, incident: Incident) -> None:
         """Reports an incident to all sinks once its actions are done; the outcome is measured later."""
+        self._report(incident)
+        if self.rank > 0:
+            self.tell(incident.to_dict)
+        self._record()
+
+    def _report(self, incident: Incident) -> None:
         recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
         severity = "warning" if recipe is None else recipe.severity
         if incident.failure is FailureType.RED_FLAG and incident.severity is not None:
@@ -158,7 +180,34 @@ class Journal:
         self.alert(f"self_healing: {incident.cause}", text, severity, incident.step)
         if self.notify is not None:
             self._contained("on_instability", lambda: self.notify(incident) if self.notify else None)
-        self._record()
+
+    def take_in(self, rank: int, entry: Mapping[str, Any]) -> None:
+        """
+        Takes in an incident of another rank: where this one, the first, has had none like it, it raises the alert that
+        the other one cannot raise.
+
+        Args:
+            rank (`int`), entry (`Mapping`):
+                The rank, and the incident as it is by now.
+        """
+        if self.rank != 0:
+            return
+        incident = Incident.from_dict({**entry, "incident": f"{entry['incident']}{OF_RANK}{rank}"})
+        if incident.id in self._shared:
+            return
+        told = next((at for at, each in enumerate(self.heard) if each.id == incident.id), None)
+        if told is not None:
+            self.heard[told] = incident
+            return
+        known = next((each for each in self.of_all_ranks if incident.is_like(each)), None)
+        if known is not None:
+            self._shared.add(incident.id)
+            if "rows" in incident.evidence:
+                # Each rank names those of its own batch.
+                known.evidence["rows"] = [*known.evidence.get("rows", ()), *incident.evidence["rows"]]
+            return
+        self.heard.append(incident)
+        self._report(incident)
 
     def _log(self, incident: Incident, severity: str) -> None:
         """One line, with the incident itself for handlers of the program's own."""
@@ -186,6 +235,8 @@ class Journal:
             seconds_lost=round(incident.seconds_lost, 3),
             **evidence,
         )
+        if self.rank > 0:
+            self.tell(incident.to_dict)
         self._record()
 
     def _record(self) -> None:
@@ -244,7 +295,7 @@ class Journal:
             without (`Collection[str]`, *optional*):
                 Incidents to leave out, by their id.
         """
-        wanted = (incident for incident in self.incidents if incident.id not in without)
+        wanted = (incident for incident in self.of_all_ranks if incident.id not in without)
         counted = [incident for incident in wanted if not incident.of_a_process]
         own = {
             "incidents": len(counted),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import consensus
@@ -116,6 +116,7 @@ class MemoryHealer(Healer):
             return
         if first:
             self._file.read()
+        self.run.news.on("sizes", self._take_in_sizes)
         self._state.sizes.begin_step(instrument.view.step)
         self._state.sizes.room = room_of(instrument.view.device)
         self._state.sizes.failure_is_fatal = consensus.world_size() > 1
@@ -333,6 +334,8 @@ class MemoryHealer(Healer):
                     # Of several ranks the others know nothing of it, and what follows takes all of them.
                     self._note_recomputed(self._context.incident)
             self._say_what_was_split(self._context)
+            if self._context.shape is not None:
+                self.run.news.tell("sizes", self._file.content)
             self._end().close("resolved")
             if not sizes.limits and not self._passes_often:
                 self._models.leave_alone()
@@ -429,6 +432,12 @@ class MemoryHealer(Healer):
             self._file.path.name,
             f"cannot split it: {why}. {SMALLER_BATCHES}" if why else "splits it",
         )
+
+    def _take_in_sizes(self, rank: int, content: Mapping[str, Any]) -> None:
+        """Splits alike from here on what did not fit on another rank: this one would only wait for it."""
+        if self.config.on_oom == "heal" and self._file.take_over(content):
+            self._models.watch()
+            self._file.write()
 
     def _why_not_split(self) -> str:
         """Says why calls of a model that several processes make together are not split; empty if they are."""

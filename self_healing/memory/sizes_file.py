@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +41,34 @@ class SizesFile:
 
     def write(self) -> None:
         """Writes down what is known to fit this model on this device."""
-        content = {
+        try:
+            replace_file(self.path, json.dumps(self.content(), indent=1) + "\n")
+        except OSError as error:
+            logger.warning("%s could not be written (%s): the next start has to learn it again.", self.path, error)
+
+    def content(self) -> dict[str, Any]:
+        """Gives what is known to fit this model on this device."""
+        return {
             "version": _VERSION,
             "for": self._fingerprint(),
             "checkpointing_activations": self._state.checkpointing_activations,
             "sizes": self._state.sizes.state_dict(),
         }
-        try:
-            replace_file(self.path, json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            logger.warning("%s could not be written (%s): the next start has to learn it again.", self.path, error)
+
+    def take_over(self, content: Mapping[str, Any]) -> bool:
+        """Takes over what another process knows; `False` if that is about another model or device."""
+        if content["version"] != _VERSION or content["for"] != self._fingerprint():
+            return False
+        self._state.sizes.load_state_dict(content["sizes"])
+        return True
 
     def read(self) -> None:
         """Takes over what did not fit in an earlier process, on any rank, if it was the same model and device."""
         for path in sorted(self._run.directory.glob("healing_sizes*.json")):
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
-                if content["version"] != _VERSION or content["for"] != self._fingerprint():
+                if not self.take_over(content):
                     continue
-                self._state.sizes.load_state_dict(content["sizes"])
                 self._state.checkpointing_activations |= bool(content["checkpointing_activations"])
             except Exception as error:
                 logger.warning("%s cannot be read and is not used: %s", path, error)

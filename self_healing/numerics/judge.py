@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from .. import consensus
 from ..instrument import Window
 from ..rollback.rollback import Rollback
 from ..rollback.trusted import TRUSTED
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
 from ..run.healer import Healer
+from ..run.news import NEWS
 from ..signals import StepSignals
 from .climb import RollbackClimb
 from .corrupted_state import CorruptedStateHealer
@@ -67,6 +69,8 @@ class StepJudge(Healer):
         with failsafe.alike("weights are to be compared"):
             compares = self.replicas.due(window.step)
         signals = self._signals(window, self.replicas.digest if compares else None)
+        if window.has_news:
+            self._exchange_news()
         if self._heal_replicas(window, compares, suspicious=not signals.finite):
             # What was to be judged was computed with weights that were not the same on all ranks.
             self._take(window, self._signals(window), undisturbed=False)
@@ -74,6 +78,9 @@ class StepJudge(Healer):
         if not signals.finite or window.stop_wanted or window.rollback_wanted:
             with failsafe.together("a step is healed"):
                 undisturbed = self._look(window, signals)
+                if not signals.finite:
+                    # Rows that were left out may be drawn again by any rank, right after the last step of an epoch.
+                    self._exchange_news()
                 self._take(window, signals, undisturbed)
             return
         undisturbed = True
@@ -82,6 +89,10 @@ class StepJudge(Healer):
         with failsafe.noted():
             undisturbed = self._look(window, signals)
         self._take(window, signals, undisturbed)
+
+    def _exchange_news(self) -> None:
+        with self.run.instrument.failsafe.together(NEWS, ends_with=NEWS):
+            self.run.news.exchange(self.run.instrument.view.device)
 
     def _heal_replicas(self, window: Window, compared: bool, suspicious: bool) -> bool:
         """Heals weights that are not the same on all ranks any more; returns whether there were any."""
@@ -147,6 +158,7 @@ class StepJudge(Healer):
             stop=self.run.stop.incident is not None,
             roll_back=self.numerics.roll_back_for is not None,
             leave=self.run.leave_asked(),
+            news=self.run.news.waiting,
             digest=digest,
         )
 
@@ -208,6 +220,9 @@ class StepJudge(Healer):
         Heals weights that turned NaN with the last step, which would be handed over as trained, and ends as failed a
         run most of whose steps are not in the weights, or none of those since it was resumed.
         """
+        device = self.run.instrument.view.device
+        if consensus.any_rank("news at the end", self.run.news.waiting, device):
+            self.run.news.exchange(device)
         # What cannot be looked at is not handed over as trained.
         self.memory.contain(self.corrupted_state.heal_the_end, None, unsound=True)
         if not self.run.instrument.leaving.begun:

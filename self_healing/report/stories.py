@@ -106,22 +106,32 @@ def tell_incidents(events: Iterable[Event], places: Places, rows: Sequence[RowNa
     for event in events:
         if "incident" in event:
             told.setdefault((event["incident"], event.get("rank", 0)), []).append(event)
+    seen_by: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+    for (name, rank), lines in told.items():
+        seen_by.setdefault(_seen(lines), []).append((name, rank))
     stories = []
     for (name, rank), lines in told.items():
-        first = told.get((name, 0))
-        if rank > 0 and first is not None and _seen(first) == _seen(lines):
-            # All ranks have seen it; the first one tells.
+        by = seen_by[_seen(lines)]
+        first = min(each for _, each in by)
+        if rank != first:
+            # Several ranks have seen it; the first of them tells.
             continue
         shown = name if rank == 0 else f"{name}.rank{rank}"
-        stories.append(_tell(shown, name, lines, places, rows))
+        elsewhere = [(other, each) for other, each in by if each != first]
+        stories.append(_tell(shown, [(name, rank), *elsewhere], lines, places, rows))
     return sorted(stories, key=lambda story: (story.time or 0.0, story.id))
 
 
 def _seen(lines: Sequence[Event]) -> tuple[Any, ...]:
-    return lines[0]["step"], lines[0].get("symptom")
+    """What is the same of an event that several ranks have seen: they number their incidents one by one."""
+    diagnosed = [event for event in lines if event["kind"] == "diagnosed"]
+    found = (diagnosed[-1].get("failure"), diagnosed[-1].get("cause")) if diagnosed else (None, None)
+    return lines[0].get("attempt", 0), lines[0]["step"], lines[0].get("symptom"), *found
 
 
-def _tell(shown: str, name: str, lines: Sequence[Event], places: Places, rows: Sequence[RowNamed]) -> IncidentStory:
+def _tell(
+    shown: str, names: Sequence[tuple[str, int]], lines: Sequence[Event], places: Places, rows: Sequence[RowNamed]
+) -> IncidentStory:
     first = lines[0]
     incident = Incident(shown, first["step"], first.get("symptom", "?"))
     for event in lines:
@@ -135,7 +145,7 @@ def _tell(shown: str, name: str, lines: Sequence[Event], places: Places, rows: S
     recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
     healed = Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions
     severity = "warning" if recipe is None or healed else recipe.severity
-    of_it = [row for row in rows if _is_of(row, name, incident)]
+    of_it = [row for row in rows if _is_of(row, names, incident)]
     symptom = incident.symptom.replace("_", " ")
     plain = incident.cause in ("unknown", symptom)
     unhealed = incident.outcome in ("unresolved", "fatal", "reported", "open")
@@ -161,7 +171,7 @@ def _tell(shown: str, name: str, lines: Sequence[Event], places: Places, rows: S
         evidence=incident.evidence,
         story=[line for event in lines for line in _lines_of(event)],
         rows=of_it,
-        files=_files_of(name, lines, places),
+        files=_files_of(names[0][0], lines, places),
     )
 
 
@@ -173,9 +183,10 @@ def _failure(name: str | None) -> FailureType | None:
         return None
 
 
-def _is_of(row: RowNamed, name: str, incident: Incident) -> bool:
+def _is_of(row: RowNamed, names: Sequence[tuple[str, int]], incident: Incident) -> bool:
     if row.incident is not None:
-        return row.incident == name
+        # Written by an earlier version, a row does not say which rank has found it.
+        return (row.incident, row.details.get("rank", names[0][1])) in names
     samples = incident.evidence.get("samples")
     if row.kind != "sample" or not isinstance(samples, list):
         return False

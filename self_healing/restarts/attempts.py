@@ -140,7 +140,7 @@ class Attempts:
             return
         if run.attachment.instrument is not None:
             record.newest.last_step = max(record.newest.last_step, run.step)
-        record.incidents = [incident.to_dict() for incident in run.journal.incidents]
+        record.incidents = [incident.to_dict() for incident in run.journal.of_all_ranks]
         record.recovery_state = self.steps.recovery_state()
         record.write()
 

@@ -20,6 +20,7 @@ from .budget import RecoveryBudget
 from .dispatch import Remedies
 from .healer import Healers
 from .incidents import OpenIncident
+from .news import News
 from .outcomes import Outcomes
 
 
@@ -91,6 +92,8 @@ class RunContext:
             Signs of life of the training thread.
         ranks ([`OtherRanks`]):
             What the ranks of the job tell each other beside its collectives.
+        news ([`News`]):
+            What they learn one by one and all have to know, told in the votes of a step.
         sleep (`Callable[[float], None]`):
             How waiting is done, in seconds.
         leave_asked (`Callable[[], bool]`):
@@ -109,6 +112,7 @@ class RunContext:
     budget: RecoveryBudget
     heartbeat: Heartbeat
     ranks: OtherRanks
+    news: News
     sleep: Callable[[float], None]
     leave_asked: Callable[[], bool]
     attachment: Attachment = field(default_factory=Attachment)
