@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, is_initialized
 
 from .log_safely import log_safely
 
@@ -84,7 +85,11 @@ _votes = _Votes()
 
 def world_size() -> int:
     """Number of processes that train together."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    # A program may have made a group for something else, of processes each of which trains by itself.
+    by_itself = is_initialized() and AcceleratorState().num_processes == 1
+    return 1 if by_itself else dist.get_world_size()
 
 
 def own_rank() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,8 @@ def build(directory: Path, *callbacks: Any, **arguments: Any) -> Any:
         build_tokenizer(),
         dropout=0.0,
         callbacks=list(callbacks),
-        ddp_backend="gloo",
-        max_steps=4,
         gradient_accumulation_steps=1,
-        **arguments,
+        **{"max_steps": 4, "ddp_backend": "gloo", **arguments},
     )
 
 
@@ -117,7 +116,32 @@ def store_lost_on_one(directory: Path, rank: int) -> dict[str, Any]:
     return store_lost(directory, rank, (1,))
 
 
-SCENARIOS = (callback_on_one, wrapper_on_one, other_settings, own_directories, store_lost_on_all, store_lost_on_one)
+def each_by_itself(directory: Path, rank: int) -> dict[str, Any]:
+    """The program has made a group for something else, and the Trainer knows nothing of it."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name)
+    healing = SelfHealingCallback()
+    trainer = build(directory / str(rank), healing, max_steps=3 + rank, ddp_backend=None)
+    fault = OutputFault(trainer.model, lambda forward: forward == 2 and rank == 1)
+    trainer.train()
+    assert healing.run is not None
+    return {
+        "steps": trainer.state.global_step,
+        "fired": fault.fired,
+        "ranks": trainer.args.world_size,
+        "failures": [str(incident.failure) for incident in healing.run.journal.incidents],
+    }
+
+
+SCENARIOS = (
+    each_by_itself,
+    callback_on_one,
+    wrapper_on_one,
+    other_settings,
+    own_directories,
+    store_lost_on_all,
+    store_lost_on_one,
+)
 
 
 def main(directory: Path, *names: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed
 
+from .. import consensus
+
 
 # Any: the stores are there only where torch was built with distributed, and it does not say that it exports them.
 dist: Any = torch.distributed
@@ -81,7 +83,7 @@ class SideChannel:
 
 def place_in_job() -> Place | None:
     """Gives the place of this process; `None` where there is only one, or no store that can be connected to."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if consensus.world_size() == 1:
         return None
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):

@@ -34,6 +34,12 @@ def both(outcomes: dict[str, Any], scenario: str) -> list[dict[str, Any]]:
     return ranks
 
 
+def test_processes_that_train_by_themselves_do_not_vote_together(outcomes: dict[str, Any]) -> None:
+    ranks = both(outcomes, "each_by_itself")
+    assert [(rank["ranks"], rank["steps"], rank["fired"]) for rank in ranks] == [(1, 3, 0), (1, 4, 1)]
+    assert [rank["failures"] for rank in ranks] == [[], ["nonfinite_transient"]]
+
+
 @pytest.mark.parametrize("scenario", ["callback_on_one", "wrapper_on_one"])
 def test_a_rank_that_heals_alone_names_the_others_and_ends(outcomes: dict[str, Any], scenario: str) -> None:
     assert not outcomes[scenario]["hung"]
