@@ -264,6 +264,12 @@ def questions() -> list[str]:
     ]
 
 
+def test_no_two_modules_of_tests_have_one_name() -> None:
+    # pytest takes the second for the first, and collects neither.
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_no_two_votes_can_be_taken_for_each_other() -> None:
     asked = questions()
     assert len(asked) > 40
