@@ -118,19 +118,27 @@ def main(directory: Path) -> None:
             "outcomes": journal(directory / name, "outcome") if rank == 0 else [],
         }
 
-    def flipped(name: str, struck_rank: int, bit: int, moment: bool = False) -> None:
-        """One bit of one rank is another one after the 20th step, and weights are not compared before the last one."""
+    def flipped(
+        name: str,
+        struck_rank: int,
+        step: int,
+        bit: int,
+        moment: bool = False,
+        snapshots: int = 1000,
+        every: int = 1000,
+    ) -> None:
+        """One bit of one rank is another one after a step, and weights are compared every so many, and in the last."""
         set_seed(1234)
-        flip = BitFlip(rank == struck_rank, step=20, bit=bit, place=0.7, moment=moment)
+        flip = BitFlip(rank == struck_rank, step, bit, place=0.7, moment=moment)
         trainer = sft_trainer(
             directory / name,
             tokenizer,
-            callbacks=[SelfHealingCallback(HealingConfig(snapshot_interval=1000)), flip],
+            callbacks=[SelfHealingCallback(HealingConfig(snapshot_interval=snapshots)), flip],
             ddp_backend="gloo",
             max_steps=24,
             gradient_accumulation_steps=1,
         )
-        with patch.object(replicas, "_FEWEST_STEPS", 1000):
+        with patch.multiple(replicas, _FEWEST_STEPS=every, _MOST_STEPS=every):
             trainer.train()
         results[name] = {
             "weights": digest(trainer),
@@ -402,8 +410,10 @@ def main(directory: Path) -> None:
     flagged("flagged_on_1", flagged_rank=1)
     corrupted("corrupted_plain", healed=False, struck_rank=None)
     corrupted("corrupted_on_1", healed=True, struck_rank=1)
-    flipped("flipped_on_1", struck_rank=1, bit=3)
-    flipped("flipped_moment_on_1", struck_rank=1, bit=26, moment=True)
+    flipped("flipped_on_1", struck_rank=1, step=20, bit=3)
+    flipped("flipped_moment_on_1", struck_rank=1, step=20, bit=26, moment=True)
+    # Nothing is wrong with six steps after it, and with the snapshots that are taken of it.
+    flipped("flipped_before_snapshots_on_1", struck_rank=1, step=12, bit=3, snapshots=1, every=10)
     drifting("drifting_on_1", drifting_rank=1)
     (directory / f"results.{rank}.json").write_text(json.dumps(results))
 

@@ -114,7 +114,11 @@ def test_weights_that_turn_nan_on_one_rank_are_rolled_back_on_both(results: list
 
 
 @pytest.mark.heals("replicas", "ddp")
-@pytest.mark.parametrize("name", ["flipped_on_1", "flipped_moment_on_1"], ids=["weight", "moment"])
+@pytest.mark.parametrize(
+    "name",
+    ["flipped_on_1", "flipped_moment_on_1", "flipped_before_snapshots_on_1"],
+    ids=["weight", "moment", "before snapshots"],
+)
 def test_a_bit_that_flips_on_one_rank_is_found_undone_on_both_and_the_rank_is_named(
     results: list[dict[str, Any]], name: str
 ) -> None:

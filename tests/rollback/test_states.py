@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,7 @@ class SmallRun:
     def enter(self, cold: bool = False) -> None:
         self.rollback.begin(self.instrument, cold, resumed_from=None)
 
-    def train(self, steps: int, healthy: bool = True) -> list[str]:
+    def train(self, steps: int, healthy: bool = True, vouched: Callable[[int], bool] = lambda _: True) -> list[str]:
         """Returns what the last of these steps has found to be not finite."""
         found: list[str] = []
         for _ in range(steps):
@@ -92,7 +93,7 @@ class SmallRun:
             states, found = self.rollback.states, []
             if states.step_begins(step, calm=healthy):
                 states.take_snapshot(step)
-            if states.step_taken(step, healthy, states.keep_batch(window, 1.0)):
+            if states.step_taken(step, healthy, states.keep_batch(window, 1.0), vouched):
                 found = states.promote(step)
             states.verify_checkpoints(step)
             self.layer.weight.data += 1
@@ -116,6 +117,13 @@ class TestTrust:
         run.train(5 + VERIFY - 1)
         assert run.trusted == [0]
         run.train(1)
+        assert run.trusted == [5]
+
+    def test_waits_for_ranks_to_compare_their_weights(self, run: SmallRun) -> None:
+        run.train(5 + VERIFY + 3, vouched=lambda step: False)
+        assert run.trusted == [0]
+        # As of the state that is waiting, and not of the step that is taken.
+        run.train(1, vouched=lambda step: step == 5)
         assert run.trusted == [5]
 
     def test_waits_for_healthy_steps_in_a_row(self, run: SmallRun) -> None:
