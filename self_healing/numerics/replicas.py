@@ -50,7 +50,8 @@ class ReplicaHealer(NumericsHealer):
         # The last step at which they were the same.
         self._same_at: int | None = None
         self._next = 0
-        self._interval = _FEWEST_STEPS
+        # Steps from one comparison to the next, and where a state is about to be trusted.
+        self._interval, self._closest = _FEWEST_STEPS, 1
         self._chosen = False
         # Seconds that reading takes on this rank.
         self._seconds: float | None = None
@@ -72,7 +73,11 @@ class ReplicaHealer(NumericsHealer):
         if self._replicas is None:
             self._replicas = Replicas(self.instrument.trainer)
             self._off = not self._replicas.possible
-        return not self._off and (step >= self._next or self.instrument.view.in_last_step)
+        if self._off or self._same_at is None:
+            return not self._off
+        states = self.rollback.states
+        needed = step - self._same_at >= self._closest and states.will_trust(step)
+        return needed or step >= self._next or self.instrument.view.in_last_step
 
     @property
     def known(self) -> bool:
@@ -130,7 +135,7 @@ class ReplicaHealer(NumericsHealer):
         """Chooses how often they are compared, by what that takes of a step. Collective."""
         seconds, typical = self._seconds or 0.0, self.rollback.states.interval.typical_step
         share = consensus.largest(HOW_OFTEN, [seconds / typical], self.instrument.view.device)[0]
-        self._interval = steps_between(share)
+        self._interval, self._closest = steps_between(share), steps_between(share, fewest=1)
         self._next += self._interval - _FEWEST_STEPS
 
     # ---- healing: all ranks have to come ----
@@ -227,18 +232,20 @@ class ReplicaHealer(NumericsHealer):
         self._hit.update(odd or ())
 
 
-def steps_between(share: float) -> int:
+def steps_between(share: float, fewest: int = _FEWEST_STEPS) -> int:
     """
     Chooses how many steps lie between two comparisons.
 
     Args:
         share (`float`):
             What one takes, in steps, of the rank where it takes longest.
+        fewest (`int`, *optional*, defaults to 10):
+            How many there are at least.
 
     Returns:
         `int`: As many as keep it below a thousandth of the time.
     """
-    return min(max(math.ceil(share / _SHARE), _FEWEST_STEPS), _MOST_STEPS)
+    return min(max(math.ceil(share / _SHARE), fewest), _MOST_STEPS)
 
 
 def _seconds_of(read: Callable[[], torch.Tensor]) -> float:

@@ -241,6 +241,11 @@ class TrustedStates:
             return False
         return vouched(candidate.step)
 
+    def will_trust(self, step: int) -> bool:
+        """Whether the candidate has stood the test with this step, if the step is healthy, but for what ranks say."""
+        candidate, needed = self._ring.candidate, self._config.snapshot_verify_steps
+        return candidate is not None and self.streak + 1 >= needed and candidate.step <= self._verified(step)
+
     @property
     def _verifies(self) -> bool:
         return self.streak >= self._config.snapshot_verify_steps

@@ -146,6 +146,8 @@ def test_comparing_takes_less_than_a_thousandth_of_the_time(share: float) -> Non
     assert share / steps <= 1e-3
     # And not less often than that asks for, or than every ten steps.
     assert steps == 10 or share / (steps - 1) > 1e-3
+    # Nor where a state waits to be trusted.
+    assert share / steps_between(share, fewest=1) <= 1e-3
 
 
 def test_a_reading_that_took_far_too_long_does_not_end_the_comparing() -> None:
