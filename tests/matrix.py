@@ -78,6 +78,7 @@ RANK_FAULTS = {
         "poison_rows_loss": "Rows whose loss is NaN every time (dropped: not bitwise)",
         "poison_rows_gradient": "Rows whose gradient alone is NaN every time (dropped: not bitwise)",
         "nan_weights": "NaN in weights",
+        "nan_policy": "NaN in weights that answers are generated with (GRPO: steps are lost, not bitwise)",
         "gradient_spike": "Gradient spike that passes",
         "drifting_replica": "A layer that is multiplied by 1.01",
         "bad_sample": "Samples that raise while they are loaded (replaced: not bitwise)",
@@ -199,7 +200,7 @@ def rank_cells_in(results: Path) -> dict[str, dict[str, str]]:
         elif skipped is None:
             found[name] = {"outcome": "passed"}
         elif skipped.get("type") == "pytest.xfail":
-            found[name] = {"outcome": "not healed", "why": skipped.get("message", "")}
+            found[name] = {"outcome": "not healed", "why": skipped.get("message", "").removeprefix("[NOTRUN] ")}
     return found
 
 

@@ -43,13 +43,13 @@ from self_healing.instrument.live_state import local
 
 STRATEGIES = {"ddp": "", "fsdp2_full": "FULL_STATE_DICT", "fsdp2_sharded": "SHARDED_STATE_DICT"}
 # Of a run; what is usual of its gradients is known after thirty. A fault strikes in the step after so many.
-STEPS, LONGER, AFTER = 14, 36, 8
+STEPS, LONGER, POLICY_STEPS, AFTER = 14, 36, 10, 8
 # A checkpoint is written every so many.
 SAVE_EVERY = 5
 # Two in each epoch, of which each rank draws some.
 BAD_ROWS = (5, 17, 30, 44)
 # Compared with the run of another name, which is struck by nothing.
-BASELINES = {"none": "plain", "gradient_spike": "longer", "reward_retried": "rewarded"}
+BASELINES = {"none": "plain", "gradient_spike": "longer", "reward_retried": "rewarded", "nan_policy": "rewarded"}
 
 Strike = Callable[[Any], Any]
 
@@ -176,15 +176,21 @@ class Runs:
         )
         return self.result(name, trainer, strike(trainer) if self.rank == on else None, healed, resume)
 
-    def train_policy(self, name: str, struck: bool) -> dict[str, Any]:
-        """Trains a model that is rewarded for the length of its answers."""
+    def train_policy(self, name: str, away: bool = False, strike: Strike = lambda trainer: None) -> dict[str, Any]:
+        """Trains a model that is rewarded for the length of its answers; the reward of this rank may be away."""
         set_seed(1234)
-        reward = AwayTwice(struck, lambda completions, **_: [float(len(each)) for each in completions])
+        reward = AwayTwice(away, lambda completions, **_: [float(len(each)) for each in completions])
         reward.__name__ = "length"  # type: ignore[attr-defined]
         trainer = grpo_trainer(
-            self.directory / name, self.tokenizer, reward_funcs=reward, ddp_backend="gloo", max_steps=2
+            self.directory / name,
+            self.tokenizer,
+            reward_funcs=reward,
+            ddp_backend="gloo",
+            max_steps=POLICY_STEPS,
+            gradient_accumulation_steps=1,
         )
-        return self.result(name, trainer, reward)
+        struck = strike(trainer) if self.rank == 1 else None
+        return self.result(name, trainer, struck or reward)
 
     def result(
         self, name: str, trainer: Any, struck: Any, healed: bool = True, resume: bool = False
@@ -304,13 +310,14 @@ RUNS: dict[str, Callable[[Runs, str], dict[str, Any]]] = {
     # What the others are compared with.
     "plain": lambda runs, name: runs.train(name, healed=False),
     "longer": lambda runs, name: runs.train(name, max_steps=LONGER),
-    "rewarded": lambda runs, name: runs.train_policy(name, struck=False),
+    "rewarded": lambda runs, name: runs.train_policy(name),
     # The faults.
     "none": lambda runs, name: runs.train(name),
     "transient_nan": lambda runs, name: runs.train(name, nan_in_the_loss),
     "poison_rows_loss": lambda runs, name: poison_rows(runs, name, PoisonToken),
     "poison_rows_gradient": lambda runs, name: poison_rows(runs, name, PoisonGradient),
     "nan_weights": lambda runs, name: runs.train(name, called_back(Changing(turn_nan))),
+    "nan_policy": lambda runs, name: runs.train_policy(name, strike=called_back(Changing(turn_nan))),
     "gradient_spike": lambda runs, name: runs.train(name, spike, max_steps=LONGER),
     "drifting_replica": lambda runs, name: runs.train(name, called_back(Changing(drift))),
     "bad_sample": lambda runs, name: runs.train(name, raising_rows),
@@ -318,7 +325,7 @@ RUNS: dict[str, Callable[[Runs, str], dict[str, Any]]] = {
     "full_disk_rank_1": lambda runs, name: full_disk(runs, name, 1),
     "evaluation_retried": evaluation,
     "callback_retried": lambda runs, name: runs.train(name, called_back(RaisingAt("on_step_end", AFTER))),
-    "reward_retried": lambda runs, name: runs.train_policy(name, struck=runs.rank == 1),
+    "reward_retried": lambda runs, name: runs.train_policy(name, away=runs.rank == 1),
     "torn_weights": lambda runs, name: torn(runs, name, cut_weights),
     "torn_rank_part": lambda runs, name: torn(runs, name, drop_part_of_rank),
 }

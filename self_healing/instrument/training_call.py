@@ -19,6 +19,11 @@ from .sections import Heartbeat
 from .step_engine import Call, StepPasses
 
 
+# How long the ranks may be apart when they raise the same: a forward of a large model. The job ends that much later
+# where one has raised alone.
+_ALIKE_SECONDS = 5.0
+
+
 class TrainingCall:
     """
     Calls the trainer's own `training_step`, in passes over its rows where one does not fit. A non-finite number that
@@ -54,6 +59,7 @@ class TrainingCall:
         self._hooks = hooks
         self._heartbeat = heartbeat
         self._heals_exceptions = heals_exceptions
+        self._calls = 0
         self.running = False
 
     def run(self, call: Call, on_nonfinite: Callable[[], None]) -> torch.Tensor:
@@ -72,6 +78,7 @@ class TrainingCall:
         model, inputs, args, kwargs = call
         original = self._replaced.original(self._trainer, "training_step")
         self.running = True
+        self._calls += 1
         # When a step is computed again, it lies within whatever does so.
         again = self._heartbeat.last[0].name != "step"
         if again:
@@ -85,8 +92,7 @@ class TrainingCall:
             # A CUDA graph (torch.compile with mode="reduce-overhead") writes the next one into the same memory.
             return loss.detach().clone()
         except Exception as error:
-            # On several processes the others wait in a collective that this one never reached.
-            if self._heals_exceptions and consensus.world_size() == 1 and is_nonfinite_exception(error):
+            if self._heals_exceptions and is_nonfinite_exception(error) and self._is_raised_by_all():
                 on_nonfinite()
                 return torch.full((), math.nan, device=self._trainer.args.device)
             raise
@@ -94,6 +100,10 @@ class TrainingCall:
             if again:
                 self._heartbeat.leave()
             self.running = False
+
+    def _is_raised_by_all(self) -> bool:
+        """Whether no rank waits in a collective that this one never reached: weights that are NaN are so on all."""
+        return consensus.world_size() == 1 or consensus.all_fail_alike(f"training step {self._calls}", _ALIKE_SECONDS)
 
     def _in_passes(self, passes: StepPasses, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Computes a training step in passes: rows are prepared in the first alone, and only the last is counted."""
