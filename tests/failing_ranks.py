@@ -275,6 +275,27 @@ def callback_raises_past_a_collective(directory: Path, rank: int) -> dict[str, A
     return callback_raises(directory, rank, meets=True)
 
 
+def draws_from_nan(directory: Path, rank: int, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
+    """What says that it cannot draw from NaN is raised once."""
+    trainer, healing = build(directory)
+    original, calls = trainer.compute_loss, 0
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == CORRUPTED_AFTER and rank in ranks:
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        return original(*args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    return result_of(trainer, healing)
+
+
+def draws_from_nan_alone(directory: Path, rank: int) -> dict[str, Any]:
+    return draws_from_nan(directory, rank, ranks=(1,))
+
+
 SCENARIOS = (
     votes,
     between_steps,
@@ -289,6 +310,8 @@ SCENARIOS = (
     incident_of_a_thread,
     callback_raises,
     callback_raises_past_a_collective,
+    draws_from_nan,
+    draws_from_nan_alone,
 )
 
 

@@ -96,8 +96,8 @@ RANK_FAULTS = {
         "callback": "Exception in a callback",
         "evaluation": "Exception in an evaluation",
         "reward": "Exception in a reward",
-        "oom_once": "Out of memory once (split from then on: not bitwise)",
-        "oom_above_4_rows": "Out of memory above four rows, always (split: not bitwise)",
+        "oom_once": "Out of memory once (split from then on: not bitwise; DDP: in place)",
+        "oom_above_4_rows": "Out of memory above four rows, always (split: not bitwise; DDP: in place)",
         "sigkill": "SIGKILL",
         "sigkill_while_saving": "SIGKILL while a checkpoint is written",
         "hang": "Hang in Python",
@@ -105,6 +105,16 @@ RANK_FAULTS = {
         "sigterm": "SIGTERM",
         "sigstop": "SIGSTOP",
     },
+}
+
+# Rows of the README that the table of ranks shows as well: by its faults, and what is done in place of healing them.
+_ENDS = "ends the job; the next start goes on from the newest good checkpoint"
+SHOWN_ON_RANKS = {
+    "hang": (("hang",), _ENDS),
+    "native_hang": (("native_hang",), None),
+    "killed": (("sigkill", "sigkill_while_saving"), None),
+    "preemption": (("sigterm",), None),
+    "exception": (("model", "collator", "callback", "evaluation", "reward"), _ENDS),
 }
 
 
@@ -236,8 +246,18 @@ def shown(fault: str, column: str, marked: list[Proof], record: Mapping[str, Any
         of_cell = [proof for proof in marked if (proof.fault, proof.column) == (fault, each)]
         if of_cell and all(outcomes.get(proof.test) == "passed" for proof in of_cell):
             partly = next((proof.partly for proof in of_cell if proof.partly is not None), None)
-            return {"state": "healed"} if partly is None else {"state": "in part", "what": partly}
+            return _as_shown(partly)
+    faults, partly = SHOWN_ON_RANKS.get(fault, ((), None))
+    strategies = [strategy for strategy in STRATEGIES if strategy.partition("_")[0] == column]
+    cells = record.get(device, {}).get("ranks", {})
+    needed = [cells.get(f"{each}-{strategy}", {}) for each in faults for strategy in strategies]
+    if needed and all(each.get("outcome") == "passed" for each in needed):
+        return _as_shown(partly)
     return {"state": "not shown"}
+
+
+def _as_shown(partly: str | None) -> dict[str, str]:
+    return {"state": "healed"} if partly is None else {"state": "in part", "what": partly}
 
 
 def shipped(marked: list[Proof], record: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.parallelism_config import ParallelismConfig
 from conftest import (
     POISON_WORD,
     TEXTS,
@@ -107,13 +106,10 @@ class Runs:
     Args:
         directory (`Path`):
             Each run has one of its own in it.
-        replicated (`bool`, *optional*, defaults to `False`):
-            Whether shards are replicated (HSDP), on four ranks.
     """
 
-    def __init__(self, directory: Path, replicated: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._replicated = replicated
         self.rank = torch.distributed.get_rank()
         self.tokenizer = build_tokenizer()
         self.poison = self.tokenizer.convert_tokens_to_ids(POISON_WORD)
@@ -151,8 +147,6 @@ class Runs:
     ) -> dict[str, Any]:
         """Trains a model that is evaluated and saved; on one rank it is struck."""
         set_seed(1234)
-        if self._replicated:
-            arguments["parallelism_config"] = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         trainer = sft_trainer(
             self.directory / name,
             self.tokenizer,
@@ -206,7 +200,6 @@ class Runs:
         return {
             "directory": str(self.directory / name),
             "sharded": all(isinstance(each, DTensor) for each in trainer.model.parameters()),
-            "placements": str(getattr(next(trainer.model.parameters()), "placements", None)),
             "saved_as": ("shards" if "pytorch_model_fsdp_0" in saved else "whole") if saved else None,
             "weights": digest_of(weights),
             "finite": all(bool(torch.isfinite(each).all()) for each in weights.values()),
@@ -333,11 +326,11 @@ RUNS: dict[str, Callable[[Runs, str], dict[str, Any]]] = {
 
 def main(directory: Path, strategy: str, *faults: str) -> None:
     if strategy != "ddp":
-        os.environ["FSDP_STATE_DICT_TYPE"] = STRATEGIES.get(strategy, "SHARDED_STATE_DICT")
+        os.environ["FSDP_STATE_DICT_TYPE"] = STRATEGIES[strategy]
         sharded_on_the_cpu("fsdp2")
     # A deadlock is a failure after this time.
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
-    runs = Runs(directory, replicated=strategy == "hsdp")
+    runs = Runs(directory)
     for fault in faults:
         runs.see(fault)
 

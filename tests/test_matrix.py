@@ -14,6 +14,7 @@ from matrix import (
     RANK_FAULTS,
     RANKS_PAGE,
     SHIPPED,
+    SHOWN_ON_RANKS,
     STRATEGIES,
     MatrixError,
     Proof,
@@ -33,6 +34,7 @@ from self_healing.launcher import launch_of
 
 ROOT = Path(__file__).parent.parent
 HEALED_IN_PLACE, _ = RANK_FAULTS.values()
+SIGKILLS, _ = SHOWN_ON_RANKS["killed"]
 
 
 def test_the_table_in_the_readme_is_up_to_date() -> None:
@@ -154,6 +156,14 @@ def test_of_a_test_with_parameters_the_worst_outcome_counts(tmp_path: Path) -> N
         "tests/memory/test_memory.py::TestForward::test_y": "skipped",
         "tests/test_z.py::test_z": "passed",
     }
+
+
+def test_a_row_of_the_readme_is_shown_where_each_of_its_faults_on_a_rank_has_passed() -> None:
+    passed = {f"{fault}-{strategy}": {"outcome": "passed"} for fault in SIGKILLS for strategy in STRATEGIES}
+    assert cells([], {"cpu": {"ranks": passed}}, "killed")["fsdp2"] == "✅"
+    passed[f"{SIGKILLS[0]}-fsdp2_full"] = {"outcome": "failed"}
+    assert cells([], {"cpu": {"ranks": passed}}, "killed")["fsdp2"] == "❌"
+    assert cells([], {"cpu": {"ranks": passed}}, "killed")["ddp"] == "✅"
 
 
 RANKS_XML = """<testsuites><testsuite>

@@ -403,6 +403,7 @@ def test_each_way_to_shard_is_healed(processes: int, strategy: str, variants: tu
         assert all(outcome == ["nonfinite_poison_rows", 0] for outcome in outcomes)
 
 
+@pytest.mark.heals("replicas", "fsdp2", partly="where shards are replicated (HSDP)")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "strategy", "variant", "flips"),

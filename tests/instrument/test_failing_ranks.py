@@ -110,6 +110,19 @@ def test_a_callback_that_has_met_the_other_rank_is_not_called_again_alone(outcom
     assert "error" in outcome["ranks"][0]
 
 
+def test_an_exception_that_says_nan_is_healed_where_all_ranks_raise_it(outcomes: dict[str, Any]) -> None:
+    ranks = both(outcomes, "draws_from_nan")
+    assert [rank["failures"] for rank in ranks] == [["nonfinite_transient"]] * 2
+    assert trained_alike(ranks)
+
+
+def test_an_exception_that_says_nan_on_one_rank_ends_both(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["draws_from_nan_alone"]
+    assert not outcome["hung"]
+    assert outcome["ranks"][1]["error"].startswith("RuntimeError: probability tensor contains")
+    assert "error" in outcome["ranks"][0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "wrapper", "fsdp2"])
 def test_any_call_of_ours_that_fails_on_one_rank_leaves_none_behind(tmp_path: Path, strategy: str) -> None:

@@ -184,20 +184,6 @@ def test_a_layer_that_is_another_on_one_rank_leaves_no_trace_and_the_rank_is_nam
         assert named(rank, "odd_ranks") == [[1]]
 
 
-@pytest.mark.heals("replicas", "fsdp2", partly="where shards are replicated (HSDP)")
-@pytest.mark.slow
-def test_a_shard_that_is_another_in_one_replica_leaves_no_trace_and_its_rank_is_named(tmp_path: Path) -> None:
-    assert launch(tmp_path, "hsdp", "drifting_replica", script="struck_ranks.py", processes=4, seconds=SECONDS) == 0
-    ranks = [json.loads((tmp_path / f"results.{rank}.json").read_text()) for rank in range(4)]
-    assert len({rank[run]["weights"] for rank in ranks for run in ("none", "drifting_replica")}) == 1
-    assert [rank["drifting_replica"]["fired"] for rank in ranks] == [0, 1, 0, 0]
-    for rank in ranks:
-        struck = rank["drifting_replica"]
-        assert "Replicate" in struck["placements"]
-        assert outcomes(struck) == [["replicas_differ", "resolved", 0]]
-        assert named(struck, "odd_ranks") == [[1]]
-
-
 @pytest.mark.heals("bad_sample", "ddp")
 @pytest.mark.heals("bad_sample", "fsdp2")
 @cells("bad_sample")
