@@ -106,7 +106,8 @@ def test_a_rank_none_of_whose_threads_runs_is_named_and_one_that_is_slower(begun
     detected, diagnosed, *_, outcome = two.events(0, "slow_rank")
     assert (detected["evidence"]["rank"], detected["evidence"]["part"]) == (1, "forward")
     assert detected["evidence"]["factor"] > 1.3
-    assert 4 <= detected["evidence"]["since_step"] < 60
+    # By the comparison before, which may lie some steps back.
+    assert 0 < detected["evidence"]["since_step"] < 60
     assert (diagnosed["failure"], outcome["outcome"]) == ("slow_rank", "reported")
     assert two.events(1, "slow_rank") == []
 

@@ -125,6 +125,10 @@ def test_a_rank_that_begins_to_count_anew_is_not_compared_with_what_it_was() -> 
     job.compare(15, slow=1, forward=2.0)
     job.works = {rank: Work(0, 0.0, 0.0, 0.0) for rank in job.works}
     assert job.compare(18, slow=1, forward=2.0) == ([], [])
+    job = Job(2, quiet)
+    job.compare(30)
+    job.works = {rank: Work(0, 0.0, 0.0, 0.0) for rank in job.works}
+    assert len(job.compare(22, slow=1, forward=2.0)[0]) == 1
 
 
 def test_parts_that_one_rank_does_not_measure_are_not_compared() -> None:
