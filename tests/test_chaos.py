@@ -369,6 +369,23 @@ def test_a_name_that_stands_for_another_incident_after_a_restart_hides_none(tmp_
     assert (row.incident, row.survived) == ("run-001", True)
 
 
+@pytest.mark.parametrize(("started_again", "outcome"), [(True, "started again"), (False, "fatal")])
+def test_what_ended_another_rank_is_survived_if_that_begins_again(
+    started_again: bool, outcome: str, tmp_path: Path
+) -> None:
+    ledger = Ledger(tmp_path / "chaos.jsonl")
+    ledger.rank = 1
+    ledger.strike("oom@4", "oom", 4, 1, {})
+    record = Journal(tmp_path / "run", HealingConfig(), "run", rank=1)
+    incident = record.open(4, "out_of_memory", {})
+    record.diagnosed(incident, FailureType.OUT_OF_MEMORY, "in forward", {})
+    record.closed(incident, "fatal")
+    if started_again:
+        record.event("run_started", 2)
+    (row,) = survived(ledger, tmp_path / "run")
+    assert (row.outcome, row.survived) == (outcome, started_again)
+
+
 def test_the_end_of_the_other_ranks_speaks_of_the_one_that_failed(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "chaos.jsonl")
     ledger.rank = 1

@@ -162,6 +162,10 @@ def _incidents(events: Sequence[dict[str, Any]]) -> list[_Seen]:
     unlike: list[_Seen] = []
     for event in events:
         name, rank = event.get("incident"), event.get("rank", 0)
+        if event.get("kind") == "run_started" and rank > 0:
+            # What has ended another rank is taken up by the first one alone, as what has ended that.
+            for earlier in (each for each in found.values() if each.rank == rank and each.outcome == "fatal"):
+                earlier.outcome = "started again"
         if name is None:
             continue
         failure = event.get("failure")
