@@ -167,6 +167,13 @@ def comes_to_the_same_end(outcome: dict[str, Any], plain: dict[str, Any], direct
             assert result["losses"] == plain["losses"]
 
 
+@pytest.mark.heals("killed", "ddp")
+@pytest.mark.heals("killed", "fsdp2")
+@pytest.mark.heals("native_hang", "ddp")
+@pytest.mark.heals("native_hang", "fsdp2")
+@pytest.mark.heals("preemption", "fsdp2")
+@pytest.mark.heals("hang", "fsdp2", partly="ends the job; the next start goes on from the newest good checkpoint")
+@pytest.mark.heals("exception", "fsdp2", partly="ends the job; the next start goes on from the newest good checkpoint")
 @pytest.mark.parametrize(("fault", "strategy", "on"), CELLS)
 def test_a_fault_on_one_rank_ends_all_and_the_next_start_comes_to_the_same_end(
     launcher: Launcher, tmp_path: Path, fault: str, strategy: str, on: int, record_property: Callable[[str, Any], None]
