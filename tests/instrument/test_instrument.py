@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 from self_healing.batch_layout import Layout
 from self_healing.instrument import EarlierSteps, Hooks, Instrument, StepEngine, StepExperiments, TrainingFault, Window
 from self_healing.instrument.bookkeeping import Bookkeeper
-from self_healing.instrument.interception import Interception
 from self_healing.instrument.row_sources import DataPosition
 from self_healing.objectives import objective_named
 
@@ -298,19 +297,3 @@ def test_a_step_that_repeats_is_counted_once() -> None:
     assert found.bitwise
     assert engine.calls == ["discard", "compute", "last"]
     assert float(engine.trainer._tr_loss) == 3.0
-
-
-def test_a_method_that_is_intercepted_twice_goes_through_both() -> None:
-    model, calls = torch.nn.Linear(1, 1), list[str]()
-
-    def noting(name: str) -> Any:
-        def wrapper(original: Any, *args: Any) -> Any:
-            calls.append(name)
-            return original(*args)
-
-        return wrapper
-
-    for name in ("inner", "outer"):
-        model._call_impl = Interception(model, "_call_impl", model._call_impl, noting(name))  # type: ignore[method-assign]
-    model(torch.zeros(1))
-    assert calls == ["outer", "inner"]
