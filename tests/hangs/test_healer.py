@@ -66,6 +66,7 @@ class Watching:
             still_training=lambda frame: True,
             over=lambda: None,
             counts_attempts=lambda: False,
+            leave_state=lambda instrument, undisturbed: None,
         )
 
     @property
