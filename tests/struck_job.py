@@ -91,6 +91,9 @@ def put_in(trainer: Any, fault: str | None, strike: Callable[[str], None]) -> No
 
     if fault == "callback":
         trainer.add_callback(At("on_step_end", STRUCK_AFTER, lambda: strike("exception")))
+    elif fault == "sigkill_in_last_step":
+        # What is left is to be evaluated and saved by all ranks.
+        trainer.add_callback(At("on_step_end", STEPS, lambda: strike("kill")))
     elif fault == "evaluation":
         when_called(lambda: strike("exception"), training=False)
     elif fault == "collator":

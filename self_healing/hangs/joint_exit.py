@@ -45,7 +45,7 @@ class JointExit:
         position (`Callable[[], Position]`):
             Where this rank is.
         at_the_end (`Callable[[], bool]`):
-            Whether the last step is done: what is left of the run needs no other rank.
+            Whether the last step is done: this rank ends then only if it waits for another one.
         before_exit (`Callable[[str, Failure, int], None]`):
             Told why the process ends, what has ended the other rank, and with which code.
         leave_state (`Callable[[], None]`, *optional*):
@@ -107,11 +107,12 @@ class JointExit:
         """Waits until it is clear that this rank does not end by itself; `False` if it does."""
         known = time.monotonic()
         while not self._called_off.wait(_GLANCE):
-            if self._at_the_end():
-                continue
             position, since = self._position(), time.monotonic() - known
             if position.collective is not None and position.seconds >= _IN_COLLECTIVE:
                 return True
+            if self._at_the_end():
+                # What is left of the run may need no other rank (an upload).
+                continue
             if since >= failure.patience and (position.seconds >= _SILENT or since >= failure.patience + _STILL_THERE):
                 return True
         return False

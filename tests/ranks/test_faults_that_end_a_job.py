@@ -67,6 +67,7 @@ FAULTS = {
     "native_hang": HANGS,
     "sigterm": Fault("preempted", "SIGTERM"),
     "sigstop": Fault("process_died", "its process is stopped (SIGSTOP)", leaves_word=False),
+    "sigkill_in_last_step": Fault("process_died", "its process is gone", after=STEPS, leaves_word=False),
 }
 # Healed where it happens, while the other rank waits: nothing ends.
 IN_PLACE = {("oom_once", "ddp"), ("oom_above_4_rows", "ddp")}
