@@ -284,7 +284,7 @@ class SelfHealingTrainer:
     def _resuming(self, resume: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             memory = None if self._run is None else self._run.attempts.memory
-            if memory is not None:
+            if memory is not None and memory.checkpoint == resume:
                 stack.enter_context(memory.loading(self.trainer))
             if resume:
                 stack.enter_context(skipping_any_loader(self.trainer))

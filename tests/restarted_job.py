@@ -251,7 +251,7 @@ def strike_a_remedy(trainer: Any, output_dir: Path, options: dict[str, Any], poi
 
 def main(output_dir: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    once = Once(output_dir.parent / f"{output_dir.name}.struck", options.get("times", 1))
+    once = Once(output_dir.parent / f"{output_dir.name}.{options.get('struck', 'struck')}", options.get("times", 1))
     arguments = {
         "max_steps": 12,
         "save_strategy": "steps",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -57,42 +56,64 @@ class MemoryStart:
     """
 
     def __init__(self, state: StoredState, checkpoint: str) -> None:
-        self.state = state
+        # `None` once it was let go of.
+        self.state: StoredState | None = state
         self.checkpoint = checkpoint
-        # How long it took to put it in place, and how many bytes that were.
-        self.seconds, self.nbytes = 0.0, state.nbytes
+        self.nbytes = state.nbytes
 
-    def remove_files(self) -> None:
-        """Removes what can be: memory is there until it is let go of, and what is read by name is small."""
-        for path in Path(self.checkpoint).parent.glob("*.*"):
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+    def remove_others(self) -> None:
+        """Removes what else the process before this one has left: the memory is needed for states of this one."""
+        if self.state is None:
+            return
+        kept = {self.state.path.name, *self.state.facts.blocks}
+        for file in self.state.path.parent.glob("*.*"):
+            if file.name not in kept:
+                file.unlink(missing_ok=True)
+
+    def remove(self, files_alone: bool = False) -> None:
+        """
+        Removes it.
+
+        Args:
+            files_alone (`bool`, *optional*, defaults to `False`):
+                Whether this process may still go back to it.
+        """
+        if self.state is not None:
+            for name in (self.state.path.name, *self.state.facts.blocks):
+                with suppress(OSError):
+                    self.state.path.with_name(name).unlink(missing_ok=True)
+        if not files_alone:
+            self.state = None
+            shutil.rmtree(self.checkpoint, ignore_errors=True)
 
     def loading(self, trainer: Any) -> AbstractContextManager[None]:
         """
         Lets `train()` of a trainer resume from it.
 
         Raises:
-            StateUnusable: On all ranks, in `train()`, if it does not fit the trainer of one.
+            StateUnusable: If it is not there any more; and on all ranks, in `train()`, if it does not fit the trainer
+                of one.
         """
+
+        state = self.state
+        if state is None:
+            raise StateUnusable("it was let go of when there was a newer one")
 
         def put(live: LiveState) -> None:
             unusable: list[StateUnusable] = []
 
             def fits() -> bool:
                 try:
-                    self.state.check(live)
+                    state.check(live)
                 except StateUnusable as error:
                     unusable.append(error)
                 return not unusable
 
             if not consensus.all_ranks("the state in shared memory fits", fits, trainer.args.device):
                 raise unusable[0] if unusable else StateUnusable("it does not fit on another rank")
-            began = time.perf_counter()
-            self.state.put(live)
-            self.seconds = time.perf_counter() - began
+            state.put(live)
 
-        return resuming_from(trainer, self.checkpoint, self.state.record, put)
+        return resuming_from(trainer, self.checkpoint, state.record, put)
 
 
 def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[SharedStep]:

@@ -29,17 +29,23 @@ def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollbac
         args ([`~transformers.TrainingArguments`]):
             Of the trainer.
     """
-    record, config = attempts.record, run.config
+    record, config, memory = attempts.record, run.config, attempts.memory
     if record is None or not record.kept:
         # Another process trains into the same directory: what lies there is that one's.
         return
+    place = args.output_dir, run.run_id, args.process_index, args.world_size
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         remove_other_states(args.output_dir, run.run_id, args.world_size)
-    if config.resume_from_memory and config.snapshots and restarts_on_exit(config) and ROOT.is_dir():
-        rollback.outlive_with(SharedStates(args.output_dir, run.run_id, args.process_index, args.world_size))
-    elif attempts.memory is not None:
+    if memory is None:
+        remove_rank(*place)
+    else:
+        memory.remove_others()
+    outlives = config.resume_from_memory and config.snapshots and restarts_on_exit(config) and ROOT.is_dir()
+    if memory is not None and not outlives:
         # Open in this process, and none comes after it.
-        attempts.memory.remove_files()
+        memory.remove(files_alone=True)
+    shared = SharedStates(*place) if outlives else None
+    rollback.go_on_from_memory(shared, own_is_trusted=lambda: None if memory is None else memory.remove())
 
 
 def leave_snapshots(run: RunContext, attempts: Attempts, rollback: Rollback, args: Any) -> None:

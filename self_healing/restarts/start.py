@@ -102,6 +102,9 @@ class Start:
             # A machine that is taken away again and again is no fault of the run. Where the launcher was not taken
             # away with it, the signal came from the launcher, because another process had failed.
             return False
+        if self.shared is not None:
+            # It begins where the one before ended. Did that one come further than those before it?
+            return self.step <= max((attempt.last_step for attempt in record.attempts[:-1]), default=-1)
         return self.step <= record.newest.first_step
 
     @property

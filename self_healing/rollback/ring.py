@@ -174,5 +174,8 @@ class SnapshotRing:
     def release(self) -> None:
         """Gives all host memory back."""
         self.wait()
+        if self._shared is not None:
+            for snapshot in self.snapshots():
+                self._shared.revoke(snapshot)
         self.candidate = self.initial = self.left = self.taken_of = None
         self.trusted, self._spare, self._streams = [], [], {}

@@ -67,11 +67,20 @@ class Rollback:
         self._remember, self._recall = remember, recall
         # Lets snapshots outlive the process, where another one goes on with the run.
         self.shared: SharedStates | None = None
+        self._own_is_trusted: Callable[[], None] = lambda: None
         self._build_parts()
 
-    def outlive_with(self, shared: SharedStates) -> None:
-        """Lets snapshots outlive the process; called before the run begins."""
-        self.shared = shared
+    def go_on_from_memory(self, shared: SharedStates | None, own_is_trusted: Callable[[], None]) -> None:
+        """
+        Called before the run begins, where processes go on from memory.
+
+        Args:
+            shared ([`SharedStates`], *optional*):
+                Lets snapshots outlive this process.
+            own_is_trusted (`Callable[[], None]`):
+                Told when the state that this process has gone on from is not needed any more.
+        """
+        self.shared, self._own_is_trusted = shared, own_is_trusted
         self._build_parts()
 
     def _build_parts(self) -> None:
@@ -87,6 +96,7 @@ class Rollback:
             self.checkpoints,
             self._remember,
             self.shared,
+            self._own_is_trusted,
         )
         self.trials = StateTrials(self.ring, self.batches, self.in_place, self.states)
         self._gone_back_to: Snapshot | None = None

@@ -55,8 +55,6 @@ class SharedStates:
         self._blocks: list[tuple[Path, weakref.ref[HostBlock]]] = []
         self._pending: tuple[Snapshot, StateToStore] | None = None
         self._stored: dict[int, Path] = {}
-        # What the process before this one has left, until this one has as much.
-        self._inherited = [*self.directory.glob("*")] if is_own(self.directory) else []
         self._kept = False
 
     @property
@@ -165,13 +163,6 @@ class SharedStates:
         if path is not None and not self._kept:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-
-    def forget_inherited(self) -> None:
-        """Removes what the process before this one has left: all ranks have a state of this one now."""
-        for path in self._inherited:
-            with suppress(OSError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        self._inherited = []
 
     # ---- the end ----
 

@@ -226,8 +226,8 @@ class StoredState:
     A state in shared memory, opened.
 
     Args:
-        facts ([`StateFacts`]):
-            Whose it is.
+        path (`Path`), facts ([`StateFacts`]):
+            The file about it, and whose it is.
         record ([`ResumeRecord`]):
             What belongs to it beside tensors.
         snapshot ([`Snapshot`]):
@@ -236,8 +236,10 @@ class StoredState:
             The places of the parameters that its optimizer states are of, among those of the optimizer.
     """
 
-    def __init__(self, facts: StateFacts, record: ResumeRecord, snapshot: Snapshot, orders: list[int]) -> None:
-        self.facts = facts
+    def __init__(
+        self, path: Path, facts: StateFacts, record: ResumeRecord, snapshot: Snapshot, orders: list[int]
+    ) -> None:
+        self.path, self.facts = path, facts
         self.record = record
         self._snapshot = snapshot
         self._orders, self._states = orders, [state for _, state in snapshot.states]
@@ -347,7 +349,7 @@ def open_state(path: Path, device: torch.device) -> StoredState:
         groups=content["groups"],
         states=content["states"],
     )
-    return StoredState(facts, record, snapshot, [order for order, _ in content["states"]])
+    return StoredState(path, facts, record, snapshot, [order for order, _ in content["states"]])
 
 
 def _map(file: Path) -> mmap.mmap:

@@ -56,6 +56,8 @@ class TrustedStates:
             Returns detectors and statistics as of now, to be kept with a snapshot.
         shared ([`SharedStates`], *optional*):
             Lets snapshots outlive the process.
+        own_is_trusted (`Callable[[], None]`, *optional*):
+            Told when there is a trusted state, or none will be kept: one of an earlier process is not needed any more.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class TrustedStates:
         checkpoints: RunCheckpoints,
         remember: Callable[[], dict[str, Any]],
         shared: SharedStates | None = None,
+        own_is_trusted: Callable[[], None] = lambda: None,
     ) -> None:
+        self._own_is_trusted = own_is_trusted
         self._config, self._journal, self._remember = config, journal, remember
         self._shared = shared
         self._ring, self._batches = ring, batches
@@ -284,6 +288,7 @@ class TrustedStates:
     def _rely_on_disk(self, needed: int) -> None:
         self._on_disk_only = True
         free = free_host_memory()
+        self._own_is_trusted()
         self._ring.release()
         self._journal.event("snapshots_off", self.interval.last_taken, bytes_needed=needed, bytes_free=free)
         logger.warning(
@@ -360,7 +365,7 @@ class TrustedStates:
         self._ring.promote()
         if self._shared is not None:
             self._shared.store()
-            self._shared.forget_inherited()
+        self._own_is_trusted()
         self._batches.forget_before(candidate.step)
         if not self.early(step + 1):
             self._ring.forget_initial()

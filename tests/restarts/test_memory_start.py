@@ -128,6 +128,22 @@ def test_nothing_lies_in_shared_memory_where_nobody_starts_the_job_again(job: Pa
     assert not directory_of(job).exists()
 
 
+@pytest.mark.slow
+def test_of_what_a_process_has_left_only_what_is_gone_on_from_stays_until_there_is_a_newer_one(
+    job: Path, start: Callable[..., int]
+) -> None:
+    options = {"fault": "sigkill", "step": 7, "config": {**CLOSE, "resume_from_memory": True}}
+    # Killed again, before it has a state of its own.
+    again = {**options, "step": 6, "struck": "again"}
+    assert start(job, 0, **options) == -9
+    left = {path.name for path in directory_of(job).glob("*/*.state")}
+    assert start(job, 1, **again) == -9
+    (kept,) = directory_of(job).glob("*/*.state")
+    assert kept.name in left
+    assert start(job, 2, **options) == 0
+    assert resumed_from_memory(job) == [6]
+
+
 def test_a_state_from_which_the_process_before_came_no_step_further_is_passed_over(tmp_path: Path) -> None:
     def record(first: int, last: int, resumed_from: Path) -> RunRecord:
         attempt = Attempt(2, 0, "", 0.0, resumed_from=str(resumed_from), first_step=first, last_step=last)

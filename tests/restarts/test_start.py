@@ -24,6 +24,7 @@ from self_healing.checkpoints.vetting import Verdict
 from self_healing.journal.journal import Journal
 from self_healing.launcher import Launch
 from self_healing.restarts import start as module
+from self_healing.restarts.memory_start import SharedStep
 from self_healing.restarts.record import _CALLS, RECORD_FILE, Attempt, Ending, RunRecord
 from self_healing.restarts.start import (
     Start,
@@ -83,6 +84,15 @@ class TestAStart:
     ) -> None:
         start = Start("checkpoint", step, record_of(tmp_path, Ending.FAILED))
         assert (start.died, start.spends, start.steps_to_repeat) == (False, spends, again)
+
+    @pytest.mark.parametrize(("came_to", "spends"), [([], False), ([9], True), ([7], True), ([6], False)])
+    def test_from_memory_progress_is_a_later_end_than_those_before(
+        self, tmp_path: Path, came_to: list[int], spends: bool
+    ) -> None:
+        record = record_of(tmp_path, Ending.FAILED)
+        earlier = [replace(record.newest, last_step=step) for step in came_to]
+        record.attempts = [*earlier, record.newest]
+        assert Start(None, 7, record, shared=SharedStep(7, "run", "")).spends == spends
 
 
 class TestTheJobOfARecord:

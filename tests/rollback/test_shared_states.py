@@ -136,11 +136,16 @@ def test_trusted_states_stay_beside_the_newest(run: Run) -> None:
     assert run.steps == [5]
 
 
-def test_memory_that_is_not_used_any_more_is_given_back(run: Run) -> None:
+def test_memory_is_used_again_and_given_back_when_it_is_not(run: Run) -> None:
     for _ in range(8):
         run.take()
         run.ring.promote()
     assert len(list(run.shared.directory.glob("*.block"))) == 3
+    # As where `train()` is entered again with another optimizer.
+    run.ring.release()
+    run.take()
+    assert len(list(run.shared.directory.glob("*.block"))) == 1
+    assert run.steps == [9]
 
 
 def test_what_is_not_finite_is_not_stored(run: Run) -> None:
