@@ -257,7 +257,7 @@ def assemble(
     attempts = Attempts(context, numerics)
     departure = Departure(context, attempts)
     ending = RunEnding(context, attempts, departure)
-    last_step = LastStep(rollback)
+    last_step = LastStep(rollback, journal)
     hangs = HangWatch(
         context,
         before_exit=ending.end_process,
@@ -270,7 +270,7 @@ def assemble(
         NumericsRemedies(context, numerics, rollback),
         MemoryRemedies(memory),
         RowQuarantine(config, quarantine),
-        LastResorts(context, attempts, ending, rollback),
+        LastResorts(context, attempts, ending, rollback, last_step),
     ):
         context.remedies.offer(remedies.table())
     saves = SaveHealer(context, lambda: rollback.checkpoints.give_way())

@@ -174,12 +174,8 @@ class Recovery:
 
     def _leave_last_step(self) -> None:
         """The job ends, and is perhaps started again: each of its ranks then goes on from what it has left."""
-        run = self.run
-        if run.instrument is None or not run.instrument.reentry.moved:
-            return
-        step = run.last_step.leave(run.instrument)
-        if step is not None:
-            run.journal.event("left_in_memory", step)
+        if self.run.instrument is not None:
+            self.run.last_step.leave(self.run.instrument)
 
     def _first_claim(self, error: BaseException) -> Claim | None:
         """Asks those inside `train()` in a fixed order; what else one of them was waiting for has not come."""

@@ -38,7 +38,7 @@ class HangWatch(Healer):
             Told when a run turns out to have ended without a word.
         counts_attempts (`Callable[[], bool]`):
             Whether a job that is started again and again without progress is ended.
-        leave_state (`Callable[[Instrument, Callable[[], bool]], int | None]`):
+        leave_state (`Callable[[Instrument, Callable[[], bool]], None]`):
             Leaves the state after the last finished step to the next process, if the training thread stays where it
             is meanwhile.
     """
@@ -50,7 +50,7 @@ class HangWatch(Healer):
         still_training: Callable[[FrameType | None], bool],
         over: Callable[[], None],
         counts_attempts: Callable[[], bool],
-        leave_state: Callable[[Instrument, Callable[[], bool]], int | None],
+        leave_state: Callable[[Instrument, Callable[[], bool]], None],
     ) -> None:
         self._run = run
         self._leave_state = leave_state
@@ -128,16 +128,14 @@ class HangWatch(Healer):
         """Called beside the training thread, which waits in a collective for a rank that is gone."""
         run = self._run
         instrument, began = run.attachment.instrument, self._position()
-        if instrument is None or began.collective is None or not instrument.reentry.moved:
+        if instrument is None or began.collective is None:
             return
 
         def still_there() -> bool:
             now = self._position()
             return now.collective is not None and (now.step, now.section) == (began.step, began.section)
 
-        step = self._leave_state(instrument, still_there)
-        if step is not None:
-            run.journal.event("left_in_memory", step)
+        self._leave_state(instrument, still_there)
 
     def _position(self) -> Position:
         if self._watchdog is None:

@@ -59,7 +59,10 @@ def leave_snapshots(run: RunContext, attempts: Attempts, rollback: Rollback, arg
     record = attempts.record
     if record is None or not record.kept:
         return
-    if record.attempts and record.ending in _GOES_ON and restarts_on_exit(run.config):
+    # What one rank gives up may be tried once more: that is for the first one to decide, in the record.
+    alone = args.process_index > 0 and record.ending is Ending.GAVE_UP and attempts.entered
+    goes_on = bool(record.attempts) and (record.ending in _GOES_ON or alone)
+    if goes_on and restarts_on_exit(run.config):
         if rollback.shared is not None:
             rollback.shared.keep()
         return

@@ -15,6 +15,7 @@ from ..classify import classify_exception, describe_exception
 from ..failures import Action, FailureType
 from ..instrument import Instrument
 from ..retry import RetryPolicy
+from ..rollback.last_step import LastStep
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
 from ..run.dispatch import CarryOut, HealingContext
@@ -37,14 +38,19 @@ class LastResorts:
             Its processes, and what writes down how it ends.
         rollback ([`Rollback`]):
             States it can go back to.
+        last_step ([`LastStep`]):
+            Leaves the state to the next process, where several train together.
     """
 
-    def __init__(self, run: RunContext, attempts: Attempts, ending: RunEnding, rollback: Rollback) -> None:
+    def __init__(
+        self, run: RunContext, attempts: Attempts, ending: RunEnding, rollback: Rollback, last_step: LastStep
+    ) -> None:
         self.run = run
         self.config = run.config
         self.attempts = attempts
         self.ending = ending
         self.rollback = rollback
+        self.last_step = last_step
 
     def table(self) -> dict[Action, CarryOut]:
         """The actions, and what does each."""
@@ -60,6 +66,8 @@ class LastResorts:
         why = self._not_worth_saving(context)
         if why:
             return {"checkpoint": None, "why": why, "happened": False}
+        if consensus.world_size() > 1:
+            self.last_step.leave(context.running)
         try:
             checkpoints = self.rollback.checkpoints
             checkpoints.leave_room()

@@ -14,6 +14,7 @@ from ..checkpoints.owed import owing
 from ..instrument import Instrument
 from ..instrument.live_state import LiveState
 from ..instrument.resume_record import ResumeRecord
+from ..journal.journal import Journal
 from .copied_state import size_of
 from .rollback import Rollback
 from .snapshots import Snapshot
@@ -30,10 +31,13 @@ class LastStep:
     Args:
         rollback ([`Rollback`]):
             Knows the tensors, and where the state goes.
+        journal ([`Journal`]):
+            Where it is written down.
     """
 
-    def __init__(self, rollback: Rollback) -> None:
+    def __init__(self, rollback: Rollback, journal: Journal) -> None:
         self._rollback = rollback
+        self._journal = journal
         # The training thread, and one that is about to end the process, may want to at the same time.
         self._lock = threading.Lock()
         self._asked = False
@@ -42,29 +46,28 @@ class LastStep:
         """`train()` is entered: there is another step to leave."""
         self._asked = False
 
-    def leave(self, instrument: Instrument, undisturbed: Callable[[], bool] = lambda: True) -> int | None:
+    def leave(self, instrument: Instrument, undisturbed: Callable[[], bool] = lambda: True) -> None:
         """
-        Leaves it, if it is the run's own, whole and finite.
+        Leaves it, if it is the run's own, whole and finite, and there was a step since `train()` was entered.
 
         Args:
             instrument ([`Instrument`]):
                 Of the trainer, which does not train any more: it is left by an exception, or waits for another rank.
             undisturbed (`Callable[[], bool]`, *optional*):
                 Whether it still does not, asked at the end.
-
-        Returns:
-            `int`: the optimizer steps finished in it; `None` if there is none.
         """
         with self._lock:
-            if self._asked:
-                return None
+            if self._asked or not instrument.reentry.moved:
+                return
             self._asked = True
             try:
                 with _beside(instrument.view.device):
-                    return self._leave(instrument, undisturbed)
+                    step = self._leave(instrument, undisturbed)
             except Exception as error:
                 logger.warning("The state of the last step could not be left in memory: %s.", error, exc_info=True)
-                return None
+                return
+            if step is not None:
+                self._journal.event("left_in_memory", step)
 
     def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool]) -> int | None:
         shared, live = self._rollback.shared, self._rollback.ring.taken_of

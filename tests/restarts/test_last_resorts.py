@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from self_healing import Action, FailureType, HealingConfig, UnrecoverableTrainingError
 from self_healing.assembly import Run, assemble
@@ -52,6 +53,7 @@ class TestAnEmergencyCheckpoint:
             run.attempts,
             run.ending,
             SimpleNamespace(checkpoints=checkpoints),  # type: ignore[arg-type]
+            run.last_step,
         )
         resorts.config = HealingConfig(**settings)
         self.made_room = made_room
@@ -60,7 +62,7 @@ class TestAnEmergencyCheckpoint:
     def context(self, run: Run, error: Exception | None = None) -> HealingContext:
         self.state = SimpleNamespace(global_step=5)
         trainer = SimpleNamespace(state=self.state, args=SimpleNamespace(output_dir=str(run.context.directory)))
-        phase = SimpleNamespace(phase=SimpleNamespace(value="in the optimizer step"))
+        phase = SimpleNamespace(phase=SimpleNamespace(value="in the optimizer step"), moved=False)
         instrument: Any = SimpleNamespace(trainer=trainer, reentry=phase)
         context = HealingContext(run.journal.incidents[0] if run.journal.incidents else None, instrument, error=error)  # type: ignore[arg-type]
         if hasattr(self, "back"):
@@ -145,7 +147,7 @@ def test_the_wait_is_that_of_the_times_the_run_was_brought_back(
     monkeypatch.setattr(remedies, "RetryPolicy", SimpleNamespace(of=lambda config: policy))
     slept: list[float] = []
     run = assemble(HealingConfig(), tmp_path, sleep=slept.append, run_id="run")
-    resorts = LastResorts(run.context, run.attempts, run.ending, run.rollback)
+    resorts = LastResorts(run.context, run.attempts, run.ending, run.rollback, run.last_step)
     found = []
     for run.context.budget.used in (0, 1, 3):
         context, args = SimpleNamespace(), SimpleNamespace()
@@ -167,7 +169,7 @@ def test_a_stop_ends_the_run_and_lets_go_of_the_states(tmp_path: Path, monkeypat
     monkeypatch.setattr(run.rollback, "release", lambda: released.append(True))
     incident, error = run.journal.open(3, "made up", {}), ValueError()
     given = HealingContext(incident, verdict="it rose", error=error, resume_from="checkpoint-2")
-    resorts = LastResorts(run.context, run.attempts, run.ending, run.rollback)
+    resorts = LastResorts(run.context, run.attempts, run.ending, run.rollback, run.last_step)
     for context in (given, HealingContext(incident)):
         with pytest.raises(UnrecoverableTrainingError, match="over"):
             resorts.table()[Action.STOP](context, SimpleNamespace())  # type: ignore[arg-type]
@@ -208,6 +210,7 @@ class TestWhatACheckpointOwes:
         )
         instrument: Any = SimpleNamespace(
             trainer=None,
+            view=SimpleNamespace(device=torch.device("cpu")),
             ledger=SimpleNamespace(take_over=take_over),
             reentry=SimpleNamespace(continue_from=continue_from, deliver_pending=deliver),
         )
