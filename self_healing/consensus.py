@@ -365,13 +365,20 @@ def job_store() -> Any:
 
 
 def collectives_begun() -> int | None:
-    """Number of collectives that this process has begun so far, in all groups; `None` where that is not counted."""
+    """
+    Counts the collectives that this process has begun, in all process groups; `None` where a backend does not count
+    them (MPI).
+    """
+    count = 0
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     try:
-        return sum(int(group._get_sequence_number_for_group()) for group in groups)
-    except (AttributeError, RuntimeError):
-        # A backend that does not count (MPI).
+        for group in groups:
+            # torch 2.13: asked by itself, a group counts those of one of its backends.
+            for backend in {group._get_backend(device) for device in group._device_types}:
+                count += backend._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError, TypeError):
         return None
+    return count
 
 
 # ---- the ballot ----

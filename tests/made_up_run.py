@@ -49,6 +49,7 @@ class MadeUpWindow:
     ) -> None:
         self.step = step
         self.found = StepSignals(step, loss, grad_norm)
+        self.losses = [torch.tensor(loss)]
         self._again = self.found if again is None else StepSignals(step, *again)
         self.skipped = self.accepted = False
         self.computed = 1

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import consensus
 from .bookkeeping import Bookkeeper, Bookkeeping
 from .preparing import preparing
 from .replacing import Replacements
@@ -20,9 +20,6 @@ from .view import TrainerView
 
 # By which trainers have ranks meet in a loss.
 _ASKING = ("gather_for_metrics", "gather", "reduce", "pad_across_processes")
-
-# Any: there only where torch was built with distributed.
-dist: Any = torch.distributed
 
 
 class OneRankRetry:
@@ -82,7 +79,7 @@ class OneRankRetry:
             return
         if not isinstance(model, DistributedDataParallel) or model.process_group.size() != view.world_size:
             return
-        if collectives_begun() is None:
+        if consensus.collectives_begun() is None:
             return
         self._model = model
         self._parameters = [each for each in model.parameters() if each.requires_grad]
@@ -104,14 +101,14 @@ class OneRankRetry:
         # The running loss is not rewound.
         self._before = self._ledger.capture(self._trainer._tr_loss)
         self._gradients = self._versions()
-        self._collectives = collectives_begun()
+        self._collectives = consensus.collectives_begun()
 
     def can_be_taken_back(self) -> bool:
         """Whether nothing of the micro-batch has reached another rank or a gradient."""
         return (
             self._before is not None
             and self._collectives is not None
-            and collectives_begun() == self._collectives
+            and consensus.collectives_begun() == self._collectives
             and self._versions() == self._gradients
         )
 
@@ -143,9 +140,9 @@ class OneRankRetry:
         self._forwards += 1
         if self._forwards <= self._sent_before:
             self._model.require_forward_param_sync = False
-        before = collectives_begun()
+        before = consensus.collectives_begun()
         result = original(*args, **kwargs)
-        after = collectives_begun()
+        after = consensus.collectives_begun()
         if before is None or after is None:
             self._collectives = None
         elif after != before:
@@ -165,12 +162,12 @@ class OneRankRetry:
                     f"computed again, the loss asks for accelerator.{name}, and asked for {asked} before"
                 )
             return answer
-        before, self._asking = collectives_begun(), True
+        before, self._asking = consensus.collectives_begun(), True
         try:
             answer = original(*args, **kwargs)
         finally:
             self._asking = False
-        after = collectives_begun()
+        after = consensus.collectives_begun()
         self._collectives = None if before is None or after is None else self._collectives + after - before
         self._answers.append((name, answer))
         return answer
@@ -178,21 +175,3 @@ class OneRankRetry:
     def _versions(self) -> list[int | None]:
         """Tells whether gradients have been added to since: each addition moves the version of the tensor."""
         return [None if (gradient := each.grad) is None else gradient._version for each in self._parameters]
-
-
-def collectives_begun() -> int | None:
-    """
-    Counts the collectives that this process has begun, in all process groups but those of this library; `None` where
-    a backend does not count them.
-    """
-    count = 0
-    try:
-        for group in dist.distributed_c10d._world.pg_map:
-            if str(getattr(group, "group_desc", "")).startswith("self_healing"):
-                continue
-            # torch 2.13: asked by itself, a group counts those of one of its backends.
-            for backend in {group._get_backend(device) for device in group._device_types}:
-                count += backend._get_sequence_number_for_group()
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-    return count

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from transformers import Trainer
 
-from ..consensus import AgreedFailure
+from .. import consensus
 from ..random_state import RandomState
 from .accelerate_engine import AccelerateEngine
 from .best_model import BestModel
@@ -26,7 +26,7 @@ from .less_memory import ActivationCheckpointing
 from .loader_workers import WorkerDeaths
 from .memory_retry import MemoryRetry
 from .objective import objective_of
-from .one_rank import OneRankRetry, collectives_begun
+from .one_rank import OneRankRetry
 from .optimizer_step import OptimizerStep
 from .out_of_memory import OutOfMemory, is_out_of_memory
 from .phase import Phase
@@ -459,7 +459,7 @@ class Instrument:
             window.abandon(self.leaves_out_nonfinite)
             self.failsafe.switch_off(error)
             return
-        if not window.agreed and not isinstance(error, AgreedFailure):
+        if not window.agreed and not isinstance(error, consensus.AgreedFailure):
             # The others have come to this step, and wait for its numbers.
             error = self.failsafe.told("the step", error)
         agreed = self.failsafe.agreed_on("the step", error)
@@ -477,13 +477,13 @@ class Instrument:
         self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         stores, rng = self.ledger.mark_stores(), RandomState.capture(self.view.device)
-        begun = collectives_begun() if self.one_rank.possible else None
+        begun = consensus.collectives_begun() if self.one_rank.possible else None
         while True:
             try:
                 # A copy: what the first attempt took out of it is needed by the second.
                 result = original(model, copy.copy(inputs), *args, **kwargs)
             except Exception as error:
-                alone = begun is not None and collectives_begun() == begun
+                alone = begun is not None and consensus.collectives_begun() == begun
                 ran_out = self.retry.caught(error, place="evaluation", alone=alone)
                 if ran_out is None:
                     raise
