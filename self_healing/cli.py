@@ -7,6 +7,7 @@ What a command needs is imported when it runs, so that one that needs little doe
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shlex
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -327,8 +328,6 @@ def doctor(
 
     Exit code 1: something will not work; 2: neither the directory exists nor the one it would be made in.
     """
-    import os
-
     from .doctor.checkup import check_up
     from .doctor.job import is_in_job
 
@@ -347,7 +346,7 @@ def doctor(
 
         job = look_at_job()
         if job.rank != 0:
-            raise typer.Exit(0 if job.works else 1)
+            _end_rank(0 if job.works else 1)
     found = check_up(directory, job=job)
     if as_json:
         import json
@@ -361,8 +360,21 @@ def doctor(
         from .doctor.tables import print_checkup
 
         print_checkup(found, Console(highlight=False))
+    if job is not None:
+        _end_rank(0 if found.works else 1)
     if not found.works:
         raise typer.Exit(1)
+
+
+def _end_rank(code: int) -> NoReturn:
+    """
+    Ends a process that was in a process group: threads of gloo outlive the group, and what they free while the
+    interpreter ends aborts the process (torch 2.13, https://github.com/pytorch/pytorch/pull/179291).
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 @app.command()
