@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,11 +61,23 @@ class SideChannel:
     """
 
     def __init__(self, place: Place, name: str) -> None:
-        store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)
+        self._place = place
+        store = self._connected()
         # A launcher that starts the job again may keep the store, and a script may train several times.
         prefix = f"self_healing/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         times = dist.PrefixStore(prefix, store).add(f"opened/{place.rank}", 1)
-        self._store = dist.PrefixStore(f"{prefix}/{times}", store)
+        self._prefix = f"{prefix}/{times}"
+        self._store = dist.PrefixStore(self._prefix, store)
+
+    def connect_again(self) -> None:
+        """Goes on over another connection, where the one there was is lost."""
+        # What torch says of a store that is not there is many lines.
+        socket.create_connection((self._place.host, self._place.port), _CONNECTING.total_seconds()).close()
+        self._store = dist.PrefixStore(self._prefix, self._connected())
+
+    def _connected(self) -> Any:
+        host, port = self._place.host, self._place.port
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECTING)
 
     def put(self, key: str, record: Mapping[str, Any]) -> None:
         """Writes a record."""

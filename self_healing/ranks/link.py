@@ -1,8 +1,9 @@
-"""`Echo` and `ask`: whether one process of a job gets through to another one, over the network between them."""
+"""`Echo`, `ask` and `is_open`: whether one process of a job gets through to another one, over the network."""
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import secrets
@@ -20,8 +21,12 @@ logger = logging.getLogger("self_healing")
 # wrong) is seen as well.
 _BYTES = 1 << 16
 _TOKEN_BYTES = 16
-# One question is answered at a time, and may take as long as this, in seconds.
-_ANSWERING = 2.0
+# So many questions are answered at a time, each of which may take as long as this, in seconds. Whoever comes besides
+# (a port scanner) is sent away.
+_AT_ONCE, _ANSWERING = 32, 2.0
+# Of connections that nobody has taken yet, because no thread of the process runs: a queue that is full looks like a
+# machine that is gone.
+_WAITING = 1024
 # By what NCCL and gloo are told which network to use; names, or what names begin with.
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -42,10 +47,17 @@ class Address:
     port: int
     token: str
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it leads to whatever is on the machine that asks; an `/etc/hosts` may name it so on its own one."""
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return False
+
 
 class Echo:
     """
-    Sends back what another process of the job sends, in a thread that nothing waits for, until it is closed.
+    Sends back what another process of the job sends, in threads that nothing waits for, until it is closed.
 
     Args:
         host (`str`):
@@ -57,7 +69,8 @@ class Echo:
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family)
+        self._socket = socket.create_server((host, 0), family=family, backlog=_WAITING)
+        self._free = threading.BoundedSemaphore(_AT_ONCE)
         self.address = Address(host, int(self._socket.getsockname()[1]), secrets.token_hex(_TOKEN_BYTES // 2))
         threading.Thread(target=self._answer_all, name="self_healing echo", daemon=True).start()
 
@@ -76,16 +89,30 @@ class Echo:
                 # Closed; or too many files are open for the moment.
                 time.sleep(0.1)
                 continue
-            # Whoever has gone, or is not one of the job, is left alone.
-            with contextlib.suppress(OSError), connection:
-                self._answer(connection)
+            if not self._free.acquire(blocking=False):
+                connection.close()
+                continue
+            try:
+                # One after the other, a stranger who says nothing would hold up those who ask.
+                answer = threading.Thread(target=self._answer, args=(connection,), name="self_healing echo")
+                answer.daemon = True
+                answer.start()
+            except RuntimeError:
+                # There can be no more threads.
+                self._free.release()
+                connection.close()
 
     def _answer(self, connection: socket.socket) -> None:
         until = time.monotonic() + _ANSWERING
-        if secrets.compare_digest(_received(connection, _TOKEN_BYTES, until), self.address.token.encode()):
-            content = _received(connection, _BYTES, until)
-            connection.settimeout(_ANSWERING)
-            connection.sendall(content)
+        try:
+            # Whoever has gone, or is not one of the job, is left alone.
+            with contextlib.suppress(OSError), connection:
+                if secrets.compare_digest(_received(connection, _TOKEN_BYTES, until), self.address.token.encode()):
+                    content = _received(connection, _BYTES, until)
+                    connection.settimeout(_ANSWERING)
+                    connection.sendall(content)
+        finally:
+            self._free.release()
 
 
 def ask(address: Address, seconds: float) -> None:
@@ -105,6 +132,23 @@ def ask(address: Address, seconds: float) -> None:
     with socket.create_connection((address.host, address.port), timeout=seconds) as connection:
         connection.sendall(address.token.encode() + bytes(_BYTES))
         _received(connection, _BYTES, until)
+
+
+def is_open(address: Address, seconds: float) -> bool:
+    """
+    Whether the process that answers at an address is there. The system of its machine takes a connection for it, also
+    while no thread of the process runs: native code holds the GIL, or it is stopped.
+
+    Args:
+        address ([`Address`]):
+            Of the process.
+        seconds (`float`):
+            How long that may take.
+    """
+    with contextlib.suppress(OSError):
+        socket.create_connection((address.host, address.port), timeout=seconds).close()
+        return True
+    return False
 
 
 def _received(connection: socket.socket, count: int, until: float) -> bytes:

@@ -121,10 +121,16 @@ class Failure:
     @property
     def for_good(self) -> bool:
         """Whether the run is not to be started again by itself."""
-        return self.exit_code == _UNRECOVERABLE and self.failure is not FailureType.DAMAGED_CHECKPOINT
+        ends_one_process = (FailureType.DAMAGED_CHECKPOINT, FailureType.INTERRUPTED)
+        return self.exit_code == _UNRECOVERABLE and self.failure not in ends_one_process
 
     def __str__(self) -> str:
-        heard = "was last heard of" if self.failure is FailureType.PROCESS_DIED and not self.follows else "failed"
+        if self.follows:
+            return (
+                f"rank {self.rank} was the first on which a collective failed, after step {self.step}; another rank "
+                f"may be behind it: {self.error}"
+            )
+        heard = "was last heard of" if self.failure is FailureType.PROCESS_DIED else "failed"
         return f"rank {self.rank} failed first; it {heard} after step {self.step}: {self.error}"
 
 
@@ -141,7 +147,7 @@ def failure_of(error: BaseException, rank: int, step: int, section: str) -> Fail
     Returns:
         [`Failure`]: `None` for one that ends no rank before the others: a run that goes on, or ends as was agreed.
     """
-    if isinstance(error, (DamagedCheckpointError, SystemExit, GeneratorExit)):
+    if isinstance(error, (DamagedCheckpointError, GeneratorExit)):
         return None
     text = " ".join(describe_exception(error).split())[:_LONGEST]
     failure, patience, code = classify_exception(error), 0.0, None
@@ -149,6 +155,9 @@ def failure_of(error: BaseException, rank: int, step: int, section: str) -> Fail
         failure, patience, code = error.failure or failure, _ENDS_TOGETHER, _UNRECOVERABLE
     elif isinstance(error, KeyboardInterrupt):
         code = _INTERRUPTED
+    elif isinstance(error, SystemExit):
+        # Also where that one ends with 0: the others have not come to their end.
+        code = (error.code & 0xFF if isinstance(error.code, int) else 0) or _UNRECOVERABLE
     follows = comes_from_a_collective(error) and failure is not FailureType.OUT_OF_MEMORY
     return Failure(rank, step, failure, text, section, follows, patience, code)
 

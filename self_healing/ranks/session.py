@@ -15,7 +15,7 @@ from typing import Any
 from ..failures import FailureType
 from ..log_safely import log_safely
 from .channel import Place, SideChannel
-from .link import Address, Echo, own_host
+from .link import Address, Echo, is_open, own_host
 from .naming import waited_for
 from .posts import Failure, Position, first_of
 from .processes import Process, State
@@ -36,6 +36,10 @@ _STOOD_STILL = 2.0
 _STALE = 10.0
 # While this rank waits, the others are asked where they are as often as the store stands it.
 _RANKS_AT_ONCE = 50.0
+# Asked directly whether it is there, it has so many seconds.
+_ANSWERING = 2.0
+# Once the store is lost, it is tried again after as long, and each time after twice as long, up to a limit.
+_AGAIN, _AGAIN_AT_MOST = 5.0, 60.0
 # Without the store nobody can say goodbye: another rank that is gone has to be missed as well, for so many seconds.
 _MAY_HAVE_LEFT = 60.0
 
@@ -56,6 +60,8 @@ class _Other:
             Whether it has said that it leaves.
         stopped_since (`float`, *optional*):
             When it was first seen to be stopped.
+        there (`float`):
+            When it was seen to be there, though nothing was heard of it.
         address ([`Address`], *optional*):
             Where it answers.
         facts (`Mapping`):
@@ -68,6 +74,7 @@ class _Other:
     position: Position
     left: bool = False
     stopped_since: float | None = None
+    there: float = 0.0
     address: Address | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -150,7 +157,9 @@ class Session:
         self._orders: queue.SimpleQueue[Callable[[SideChannel], None]] = queue.SimpleQueue()
         self._wake, self._news, self._ended = threading.Event(), threading.Condition(), threading.Event()
         self._channel: SideChannel | None = None
-        self._lost_it = False
+        self._lost_it = self._told_of_it = False
+        # Steps that are finished here, and when one was last.
+        self._step, self._stepped = -1, 0.0
         self._count = self._counted = 0
         # Numbers of failures that were counted, and not read yet.
         self._unread: set[int] = set()
@@ -280,23 +289,47 @@ class Session:
     def _opened_echo(self) -> Echo | None:
         try:
             return Echo(own_host(self._place.host, self._place.port)) if self._answers else None
-        except OSError as error:
+        except Exception as error:
+            # No network, no address, a name that is none: the store is enough.
             logger.info("Other ranks cannot ask this one directly whether it is there: %s.", error)
             return None
 
     def _lost(self, error: Exception) -> None:
-        if not self._lost_it and not self._ended.is_set():
+        if not self._told_of_it and not self._ended.is_set():
+            self._told_of_it = True
             log_safely(
                 logger,
                 logging.WARNING,
-                "The store of this job is not listened to any more (%s: %s): what ends other ranks is not known from "
-                "here on, but of those on this machine. Training goes on.",
+                "The store of this job cannot be listened to (%s: %s): as long as that lasts, what ends other ranks "
+                "is not known, but of those on this machine. Training goes on.",
                 type(error).__name__,
                 str(error).partition("\n")[0],
                 # What torch raises says it all; anything else is a mistake of ours.
                 exc_info=None if isinstance(error, RuntimeError) else error,
             )
-        self._lost_it, self._channel = True, None
+        tries, lost = self._lost_it, self._channel
+        self._channel, self._lost_it = None, True
+        if not tries:
+            # That takes its time, in which processes of this machine are looked at as before.
+            thread = threading.Thread(target=self._try_again, args=(lost,), name="self_healing store", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+
+    def _try_again(self, channel: SideChannel | None) -> None:
+        """Connects to the store again: ranks on other machines hear nothing of this one meanwhile."""
+        pause = _AGAIN
+        while not self._ended.wait(pause * self._interval):
+            pause = min(2 * pause, _AGAIN_AT_MOST)
+            try:
+                if channel is None:
+                    channel = SideChannel(self._place, self._name)
+                else:
+                    channel.connect_again()
+            except Exception:
+                continue
+            logger.info("The store of this job is listened to again.")
+            self._channel, self._lost_it = channel, False
+            return
 
     def _listen(self) -> None:
         now = time.monotonic()
@@ -322,7 +355,10 @@ class Session:
         record: dict[str, Any] = {"count": self._count, "left": leaves, "process": asdict(self._process)}
         with contextlib.suppress(Exception):
             # Looks at what the training thread changes meanwhile.
-            record["position"] = self._look().to_record()
+            position = self._look()
+            record["position"] = position.to_record()
+            if position.step != self._step:
+                self._step, self._stepped = position.step, time.monotonic()
         if self._echo is not None:
             record["address"] = asdict(self._echo.address)
         # Changed in the training thread meanwhile.
@@ -371,6 +407,8 @@ class Session:
             where = Position(0, "", 0, 0.0, 0.0, training=False) if position is None else Position.of(position)
             process = Process(**record["process"])
             address = Address(**record["address"]) if "address" in record else None
+            if address is not None and address.is_local and process.machine != self._process.machine:
+                address = None
             facts = record.get("facts", {})
             self._others[rank] = _Other(
                 process, record["count"], now, where, record["left"], address=address, facts=facts
@@ -423,14 +461,22 @@ class Session:
                 self._give_up(rank, "its process is stopped (SIGSTOP)")
 
     def _listen_to_the_next(self) -> None:
-        """Of another machine no more is known than what is heard of it."""
+        """
+        Gives up the next rank, on another machine, if nothing says that it is there: no word over the store, no step
+        that was finished here, of which it has done its part, and no connection to its port.
+        """
         if self._following is None or self._channel is None:
             return
-        other = self._others[self._following]
-        silent = time.monotonic() - other.heard
-        if not other.left and not self._is_here(other) and silent >= _UNHEARD * self._interval:
-            why = f"nothing was heard of it for {silent:.0f} s: its machine is gone, or cut off"
-            self._give_up(self._following, why)
+        other, now = self._others[self._following], time.monotonic()
+        if other.left or self._is_here(other):
+            return
+        if now - max(other.heard, other.there, self._stepped) < _UNHEARD * self._interval:
+            return
+        if other.address is not None and is_open(other.address, _ANSWERING):
+            other.there = now
+            return
+        why = f"nothing was heard of it for {now - other.heard:.0f} s: its machine is gone, or cut off"
+        self._give_up(self._following, why)
 
     def _is_here(self, other: _Other) -> bool:
         return other.process.machine == self._process.machine

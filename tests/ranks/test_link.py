@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from self_healing.ranks.link import Address, Echo, ask, own_host
+from self_healing.ranks.link import Address, Echo, ask, is_open, own_host
 
 
 @pytest.fixture
@@ -49,6 +50,42 @@ def test_strangers_get_nothing_back(echo: Echo) -> None:
 def test_one_that_asks_and_says_no_more_holds_nobody_up_for_long(echo: Echo) -> None:
     with socket.create_connection((echo.address.host, echo.address.port)):
         ask(echo.address, seconds=20.0)
+
+
+def test_strangers_who_say_nothing_hold_nobody_up(echo: Echo) -> None:
+    place = (echo.address.host, echo.address.port)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(20):
+            strangers.enter_context(socket.create_connection(place))
+        ask(echo.address, seconds=20.0)
+
+
+def test_it_answers_once_more_strangers_than_it_serves_have_gone(echo: Echo) -> None:
+    place = (echo.address.host, echo.address.port)
+    for _ in range(300):
+        with socket.create_connection(place) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            ask(echo.address, seconds=10.0)
+            return
+        time.sleep(0.1)
+    raise AssertionError("it does not answer any more")
+
+
+def test_a_process_none_of_whose_threads_runs_has_its_port_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("127.0.0.1", silent.getsockname()[1], "x" * 16)
+        assert is_open(address, seconds=10.0)
+    assert not is_open(address, seconds=10.0)
+    assert not is_open(Address("no such host.invalid", 1, "x" * 16), seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"), [("127.0.1.1", True), ("::1", True), ("10.0.0.7", False), ("fe80::1%eth0", False)]
+)
+def test_an_address_that_every_machine_has_is_known_as_such(host: str, local: bool) -> None:
+    assert Address(host, 1, "x" * 16).is_local is local
 
 
 def test_a_process_that_accepts_and_does_not_answer_is_waited_for_no_longer_than_asked() -> None:

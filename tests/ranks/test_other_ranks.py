@@ -13,15 +13,17 @@ import pytest
 import torch.distributed
 
 from self_healing import FailureType
-from self_healing.ranks import Failure, OtherRanks, Position
+from self_healing.ranks import Failure, OtherRanks, Position, session
 from self_healing.ranks.channel import Place
-from self_healing.ranks.link import ask
+from self_healing.ranks.link import Address, ask
+from self_healing.ranks.posts import failure_of
 from self_healing.ranks.processes import Process
 
 
 store_class: Any = torch.distributed.TCPStore
 # Ten times as often as in a run of a minute's floor.
 INTERVAL = 0.1
+ELSEWHERE = Process("another machine", 1, 0.0)
 
 
 def wait_until(happened: Callable[[], Any]) -> None:
@@ -35,10 +37,10 @@ def wait_until(happened: Callable[[], Any]) -> None:
 class Rank:
     """One rank of a job: where it is, what it knows of the others, and the failures it was told of."""
 
-    def __init__(self, port: int, rank: int, of: int, process: Process | None = None) -> None:
+    def __init__(self, port: int, rank: int, of: int, process: Process | None = None, answers: bool = False) -> None:
         self.told: list[Failure] = []
         self.position = Position(5, "step", 10 + rank, 0.1, 60.0)
-        self.ranks = OtherRanks("the_run", INTERVAL)
+        self.ranks = OtherRanks("the_run", INTERVAL, answers=answers)
         self.ranks.watch(lambda: self.position, self.told.append, Place(rank, of, "127.0.0.1", port), process)
 
 
@@ -59,9 +61,9 @@ def child() -> Iterator[Process]:
 def job(store: Any) -> Iterator[Callable[..., list[Rank]]]:
     begun: list[Rank] = []
 
-    def begin(of: int, process: Process | None = None) -> list[Rank]:
+    def begin(of: int, process: Process | None = None, answers: bool = False) -> list[Rank]:
         """All ranks know of each other; the process given is that of the last one."""
-        begun.extend(Rank(store.port, rank, of, process if rank == of - 1 else None) for rank in range(of))
+        begun.extend(Rank(store.port, rank, of, process if rank == of - 1 else None, answers) for rank in range(of))
         wait_until(lambda: all(len(each.ranks.positions()) == of for each in begun))
         return begun
 
@@ -87,6 +89,7 @@ def test_what_a_collective_has_raised_comes_after_what_it_follows_from(job: Call
     first, second = job(2)
     follows = Failure(0, 5, FailureType.PROCESS_DIED, "Connection closed by peer", follows=True)
     first.ranks.tell(follows)
+    assert "another rank may be behind it: Connection closed" in str(first.ranks.first_failure())
     second.ranks.tell(FAILED)
     assert first.ranks.first_failure(within=30.0) == FAILED
     assert second.ranks.first_failure() == FAILED
@@ -160,8 +163,7 @@ def test_a_rank_that_says_goodbye_may_end(job: Callable[..., list[Rank]], child:
 def test_a_rank_of_another_machine_is_given_up_when_nothing_is_heard_of_it(
     job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = Process("another machine", 1, 0.0)
-    first, second = job(2, elsewhere)
+    first, second = job(2, ELSEWHERE)
     time.sleep(10 * INTERVAL)
     # There is no such process here, and that says nothing.
     assert first.told == []
@@ -170,10 +172,69 @@ def test_a_rank_of_another_machine_is_given_up_when_nothing_is_heard_of_it(
     assert "nothing was heard of it" in first.told[0].error
 
 
+def test_a_silent_rank_of_another_machine_that_does_its_part_of_each_step_is_not_given_up(
+    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where the network of the store fails, and not the one that training uses.
+    monkeypatch.setattr(session, "_UNHEARD", 10.0)
+    first, second = job(2, ELSEWHERE)
+    monkeypatch.setattr(second.ranks._session, "_tell_where", lambda channel: None)
+    for step in range(6, 26):
+        first.position = Position(step, "step", 10 * step, 0.1, 60.0)
+        time.sleep(INTERVAL)
+        assert first.told == []
+    wait_until(lambda: first.told)
+
+
+def test_a_silent_rank_of_another_machine_whose_process_is_there_is_not_given_up(
+    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Native code holds the GIL there: writes a checkpoint, for one.
+    monkeypatch.setattr(session, "_UNHEARD", 10.0)
+    monkeypatch.setattr(Address, "is_local", False)
+    first, second = job(2, ELSEWHERE, answers=True)
+    silent = second.ranks._session
+    assert silent is not None
+    assert silent._echo is not None
+    monkeypatch.setattr(silent, "_tell_where", lambda channel: None)
+    monkeypatch.setattr(silent._echo, "_answer", lambda connection: time.sleep(60.0))
+    time.sleep(20 * INTERVAL)
+    assert first.told == []
+    silent._echo.close()
+    wait_until(lambda: first.told)
+
+
+def test_an_address_that_only_its_own_machine_knows_is_not_asked(job: Callable[..., list[Rank]]) -> None:
+    first, second = job(2, ELSEWHERE, answers=True)
+    wait_until(lambda: first.ranks.neighbour() and second.ranks.neighbour())
+    found = first.ranks.neighbour()
+    assert found is not None
+    assert found.address is None
+
+
+def test_a_rank_that_loses_the_store_comes_back_to_it_and_is_not_given_up(
+    job: Callable[..., list[Rank]], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = job(2, ELSEWHERE)
+    session = second.ranks._session
+    assert session is not None
+    for _ in range(2):
+        assert session._channel is not None
+        session._channel._store = Broken()
+        wait_until(lambda: lost(second))
+        second.position = Position(first.position.step, "data", second.position.beats + 1, 0.1, 60.0)
+        wait_until(lambda: first.ranks.positions()[1] == second.position)
+    assert sum("cannot be listened to" in each.message for each in caplog.records) == 1
+    assert first.told == []
+    second.ranks.tell(FAILED)
+    wait_until(lambda: first.told)
+    assert first.told == [FAILED]
+
+
 def test_what_was_not_heard_while_this_process_stood_still_says_nothing(
     job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = job(2, Process("another machine", 1, 0.0))
+    first, second = job(2, ELSEWHERE)
     monkeypatch.setattr(second.ranks._session, "_tell_where", lambda channel: None)
     time.sleep(3 * INTERVAL)
     # As after a machine was asleep: all of a sudden everything is long ago, and the other rank wakes a little later.
@@ -211,6 +272,13 @@ def test_another_run_in_the_same_store_is_none_of_this_one(store: Any, job: Call
     assert first.ranks.failures == []
 
 
+class Broken:
+    """A connection that is lost: all calls raise what torch raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+
 def lost(rank: Rank) -> bool:
     return rank.ranks._session is not None and rank.ranks._session._lost_it
 
@@ -226,8 +294,15 @@ def test_a_store_that_cannot_be_reached_is_told_of_once_and_stops_nothing(caplog
     first.ranks.leave()
     second.ranks.leave()
     assert time.monotonic() - began < 5.0
-    assert sum("not listened to" in each.message for each in caplog.records) == 2
+    assert sum("cannot be listened to" in each.message for each in caplog.records) == 2
     assert second.told == []
+
+
+@pytest.mark.parametrize(("code", "others"), [(3, 3), (0, 1), (None, 1), ("no data", 1), (256, 1)])
+def test_a_rank_that_exits_by_itself_ends_the_others_with_its_code_or_as_failed(code: Any, others: int) -> None:
+    found = failure_of(SystemExit(code), 1, 5, "step")
+    assert found is not None
+    assert (found.failure, found.exit_code, found.for_good) == (FailureType.INTERRUPTED, others, False)
 
 
 def test_a_single_process_builds_nothing() -> None:
