@@ -170,6 +170,7 @@ class SelfHealingTrainer:
             adopt_run(self.trainer, run)
             if self.config.on_preemption == "save":
                 run.departure.preemption.listen()
+            _contained(run.hangs.listen)
             output = self._enter_until_done(Recovery(self.trainer, run), start.checkpoint, kwargs)
             if run.departure.begun and not self._at_the_end():
                 run.departure.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)

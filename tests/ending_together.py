@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from conftest import build_tokenizer, sft_trainer
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 
@@ -45,6 +45,8 @@ def strike_rank(fault: str, note: Path) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     if fault == "interrupt":
         raise KeyboardInterrupt
+    if fault == "exit":
+        sys.exit(3)
     if fault == "kill":
         hold_connections()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -71,6 +73,19 @@ def main(directory: Path, options: dict[str, Any]) -> None:
         save_strategy="steps",
         save_steps=2,
     )
+
+    class AtTheBeginning(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if rank == on:
+                strike_rank(fault, directory / "struck")
+
+    def no_loader() -> Any:
+        strike_rank(fault, directory / "struck")
+
+    if at == "on_train_begin":
+        trainer.add_callback(AtTheBeginning())
+    elif at == "get_train_dataloader" and rank == on:
+        trainer.get_train_dataloader = no_loader
 
     def strike(module: Any, args: Any, kwargs: Any) -> None:
         if rank == on and fault is not None and module.training and trainer.state.global_step == at:

@@ -81,9 +81,7 @@ class HangWatch(Healer):
             watchdog.start()
         except Exception:
             logger.warning("Hangs are not watched for in this run.", exc_info=True)
-        if run.config.hang_action != "off":
-            self._joint_exit.begin()
-            run.ranks.watch(self._position, self._joint_exit.failed)
+        self.listen()
         # Undone last to first: it stays known where this rank is until the others have been told that it leaves.
         instrument.on_detach.append(watchdog.stop)
         instrument.on_detach.append(self._detached)
@@ -94,11 +92,23 @@ class HangWatch(Healer):
             # They wait before another attempt as well, and cannot say so from where they are.
             run.heartbeat.allow("data", run.config.retry_total_seconds + run.config.hang_floor_seconds)
 
+    def listen(self) -> None:
+        """
+        Begins to listen to the other ranks; the wrapper does so before it enters `train()`, where one of them may fail
+        before it has come to `on_train_begin`.
+        """
+        if self._run.config.hang_action != "off":
+            self._joint_exit.begin()
+            self._run.ranks.watch(self._position, self._joint_exit.failed)
+
     def left_by(self, error: BaseException) -> None:
         """Tells the other ranks of an exception that leaves `train()`; of the first one, and not of how a run ends."""
         self._joint_exit.call_off()
-        ranks = self._run.ranks
+        ranks, instrument = self._run.ranks, self._run.attachment.instrument
         if not ranks.known:
+            return
+        if isinstance(error, SystemExit) and instrument is not None and instrument.leaving.begun:
+            # All of them leave: one of them was asked to.
             return
         try:
             position = self._position()
@@ -139,7 +149,7 @@ class HangWatch(Healer):
 
     def _position(self) -> Position:
         if self._watchdog is None:
-            return Position(self._run.step, "", 0, 0.0, 0.0, training=False)
+            return self._joint_exit.position_before(self._run.step)
         return self._watchdog.position()
 
     def _detached(self) -> None:

@@ -17,8 +17,8 @@ from ..ranks import Failure, Position
 from ..ranks.naming import where_all_are
 from ..run.context import RunContext
 from .bounded import within
-from .collectives import unfinished_collectives
-from .stacks import write_stacks
+from .collectives import collective_in, unfinished_collectives
+from .stacks import line_of, user_line_of, write_stacks
 
 
 logger = logging.getLogger("self_healing")
@@ -69,12 +69,29 @@ class JointExit:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.training_thread = 0
+        self._began = time.monotonic()
 
     def begin(self) -> None:
         """Called in the training thread when `train()` begins."""
         self.training_thread = threading.get_ident()
+        self._began = time.monotonic()
         self._called_off.clear()
         self._thread = None
+
+    def position_before(self, step: int) -> Position:
+        """Says where this rank is before its signs of life are watched."""
+        frame = sys._current_frames().get(self.training_thread)
+        return Position(
+            step,
+            "before the first step",
+            0,
+            time.monotonic() - self._began,
+            0.0,
+            training=False,
+            collective=collective_in(frame),
+            line=None if frame is None else line_of(frame),
+            called_from=user_line_of(frame),
+        )
 
     def call_off(self) -> None:
         """Called in the training thread when `train()` is left: from here on the process is the caller's."""

@@ -140,6 +140,26 @@ def test_all_end_within_ten_seconds_of_a_fault(job: Any, fault: str, failure: st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["get_train_dataloader", "on_train_begin"])
+def test_a_rank_that_fails_before_the_first_step_ends_the_others(job: Any, place: str) -> None:
+    two = job(fault="exception", step=place, stays=True, config={"launcher_restarts": "yes"})
+    code, seconds = two.end_of(0)
+    assert (code, seconds < BOUND) == (75, True)
+    left = two.postmortem(0)
+    assert left["verdict"].startswith("rank 1 failed first; it failed after step 0: ValueError: only here")
+    assert left["ranks"]["positions"]["0"]["collective"] is not None
+    assert two.postmortem(1)["error"]["message"] == "only here"
+
+
+@pytest.mark.slow
+def test_a_rank_that_exits_in_the_middle_of_the_run_ends_the_others_with_its_code(job: Any) -> None:
+    two = job(fault="exit", stays=True, config={"launcher_restarts": "yes"})
+    code, seconds = two.end_of(0)
+    assert (code, seconds < BOUND) == (3, True)
+    assert two.postmortem(0)["verdict"].startswith("rank 1 failed first; it failed after step 3: SystemExit: 3")
+
+
+@pytest.mark.slow
 def test_a_stopped_rank_that_goes_on_ends_as_well(job: Any) -> None:
     two = job(fault="stop", config={"launcher_restarts": "yes"})
     assert two.end_of(0)[0] == 75
