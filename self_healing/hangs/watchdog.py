@@ -32,6 +32,7 @@ from .collectives import collective_in
 from .exits import HangExits
 from .stacks import line_of, user_line_of, worker_line_in, write_stacks
 from .wake_signal import WakeSignal, own_signals
+from .working import compiles, processor_seconds
 
 
 logger = logging.getLogger("self_healing")
@@ -48,6 +49,10 @@ _ASKING = 2.5
 # ranks, as times of the longest one seen, and as a part of the one that is set.
 _IN_STEP = frozenset({"step", "judge", "optimizer"})
 _FLOOR_TIMES, _FLOOR_PART = 100.0, 0.25
+# Parts in which a callback of the user may compute for long on one of several ranks, where none of them may be
+# interrupted: one that does so is no hang, which takes less than so much of a processor.
+_CALLBACKS = frozenset({BETWEEN, "log", "on_save", "on_epoch_end"})
+_COMPUTES = 0.2
 # Beats after which training that was interrupted, and has not left train(), evidently goes on.
 _GOES_ON = 50
 
@@ -161,6 +166,14 @@ class Watchdog:
         self._failed = False
         # Of the wait for another rank: the beat after which it began, how long it has taken, whether it was told of.
         self._waited: tuple[int, float, bool] = (-1, 0.0, False)
+        # The beat since which it is looked at whether the training thread computes, and seconds then: of the beat, and
+        # of its processor.
+        self._spent: tuple[int, float, float] = (-1, 0.0, 0.0)
+        self._native_thread = 0
+
+    @property
+    def _may_wait_for(self) -> float:
+        return min(_MAY_WAIT_FOR, self._config.hang_floor_seconds / 4)
 
     @property
     def running(self) -> bool:
@@ -182,7 +195,7 @@ class Watchdog:
         if self._config.hang_action == "off" or self._thread is not None:
             return
         heartbeat = self._heartbeat
-        self._training_thread = threading.get_ident()
+        self._training_thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         self._alarm = self._interrupted = None
         self._last_poll = heartbeat.clock()
         self._stopping = threading.Event()
@@ -262,7 +275,7 @@ class Watchdog:
         counted = now - since - self._stood_still(beats, now)
         # Before another attempt nothing is counted, and the attempt has all of its time.
         on_purpose = heartbeat.waits_on_purpose
-        limit = self._limit(section)[0]
+        limit = self._limit(section, counted)[0]
         frame = sys._current_frames().get(self._training_thread)
         return Position(
             self._step(),
@@ -317,27 +330,44 @@ class Watchdog:
             return
         if self._waits_for_another(elapsed, beats, min(since_last - late, now - since)):
             return
-        limit, known = self._limit(section)
+        self._look_at_processor(section, beats, elapsed)
+        limit, known = self._limit(section, elapsed)
         if elapsed > limit:
             self._sound(_Alarm(beats, section.name, since, limit, known), elapsed, stopping)
 
-    def _limit(self, section: Section) -> tuple[float, bool]:
-        """Gives the seconds that a part may take without a sign of life, and whether that is known from earlier."""
+    def _limit(self, section: Section, elapsed: float) -> tuple[float, bool]:
+        """
+        Gives the seconds that a part may take without a sign of life, and whether that is known from earlier: not of
+        one that has gone on for `elapsed` seconds because it compiles for a shape that has come up, or computes.
+        """
         floor = self._config.hang_floor_seconds
         if section.name in _IN_STEP and self._ranks.known:
             # As many devices wait as there are ranks, and nothing but one of them is waited for.
             floor = min(floor, max(_FLOOR_PART * floor, _FLOOR_TIMES * section.longest))
         learned = self._heartbeat.limit(section, self._config.hang_factor, floor)
-        if learned is not None:
+        if learned is not None and (elapsed <= learned or not (self._computes(section, elapsed) or compiles())):
             return learned, True
         return self._heartbeat.limit_at_first(section, self._config.hang_floor_seconds), False
+
+    def _look_at_processor(self, section: Section, beats: int, elapsed: float) -> None:
+        may_be_asked = self._ranks.known and section.name in _CALLBACKS and elapsed >= self._may_wait_for
+        if may_be_asked and self._spent[0] != beats:
+            self._spent = beats, elapsed, processor_seconds(self._native_thread) or 0.0
+
+    def _computes(self, section: Section, elapsed: float) -> bool:
+        """Whether a callback keeps the training thread busy, which on several ranks no other one can tell."""
+        beats, since, spent = self._spent
+        if section.name not in _CALLBACKS or beats != self._heartbeat.last[2]:
+            return False
+        now = processor_seconds(self._native_thread)
+        return now is not None and now - spent >= _COMPUTES * (elapsed - since)
 
     def _waits_for_another(self, elapsed: float, beats: int, seconds: float) -> bool:
         """
         Whether another rank is on its way, or heals something: how long that may take is for its own watchdog, and
         the time is not counted here.
         """
-        if elapsed < min(_MAY_WAIT_FOR, self._config.hang_floor_seconds / 4):
+        if elapsed < self._may_wait_for:
             return False
         found = self._ranks.waited_for(self.position())
         if found is None:

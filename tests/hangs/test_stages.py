@@ -7,20 +7,25 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import journal
 
 from self_healing import Action, HealingConfig, Incident
+from self_healing.hangs import watchdog
 from self_healing.hangs.exits import HangExits
 from self_healing.hangs.stacks import line_of
 from self_healing.hangs.watchdog import TrainingHang, Watchdog
+from self_healing.hangs.working import processor_seconds
 from self_healing.instrument.sections import Heartbeat
 from self_healing.journal.journal import Journal
 from self_healing.launcher import EXIT_FOR_RESTART
+from self_healing.ranks import OtherRanks
 
 
 class Left(BaseException):
@@ -162,6 +167,56 @@ def test_nothing_is_said_before_the_limit(watch: Callable[..., Watched]) -> None
     watched = watch(hang_action="notify")
     watched.hang(9.5)
     assert watched.incidents == []
+
+
+def test_a_step_that_compiles_for_a_new_shape_is_no_hang_and_is_told_of_like_the_first_ones(
+    watch: Callable[..., Watched],
+) -> None:
+    watched, found = watch(), list[int]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        for seconds in (290.0, 20.0):
+            watched.wait(seconds)
+            found.append(len(watched.incidents))
+        return graph.forward
+
+    watched.heartbeat.enter("step")
+    assert torch.compile(lambda number: number + 1, backend=backend)(torch.ones(2)).sum() == 4
+    assert found == [0, 1]
+    assert watched.incidents[0].actions == [Action.WRITE_STACKS]
+
+
+@pytest.mark.parametrize(("of_a_processor", "told"), [(0.5, False), (0.05, True)])
+def test_on_several_ranks_a_callback_that_computes_is_no_hang_and_one_that_waits_is(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch, of_a_processor: float, told: bool
+) -> None:
+    watched = watch(hang_action="notify")
+    monkeypatch.setattr(OtherRanks, "known", True)
+    monkeypatch.setattr(watchdog, "processor_seconds", lambda thread: 7.0 + of_a_processor * watched.now)
+    with watched.heartbeat.section("log"):
+        watched.wait(2.0)
+    watched.heartbeat.enter("log")
+    watched.wait(100.0)
+    assert bool(watched.incidents) is told
+
+
+def test_a_thread_that_computes_is_told_from_one_that_waits() -> None:
+    def spent(work: Callable[[], Any]) -> float:
+        before = processor_seconds(threading.get_native_id())
+        work()
+        after = processor_seconds(threading.get_native_id())
+        assert before is not None
+        assert after is not None
+        return after - before
+
+    def compute() -> None:
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+
+    assert spent(compute) > 0.1
+    assert spent(lambda: time.sleep(0.2)) < 0.1
+    assert processor_seconds(-1) is None
 
 
 def test_a_hang_is_told_of_at_the_limit_with_the_line_it_waits_at(watch: Callable[..., Watched]) -> None:
