@@ -78,6 +78,8 @@ class _Votes:
     def __init__(self) -> None:
         self.count = 0
         self.last = ""
+        # Names the meeting before them, which no other ranks have had.
+        self.meeting = ""
 
 
 _votes = _Votes()
@@ -230,7 +232,7 @@ def looked_up_by_first_rank(question: str, look: Callable[[], _T], device: torch
     store = job_store()
     if store is None:
         return from_first_rank(question, look, device)
-    done, found, failed = f"self_healing/looked_up/{_votes.count}", list[_T](), list[Exception]()
+    done, found, failed = _key("looked_up", _votes.count), list[_T](), list[Exception]()
     if dist.get_rank() == 0:
         try:
             found.append(look())
@@ -308,7 +310,7 @@ def came_through() -> None:
     if store is not None:
         # Where the store is lost the others wait for this rank in vain, and go on.
         with contextlib.suppress(RuntimeError):
-            store.set(f"self_healing/through/{dist.get_rank()}", str(_votes.count))
+            store.set(_key("through", dist.get_rank()), str(_votes.count))
 
 
 def all_came_through(seconds: float = _COMPUTING_SECONDS) -> bool:
@@ -323,7 +325,7 @@ def all_came_through(seconds: float = _COMPUTING_SECONDS) -> bool:
     came_through()
     store, until, behind = job_store(), time.monotonic() + seconds, list(range(world_size()))
     while store is not None:
-        keys = {rank: f"self_healing/through/{rank}" for rank in behind}
+        keys = {rank: _key("through", rank) for rank in behind}
         try:
             behind = [
                 rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < _votes.count
@@ -350,7 +352,7 @@ def all_fail_alike(why: str, seconds: float = _MEETING_SECONDS) -> bool:
     store = job_store()
     if store is None:
         return False
-    place = f"self_healing/failed/{_votes.count}/{zlib.crc32(why.encode())}"
+    place = _key("failed", _votes.count, zlib.crc32(why.encode()))
     try:
         store.set(f"{place}/{dist.get_rank()}", b"")
         store.wait([f"{place}/{rank}" for rank in range(world_size())], timedelta(seconds=seconds))
@@ -362,6 +364,21 @@ def all_fail_alike(why: str, seconds: float = _MEETING_SECONDS) -> bool:
 def job_store() -> Any:
     """What the job keeps for all its processes, beside collectives; `None` where there is none (one process, MPI)."""
     return dist.distributed_c10d._get_default_store() if world_size() > 1 else None
+
+
+def name_meeting(name: str) -> None:
+    """Notes by which name all ranks have met, before the first of their votes."""
+    _votes.meeting = name
+
+
+def meeting() -> str:
+    """The name by which all ranks have met: that of no ranks before these, whatever a launcher has kept of them."""
+    return _votes.meeting
+
+
+def _key(*parts: object) -> str:
+    """Names an entry of the store of the job."""
+    return "/".join(map(str, ("self_healing", _votes.meeting, *parts)))
 
 
 def collectives_begun() -> int | None:

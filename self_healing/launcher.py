@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -83,6 +83,30 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
     if job:
         return Launch("slurm", requeued, None, requeued=requeued > 0, job=job)
     return Launch("none", 0, None, in_a_pod=in_a_pod)
+
+
+def of_all_ranks(launches: Sequence[Launch]) -> Launch:
+    """
+    Puts together what the ranks of a job know of its launch.
+
+    Each node has an agent of torchrun, which counts the restarts that its own processes have caused, and not those in
+    which it takes part (torch 2.13, `SimpleElasticAgent._invoke_run`: "membership changes do not count as retries").
+    So after a failure on one node, the processes of the others are told that they are the first.
+
+    Args:
+        launches (`Sequence[Launch]`):
+            Of each rank.
+    """
+    agents = [launch.agent_began for launch in launches if launch.by_agent]
+    known = [began for began in agents if began is not None]
+    return replace(
+        launches[0],
+        restarts=max(launch.restarts for launch in launches),
+        by_agent=bool(agents),
+        # The one that has been there longest: a node may have been replaced.
+        agent_began=min(known) if known and len(known) == len(agents) else None,
+        requeued=any(launch.requeued for launch in launches),
+    )
 
 
 def _agent_began() -> float | None:

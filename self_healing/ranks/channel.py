@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ class SideChannel:
         self._place = place
         store = self._connected()
         # A launcher that starts the job again may keep the store, and a script may train several times.
-        prefix = f"self_healing/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        prefix = f"self_healing/{consensus.meeting()}/{name}"
         times = dist.PrefixStore(prefix, store).add(f"opened/{place.rank}", 1)
         self._prefix = f"{prefix}/{times}"
         self._store = dist.PrefixStore(self._prefix, store)

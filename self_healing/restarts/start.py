@@ -24,7 +24,7 @@ from ..checkpoints.vetting import Verdict
 from ..config import HealingConfig
 from ..instrument import names_in_checkpoints
 from ..journal.journal import Journal
-from ..launcher import Launch, launch_of
+from ..launcher import Launch, launch_of, of_all_ranks
 from ..output_dir import refuse_unwritable
 from ..shared_memory import directory_of
 from .memory_start import MemoryStart, SharedStep, newest_beyond, open_in_memory, steps_in_memory
@@ -137,26 +137,28 @@ def find_start(
         ConfigurationError: If checkpoints can never be written.
     """
     args, in_memory = trainer.args, list[SharedStep]()
-    if memory and may_go_on_from_memory(config):
+    launch = of_all_ranks(consensus.from_every_rank("how the job was started", launch_of(), args.device))
+    if memory and may_go_on_from_memory(config, launch):
         in_memory = steps_in_memory(args.output_dir, args.process_index, args.device)
-    start = _find_start(trainer, config, requested, in_memory)
+    start = _find_start(trainer, config, requested, launch, in_memory)
     if start.shared is None:
         return start
     opened = open_in_memory(args.output_dir, start.shared, args.process_index, args.device)
     if opened is None:
-        return _find_start(trainer, config, requested, ())
+        return _find_start(trainer, config, requested, launch, ())
     return replace(start, memory=opened, checkpoint=opened.checkpoint)
 
 
-def may_go_on_from_memory(config: HealingConfig) -> bool:
-    """Whether this process may go on from what the one before has left in shared memory: the same on all ranks."""
-    return config.resume_from_memory and config.resume_after_restart and launch_of().started_again
+def may_go_on_from_memory(config: HealingConfig, launch: Launch) -> bool:
+    """Whether a job may go on from what its earlier processes have left in shared memory: the same on all ranks."""
+    return config.resume_from_memory and config.resume_after_restart and launch.started_again
 
 
 def _find_start(
     trainer: Any,
     config: HealingConfig,
     requested: str | os.PathLike[str] | bool | None,
+    launch: Launch,
     in_memory: Sequence[SharedStep],
 ) -> Start:
     passed_over: list[Verdict] = []
@@ -165,7 +167,7 @@ def _find_start(
     def look() -> tuple[Start, str | None]:
         start = Start(None)
         try:
-            start = _look_for_start(trainer, config, requested, passed_over, in_memory)
+            start = _look_for_start(trainer, config, requested, launch, passed_over, in_memory)
         except Exception as error:
             failed.append(error)
         for verdict in passed_over:
@@ -182,11 +184,12 @@ def _look_for_start(
     trainer: Any,
     config: HealingConfig,
     requested: str | os.PathLike[str] | bool | None,
+    launch: Launch,
     passed_over: list[Verdict],
     in_memory: Sequence[SharedStep],
 ) -> Start:
     refuse_unwritable(trainer.args)
-    output_dir, launch = str(trainer.args.output_dir), launch_of()
+    output_dir = str(trainer.args.output_dir)
     restarted = config.resume_after_restart and launch.started_again
     record: RunRecord | None = None
     try:

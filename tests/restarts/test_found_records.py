@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from self_healing.checkpoint_files import STATE_FILE
-from self_healing.launcher import launch_of
+from self_healing.launcher import Launch, launch_of, of_all_ranks
 from self_healing.restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
 from self_healing.restarts.record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
 from self_healing.restarts.start import bookkeeping_of, was_writing
@@ -119,6 +119,28 @@ def test_a_launch_is_read_from_the_environment(
         requeued,
         by_agent,
     )
+
+
+@pytest.mark.parametrize(
+    ("launches", "restarts", "by_agent", "agent_began"),
+    [
+        ([(0, False, None), (0, False, None)], 0, False, None),
+        # The node of the second rank failed, and that of the first was not counted.
+        ([(0, False, None), (2, True, 5.0)], 2, True, 5.0),
+        # The node of the first rank was replaced, and has failed once more since.
+        ([(1, True, 9.0), (2, True, 5.0)], 2, True, 5.0),
+        ([(1, True, None), (2, True, 5.0)], 2, True, None),
+    ],
+)
+def test_what_the_ranks_know_of_their_launch_is_put_together(
+    launches: list[tuple[int, bool, float | None]], restarts: int, by_agent: bool, agent_began: float | None
+) -> None:
+    def launch(count: int, again: bool, began: float | None) -> Launch:
+        return Launch("torchrun", count, 3 - count, by_agent=again, agent_began=began)
+
+    found = of_all_ranks([launch(*each) for each in launches])
+    assert (found.restarts, found.by_agent, found.agent_began) == (restarts, by_agent, agent_began)
+    assert found.started_again == (restarts > 0)
 
 
 class TestARecord:

@@ -169,8 +169,16 @@ class Ranks:
     def __init__(self, directory: Path, **options: Any) -> None:
         self.directory, self._options = directory, options
 
-    def start(self, restarts: int) -> list[int]:
-        """Starts them and waits for their end; gives their exit codes."""
+    def start(self, restarts: int, *counts: int) -> list[int]:
+        """
+        Starts them and waits for their end; gives their exit codes.
+
+        Args:
+            restarts (`int`):
+                How often the job was started before.
+            counts (`int`):
+                How often each rank is told it was. Defaults to as often.
+        """
         store = STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         launcher = {
             "TORCHELASTIC_RUN_ID": "job",
@@ -187,6 +195,8 @@ class Ranks:
         ranks = []
         for rank in range(2):
             place = launcher | {"RANK": rank, "LOCAL_RANK": rank}
+            if counts:
+                place["TORCHELASTIC_RESTART_COUNT"] = counts[rank]
             with (self.directory / f"log.{restarts}.{rank}").open("w") as log:
                 ranks.append(
                     subprocess.Popen(
@@ -243,3 +253,17 @@ def test_ranks_go_on_from_the_step_that_all_of_them_have(
         assert result["losses"] == result["plain_losses"]
     record = json.loads((tmp_path / "run" / "healing_run.json").read_text())
     assert record["attempts"][0]["last_step"] - record["attempts"][1]["first_step"] == at - goes_on_at
+
+
+@pytest.mark.slow
+def test_ranks_of_a_node_that_is_not_told_of_the_restart_go_on_as_the_others(tmp_path: Path) -> None:
+    """Each node has an agent of torchrun, which counts the restarts that its own processes have caused."""
+    ranks = Ranks(tmp_path, strategy="ddp", fault="sigkill", at=5, states="FULL_STATE_DICT")
+    try:
+        assert 0 not in ranks.start(0), ranks.log()
+        assert ranks.start(1, 0, 1) == [0, 0], ranks.log()
+    finally:
+        shutil.rmtree(directory_of(tmp_path / "run"), ignore_errors=True)
+    assert resumed_from_memory(tmp_path / "run") == [3]
+    assert len(json.loads((tmp_path / "run" / "healing_run.json").read_text())["attempts"]) == 2
+    assert [result["weights"] == result["plain_weights"] for result in ranks.results()] == [True, True]
