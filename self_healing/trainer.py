@@ -219,7 +219,7 @@ class SelfHealingTrainer:
         record = start.record or RunRecord(Path(args.output_dir), run.context.run_id, kept=not start.beside)
         run.attempts.keep(record, taken_up=start.record is not None)
         run.attempts.memory = start.memory
-        _contained(partial(let_snapshots_outlive, run.context, run.attempts, run.rollback, args))
+        _contained(partial(let_snapshots_outlive, run.context, run.attempts, run.rollback, self.trainer))
         if args.process_index == 0:
             note_start(run.journal, start, args.output_dir)
         return run, start

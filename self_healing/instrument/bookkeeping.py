@@ -30,6 +30,8 @@ _PERSISTENT_SCALARS = (
     "_step",
     "_current_train_step_time",
 )
+# Of TRL's GRPO (1.x), where the run itself has moved them; else they are settings, and those of the new process hold.
+_MOVED_SCALARS = {"use_adaptive_entropy": ("entropy_coef", "_last_world_entropy")}
 
 
 @dataclass(slots=True)
@@ -185,8 +187,9 @@ class Bookkeeper:
     def export_counts(self) -> dict[str, Any]:
         """Gives the same without the running loss, for which the host would have to wait for the device."""
         attributes = vars(self._trainer)
+        moved = (name for moves, names in _MOVED_SCALARS.items() if attributes.get(moves) for name in names)
         return {
-            "scalars": {name: attributes[name] for name in _PERSISTENT_SCALARS if name in attributes},
+            "scalars": {name: attributes[name] for name in (*_PERSISTENT_SCALARS, *moved) if name in attributes},
             "stores": {name: _plain_metrics(attributes[name]) for name in METRIC_STORES if name in attributes},
         }
 

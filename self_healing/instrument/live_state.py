@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,12 +26,15 @@ class LiveState:
             The innermost one; `None` where an engine of its own (DeepSpeed) holds it.
         scaler (`dict[str, torch.Tensor]`):
             Of a `GradScaler` that has begun.
+        frozen (`dict[str, torch.Tensor]`, *optional*):
+            Parameters of the model that are not trained: in no snapshot, because they stay as they are.
     """
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     optimizer: torch.optim.Optimizer | None
     scaler: dict[str, torch.Tensor]
+    frozen: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def live_state_of(trainer: Any) -> LiveState:
@@ -44,6 +47,11 @@ def live_state_of(trainer: Any) -> LiveState:
         if id(parameter) not in seen and not parameter.is_meta:
             seen.add(id(parameter))
             parameters[name] = local(parameter)
+    frozen = {
+        name: local(parameter)
+        for name, parameter in trainer.model.named_parameters()
+        if id(parameter) not in seen and not parameter.is_meta
+    }
     scaler = trainer.accelerator.scaler
     inside = {} if scaler is None else {name: getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")}
     return LiveState(
@@ -51,6 +59,7 @@ def live_state_of(trainer: Any) -> LiveState:
         {name: local(buffer) for name, buffer in trainer.model.named_buffers() if not buffer.is_meta},
         optimizer,
         {name: value for name, value in inside.items() if isinstance(value, torch.Tensor)},
+        frozen,
     )
 
 

@@ -151,6 +151,39 @@ def digest_of(sums: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts).float()
 
 
+@torch.no_grad()
+def sum_of_all(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+    """
+    Makes one number of tensors, by their names: another bit or another tensor makes another number.
+
+    Args:
+        tensors (`Mapping[str, torch.Tensor]`):
+            Plain ones, or of kinds that tell what they are made of.
+        device (`torch.device`):
+            Where the number is made.
+
+    Returns:
+        `torch.Tensor` of shape `()`, int64; nothing has waited for the device.
+    """
+    plain = [(name, part) for name, tensor in tensors.items() for part in _plain_parts(tensor)]
+    if not plain:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    factors = [
+        _signed(random.Random(f"{name} {place}").getrandbits(_BITS) | 1) for place, (name, _) in enumerate(plain)
+    ]
+    sums = torch.stack([sum_of_bits(part).to(device) for _, part in plain])
+    return (sums * torch.tensor(factors, dtype=torch.int64).to(device)).sum()
+
+
+def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from _plain_parts(getattr(tensor, name))
+
+
 def are_apart(digest: Sequence[float]) -> bool:
     """Whether digests that were added up over all ranks say that some keep other values than others of their group."""
     return sum(int(part) << (_PART_BITS * place) for place, part in enumerate(digest)) % (1 << _BITS) != 0

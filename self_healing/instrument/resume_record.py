@@ -23,6 +23,9 @@ from .replacing import Replacements
 
 # Fields of the optimizer's groups that are no settings.
 _NO_SETTINGS = frozenset({"params"})
+# Methods of the Trainer that read a checkpoint, and whose own we know.
+_LOADS = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
+_KNOWN = frozenset({"transformers", "trl"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,22 @@ class ResumeRecord:
         (checkpoint / TRAINER_STATE_NAME).write_text(json.dumps(content) + "\n", encoding="utf-8")
         if self.generated is not None:
             torch.save(self.generated, checkpoint / GENERATED_FILE)
+
+
+def loads_more(trainer: Any) -> str | None:
+    """
+    Names a method by which a trainer of the user's own reads more of a checkpoint than the Trainer does (averaged
+    weights, a second optimizer), which is in no [`ResumeRecord`]; `None` if there is none.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+    """
+    for name in _LOADS:
+        module = getattr(getattr(trainer, name, None), "__module__", None) or ""
+        if module.partition(".")[0] not in _KNOWN:
+            return f"{type(trainer).__name__}.{name}"
+    return None
 
 
 @contextlib.contextmanager

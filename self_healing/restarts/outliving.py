@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
+from ..instrument.resume_record import loads_more
 from ..launcher import restarts_on_exit
 from ..rollback.rollback import Rollback
 from ..rollback.shared_states import SharedStates, remove_rank
@@ -15,20 +17,23 @@ from .memory_start import remove_other_states
 from .record import Ending
 
 
+logger = logging.getLogger("self_healing")
+
 # After which another process goes on with the run, if a launcher starts one.
 _GOES_ON = frozenset({Ending.RUNNING, Ending.RESTART, Ending.FAILED})
 
 
-def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollback, args: Any) -> None:
+def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollback, trainer: Any) -> None:
     """
     Has snapshots taken in shared memory, where a launcher will start the job again.
 
     Args:
         run ([`RunContext`]), attempts ([`Attempts`]), rollback ([`Rollback`]):
             Of the run, which has not begun.
-        args ([`~transformers.TrainingArguments`]):
-            Of the trainer.
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
     """
+    args = trainer.args
     record, config, memory = attempts.record, run.config, attempts.memory
     if record is None or not record.kept:
         # Another process trains into the same directory: what lies there is that one's.
@@ -41,6 +46,14 @@ def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollbac
     else:
         memory.remove_others()
     outlives = config.resume_from_memory and config.snapshots and restarts_on_exit(config) and ROOT.is_dir()
+    more = loads_more(trainer)
+    if outlives and more is not None:
+        logger.info(
+            "Snapshots do not outlive this process: %s may read what only checkpoints have. A restart goes on from "
+            "disk.",
+            more,
+        )
+        outlives = False
     if memory is not None and not outlives:
         # Open in this process, and none comes after it.
         memory.remove(files_alone=True)
@@ -53,8 +66,10 @@ def leave_snapshots(run: RunContext, attempts: Attempts, rollback: Rollback, arg
     Leaves them to the next process, or removes them if there will be none. Called when `train()` is left.
 
     Args:
-        run ([`RunContext`]), attempts ([`Attempts`]), rollback ([`Rollback`]), args:
+        run ([`RunContext`]), attempts ([`Attempts`]), rollback ([`Rollback`]):
             As for [`let_snapshots_outlive`].
+        args ([`~transformers.TrainingArguments`]):
+            Of the trainer.
     """
     record = attempts.record
     if record is None or not record.kept:

@@ -23,6 +23,7 @@ from ..checkpoints.marker import read_marker, standing_of
 from ..checkpoints.vetting import Verdict
 from ..config import HealingConfig
 from ..instrument import names_in_checkpoints
+from ..instrument.resume_record import loads_more
 from ..journal.journal import Journal
 from ..launcher import Launch, launch_of, of_all_ranks
 from ..output_dir import refuse_unwritable
@@ -137,7 +138,9 @@ def find_start(
         ConfigurationError: If checkpoints can never be written.
     """
     args, in_memory = trainer.args, list[SharedStep]()
-    launch = of_all_ranks(consensus.from_every_rank("how the job was started", launch_of(), args.device))
+    of_ranks = consensus.from_every_rank("how the job was started", (launch_of(), loads_more(trainer)), args.device)
+    launch = of_all_ranks([each for each, _ in of_ranks])
+    memory &= all(more is None for _, more in of_ranks)
     if memory and may_go_on_from_memory(config, launch):
         in_memory = steps_in_memory(args.output_dir, args.process_index, args.device)
     start = _find_start(trainer, config, requested, launch, in_memory)

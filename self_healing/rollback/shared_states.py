@@ -129,7 +129,7 @@ class SharedStates:
         if not self._open:
             return
         try:
-            self._pending = snapshot, self._writer.prepare(snapshot, live.optimizer, record(), owed)
+            self._pending = snapshot, self._writer.prepare(snapshot, live, record(), owed)
             if not snapshot.under_way:
                 self.store()
         except Exception as error:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..instrument.live_state import LiveState, local
+from ..instrument.replicas import sum_of_all
 from ..instrument.resume_record import ResumeRecord
 from .copied_state import Place, TensorCopy, leaves
 from .host_memory import HostBlock
@@ -30,7 +31,7 @@ from .snapshots import Snapshot
 
 SUFFIX = ".state"
 # Of what is stored: a file of another version is as if there were none.
-_VERSION = 1
+_VERSION = 2
 
 
 class NotStorable(Exception):
@@ -55,6 +56,8 @@ class StateFacts:
             What its process still owed the step, in which other ranks take part.
         running_loss (`float`, *optional*, defaults to 0.0):
             Sum of the loss since the last log.
+        frozen (`int`, *optional*, defaults to 0):
+            Made of the weights that are not trained, and not in it.
         blocks (`dict[str, int]`, *optional*):
             The sizes of the files its tensors lie in, in bytes.
         checksum (`int`, *optional*, defaults to 0), length (`int`, *optional*, defaults to 0):
@@ -70,6 +73,7 @@ class StateFacts:
     step: int
     owed: str = ""
     running_loss: float = 0.0
+    frozen: int = 0
     blocks: dict[str, int] = field(default_factory=dict)
     checksum: int = 0
     length: int = 0
@@ -82,7 +86,9 @@ class StateToStore:
 
     facts: StateFacts
     body: bytes
+    # Read once it is written, for which nothing has to wait for the device.
     running_loss: torch.Tensor
+    frozen: torch.Tensor
 
     def write(self, path: Path) -> None:
         """
@@ -94,6 +100,7 @@ class StateToStore:
         facts = replace(
             self.facts,
             running_loss=float(self.running_loss),
+            frozen=int(self.frozen),
             checksum=zlib.crc32(self.body),
             length=len(self.body),
         )
@@ -123,15 +130,15 @@ class StateWriter:
         self._entries: list[dict[str, Any]] = []
         self._pickled: list[bytes] = []
 
-    def prepare(self, snapshot: Snapshot, optimizer: Any, record: ResumeRecord, owed: str = "") -> StateToStore:
+    def prepare(self, snapshot: Snapshot, live: LiveState, record: ResumeRecord, owed: str = "") -> StateToStore:
         """
         Writes down what belongs to a state as of now, while its tensors may still be being copied.
 
         Args:
             snapshot ([`Snapshot`]):
                 Its tensors, in blocks that have files.
-            optimizer (`torch.optim.Optimizer`, *optional*):
-                Whose parameters they are, in their order.
+            live ([`LiveState`]):
+                What it was taken of.
             record ([`ResumeRecord`]):
                 What belongs to it beside them.
             owed (`str`, *optional*):
@@ -143,7 +150,7 @@ class StateWriter:
         blocks = {id(place.tensor): place for place in snapshot.pool.values()}
         described = io.BytesIO()
         pickler = _Pickler(described, blocks)
-        order = {id(parameter): index for index, parameter in enumerate(_parameters_of(optimizer))}
+        order = {id(parameter): index for index, parameter in enumerate(_parameters_of(live.optimizer))}
         pickler.dump(
             {
                 "parameters": snapshot.parameters,
@@ -156,7 +163,7 @@ class StateWriter:
         parts = described.getvalue(), beside, self._log_of(record.log_history)
         body = pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
         facts = replace(self._facts, step=record.step, owed=owed, blocks=pickler.files)
-        return StateToStore(facts, body, record.running_loss)
+        return StateToStore(facts, body, record.running_loss, sum_of_all(live.frozen, record.running_loss.device))
 
     def _log_of(self, log_history: Sequence[dict[str, Any]]) -> list[bytes]:
         """Pickles the entries of the log; a long one is not pickled again for each state."""
@@ -271,6 +278,8 @@ class StoredState:
             for name, kept in leaves("", state):
                 if kept.sharded and local(parameters[order]).shape != kept.host.shape:
                     raise StateUnusable(f"{name} of parameter {order} of the optimizer is split in another way")
+        if int(sum_of_all(live.frozen, self.record.running_loss.device)) != self.facts.frozen:
+            raise StateUnusable("weights that are not trained, and not in it, are not those of the process before")
 
     def put(self, live: LiveState) -> None:
         """Writes its tensors into the live ones, which they fit."""

@@ -16,8 +16,10 @@ import pytest
 import torch.distributed
 from conftest import Starter, job_log, job_result, journal, sft_trainer
 from transformers import TrainerCallback
+from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer, shared_memory
+from self_healing.instrument.resume_record import loads_more
 from self_healing.restarts.record import Attempt, RunRecord
 from self_healing.restarts.start import came_to_nothing
 from self_healing.shared_memory import directory_of
@@ -84,8 +86,19 @@ def test_where_the_state_cannot_be_used_the_job_goes_on_from_disk(
 
 
 @pytest.mark.slow
-def test_a_generation_cycle_goes_on_in_its_middle(job: Path, start: Callable[..., int]) -> None:
-    cycle = {"steps_per_generation": 8, "gradient_accumulation_steps": 2, "save_strategy": "no", "max_steps": 8}
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"use_adaptive_entropy": True, "entropy_coef_delta": 0.2, "entropy_target": 100.0}],
+    ids=["", "adaptive entropy"],
+)
+def test_a_generation_cycle_goes_on_in_its_middle(job: Path, start: Callable[..., int], more: dict[str, Any]) -> None:
+    cycle = {
+        "steps_per_generation": 8,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+        "max_steps": 8,
+        **more,
+    }
     options = {"trainer": "grpo", "arguments": cycle, "config": {**CLOSE, "resume_from_memory": True}}
     whole = job.with_name("whole")
     assert start(whole, 0, **options) == 0
@@ -126,6 +139,26 @@ def test_nothing_lies_in_shared_memory_where_nobody_starts_the_job_again(job: Pa
     with pytest.raises(ValueError, match="a bug"):
         SelfHealingTrainer(trainer, HealingConfig(**CLOSE)).train()
     assert not directory_of(job).exists()
+
+
+def test_a_trainer_that_reads_more_of_a_checkpoint_goes_on_from_disk(
+    job: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class AveragingTrainer(SFTTrainer):
+        """Keeps averaged weights in its checkpoints, which no state in memory has."""
+
+        def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    plain = sft_trainer(job, tokenizer, max_steps=6)
+    assert loads_more(plain) is None
+    trainer = sft_trainer(job, tokenizer, max_steps=6, callbacks=[Raising(ValueError("a bug"))])
+    trainer.__class__ = AveragingTrainer
+    assert loads_more(trainer) == "AveragingTrainer._load_from_checkpoint"
+    with pytest.raises(ValueError, match="a bug"), caplog.at_level("INFO", "self_healing"):
+        SelfHealingTrainer(trainer, HealingConfig(**CLOSE, launcher_restarts="yes")).train()
+    assert not directory_of(job).exists()
+    assert "AveragingTrainer._load_from_checkpoint may read what only checkpoints have" in caplog.text
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ class Run:
         self.output_dir = str(output_dir)
         self.model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        # In no snapshot.
+        self.frozen = {"frozen": torch.arange(5.0), "empty": torch.empty(0)}
         self.shared = SharedStates(self.output_dir, "run", 0, 1)
         self.ring = SnapshotRing(shared=self.shared)
         self.shared.open(lambda: 1000)
@@ -45,7 +47,10 @@ class Run:
 
     @property
     def live(self) -> LiveState:
-        return LiveState(dict(self.model.named_parameters()), dict(self.model.named_buffers()), self.optimizer, {})
+        model = self.model
+        return LiveState(
+            dict(model.named_parameters()), dict(model.named_buffers()), self.optimizer, {}, frozen=self.frozen
+        )
 
     def train(self) -> None:
         self.optimizer.zero_grad()
@@ -197,6 +202,24 @@ def test_a_model_of_other_sizes_is_left_as_it_is(run: Run, tmp_path: Path) -> No
     with pytest.raises(StateUnusable, match=r"'0\.weight' is torch\.float32 of \(3, 2\), .* of \(4, 2\)"):
         open_state(run.files[-1], CPU).check(other.live)
     assert all(map(torch.equal, other.everything(), before))
+
+
+@pytest.mark.parametrize("other", ["another value", "another name", "one more", "one less"])
+def test_beside_other_frozen_weights_a_state_is_not_put(run: Run, tmp_path: Path, other: str) -> None:
+    """Weights that are not trained come from the script: drawn anew (added tokens), or moved by a callback."""
+    run.take()
+    again = Run(tmp_path)
+    state = open_state(run.files[-1], CPU)
+    state.check(again.live)
+    if other == "another value":
+        again.frozen["frozen"][3] += 1e-6
+    elif other == "one more":
+        again.frozen["more"] = torch.ones(1)
+    else:
+        frozen = again.frozen.pop("frozen")
+        again.frozen |= {"renamed": frozen} if other == "another name" else {}
+    with pytest.raises(StateUnusable, match="weights that are not trained"):
+        state.check(again.live)
 
 
 def test_only_the_user_can_read_the_files(run: Run) -> None:
