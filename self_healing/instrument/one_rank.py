@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import consensus
 from .bookkeeping import Bookkeeper, Bookkeeping
+from .out_of_memory import Place
 from .preparing import preparing
 from .replacing import Replacements
 from .view import TrainerView
@@ -33,7 +34,8 @@ class OneRankRetry:
     forward (buffers of the first rank), and what the loss asks accelerate for (metrics that are gathered), which is
     given the answers it was given before.
 
-    A sharded model gathers its weights in each call, so there nothing can be taken back.
+    A sharded model gathers its weights in each call, so there nothing can be taken back. Neither can the first step of
+    a static graph: DDP learns the graph from the first backward pass, and counts the forwards until then.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -52,11 +54,13 @@ class OneRankRetry:
         self._ledger = ledger
         self._replaced = replaced
         self._model: Any = None
+        self._refusal = ""
+        self._first_step = 0
         self._parameters: list[torch.nn.Parameter] = []
         # Of the micro-batch that is being computed, as of when it was prepared.
         self._prepared: Any = None
         self._before: Bookkeeping | None = None
-        self._gradients: list[int | None] = []
+        self._gradients: list[tuple[int, int] | None] = []
         self._collectives: int | None = None
         # Forwards of the wrapped model in this attempt, and in the one that came furthest.
         self._forwards = self._sent_before = 0
@@ -64,6 +68,10 @@ class OneRankRetry:
         self._answers: list[tuple[str, Any]] = []
         self._asked = 0
         self._asking = False
+        # Whether a forward of the model itself is a meeting of ranks (statistics or losses over all of them), as the
+        # first one has shown; collectives begun when that began.
+        self.meets_in_forward: bool | None = None
+        self._entered: int | None = None
 
     @property
     def possible(self) -> bool:
@@ -72,20 +80,32 @@ class OneRankRetry:
 
     def attach(self) -> None:
         """Watches the wrapped model, if it is one of DDP."""
-        model, view = getattr(self._trainer, "model_wrapped", None), self._view
-        own_rows = view.can_reexecute and not view.sharded and not view.shares_rows
-        # torch 2.13: what DDP sends before a forward is sent in `_pre_forward`.
-        if view.world_size == 1 or not own_rows or not hasattr(model, "_pre_forward"):
+        model: Any = getattr(self._trainer, "model_wrapped", None)
+        self._first_step = self._view.step
+        if self._view.world_size == 1:
             return
-        if not isinstance(model, DistributedDataParallel) or model.process_group.size() != view.world_size:
-            return
-        if consensus.collectives_begun() is None:
+        self._refusal = self._why_never(model)
+        if self._refusal:
             return
         self._model = model
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         self._replaced.wrap(model, "_pre_forward", self._pre_forward)
+        self._replaced.wrap(model, "_post_forward", self._post_forward)
         for name in _ASKING:
             self._replaced.wrap(self._trainer.accelerator, name, functools.partial(self._ask, name))
+
+    def _why_never(self, model: Any) -> str:
+        """Says why no micro-batch can be computed again on one rank alone; empty if some can."""
+        if self._view.shares_rows:
+            return "ranks share the tokens of each row (context or sequence parallelism)"
+        if self._view.sharded:
+            return "the model is sharded, and each call gathers weights from all ranks"
+        # torch 2.13: what DDP sends before a forward is sent in `_pre_forward`.
+        if not isinstance(model, DistributedDataParallel) or not hasattr(model, "_pre_forward"):
+            return "the model is not one of DistributedDataParallel"
+        if model.process_group.size() != self._view.world_size:
+            return "DistributedDataParallel spans some of the ranks only"
+        return "" if consensus.collectives_begun() is not None else "the backend does not count its collectives"
 
     def begin(self) -> None:
         """Called before a micro-batch."""
@@ -105,12 +125,27 @@ class OneRankRetry:
 
     def can_be_taken_back(self) -> bool:
         """Whether nothing of the micro-batch has reached another rank or a gradient."""
-        return (
-            self._before is not None
-            and self._collectives is not None
-            and consensus.collectives_begun() == self._collectives
-            and self._versions() == self._gradients
-        )
+        return not self.why_not()
+
+    def why_not(self, place: Place = "forward") -> str:
+        """
+        Says why what has failed cannot be computed again on this rank alone; empty if it can.
+
+        Args:
+            place (`str`, *optional*):
+                Where it has failed.
+        """
+        if self._refusal:
+            return self._refusal
+        if place == "evaluation":
+            return "the evaluation of this batch has begun a collective"
+        if self._before is None:
+            return "the batch was being prepared, in which ranks meet"
+        if self._model.static_graph and self._view.step == self._first_step:
+            return "DistributedDataParallel learns its static graph in the first step"
+        if self._collectives is None or consensus.collectives_begun() != self._collectives:
+            return "a collective has begun that cannot be begun once more"
+        return "" if self._versions() == self._gradients else "a gradient has been added to"
 
     def compute_again(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """
@@ -135,6 +170,7 @@ class OneRankRetry:
         self._answers.clear()
 
     def _pre_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._entered = None
         if self._before is None or self._collectives is None:
             return original(*args, **kwargs)
         self._forwards += 1
@@ -149,7 +185,13 @@ class OneRankRetry:
             # Sent, and not to be sent again: the micro-batch goes on from the buffers that came.
             self._collectives += after - before
             self._before = replace(self._before, buffers=self._ledger.with_buffers_of_now(self._before).buffers)
+        self._entered = after
         return result
+
+    def _post_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.meets_in_forward is None and self._entered is not None:
+            self.meets_in_forward = consensus.collectives_begun() != self._entered
+        return original(*args, **kwargs)
 
     def _ask(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._before is None or self._collectives is None or self._asking:
@@ -161,7 +203,7 @@ class OneRankRetry:
                 raise RuntimeError(
                     f"computed again, the loss asks for accelerator.{name}, and asked for {asked} before"
                 )
-            return answer
+            return _copied(answer)
         before, self._asking = consensus.collectives_begun(), True
         try:
             answer = original(*args, **kwargs)
@@ -169,9 +211,18 @@ class OneRankRetry:
             self._asking = False
         after = consensus.collectives_begun()
         self._collectives = None if before is None or after is None else self._collectives + after - before
-        self._answers.append((name, answer))
+        # A copy: what was asked for may be changed in place.
+        self._answers.append((name, _copied(answer)))
         return answer
 
-    def _versions(self) -> list[int | None]:
-        """Tells whether gradients have been added to since: each addition moves the version of the tensor."""
-        return [None if (gradient := each.grad) is None else gradient._version for each in self._parameters]
+    def _versions(self) -> list[tuple[int, int] | None]:
+        """Tells whether gradients have been added to since: in place, which counts, or by another tensor."""
+        return [
+            None if (gradient := each.grad) is None else (id(gradient), gradient._version) for each in self._parameters
+        ]
+
+
+def _copied(answer: Any) -> Any:
+    if isinstance(answer, torch.Tensor):
+        return answer.detach().clone()
+    return type(answer)(map(_copied, answer)) if type(answer) in (list, tuple) else answer

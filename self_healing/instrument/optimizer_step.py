@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import consensus
 from .failsafe import Failsafe
 from .hooks import Hooks
 from .less_memory import UpdateOneByOne
@@ -110,10 +111,12 @@ class OptimizerStep:
     def _until_it_fits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while True:
             self._mark.set()
+            begun = consensus.collectives_begun() if consensus.world_size() > 1 else None
             try:
                 result = original(*args, **kwargs)
             except Exception as error:
-                ran_out = self._retry.caught(error, place="optimizer step")
+                alone = begun is not None and consensus.collectives_begun() == begun
+                ran_out = self._retry.caught(error, place="optimizer step", alone=alone)
                 if ran_out is None:
                     raise
             else:

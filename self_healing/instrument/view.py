@@ -113,12 +113,31 @@ class TrainerView:
 
     @property
     def can_split_calls(self) -> bool:
+        """Whether the calls of a model can be split."""
+        return self.can_reexecute and not self.why_not_split
+
+    @property
+    def why_not_split(self) -> str:
         """
-        Whether the calls of a model can be split: `nn.DataParallel` makes replicas of it. Those of a sharded one only
-        in passes, each of which is a forward and a backward that all ranks make.
+        Says why the calls of a model are made whole, whatever they do; empty if they can be split. Those of a sharded
+        one only in passes, each of which is a forward and a backward that all ranks make.
         """
-        in_lockstep = not self.sharded or (is_sharded(self._trainer.model) and self.may_repeat_the_loss)
-        return self.can_reexecute and self._trainer.args.n_gpu <= 1 and in_lockstep
+        trainer = self._trainer
+        if trainer.args.n_gpu > 1:
+            return "nn.DataParallel makes replicas of the model for each call"
+        if self.has_flat_parameters:
+            return (
+                "FSDP1 has the weights in flat parameters, which change with each forward (calls are split with "
+                '"fsdp_version": 2 in fsdp_config)'
+            )
+        if not self.sharded or self.may_repeat_the_loss:
+            return ""
+        if self._has_own_loss:
+            return "all processes call a sharded model together, and a loss of one's own cannot be computed in parts"
+        return (
+            "all processes call a sharded model together, and whether the loss of "
+            f"{type(trainer).__name__} can be computed in parts is not known"
+        )
 
     @property
     def uses_only_the_loss(self) -> bool:
@@ -137,8 +156,11 @@ class TrainerView:
         compute it as often.
         """
         known = self.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
-        own = has_own_loss(self._trainer) or "compute_loss" in vars(self._trainer)
-        return known and not own and (self.world_size == 1 or self.sharded)
+        return known and not self._has_own_loss and (self.world_size == 1 or self.sharded)
+
+    @property
+    def _has_own_loss(self) -> bool:
+        return has_own_loss(self._trainer) or "compute_loss" in vars(self._trainer)
 
     def engine_is_free_of_requests(self) -> bool:
         """Whether a vLLM engine in this process can be called again after a call that raised."""

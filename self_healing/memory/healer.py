@@ -214,10 +214,13 @@ class MemoryHealer(Healer):
     def _handle_oom_in_engine(self, ran_out: OutOfMemory, context: HealingContext) -> bool:
         """Tries once more with the memory freed: what a vLLM engine in this process lacks says nothing about sizes."""
         self._state.sizes.forget_attempt()
+        free = self._instrument.view.engine_is_free_of_requests()
+        if free and self._attempts == 1:
+            return True
+        if ran_out.alone:
+            return self._end_the_job(ran_out)
         why = "its engine has kept requests of the call that failed, and would mix them with the next ones"
-        if self._instrument.view.engine_is_free_of_requests():
-            if self._attempts == 1:
-                return True
+        if free:
             why = "freeing cached memory did not help"
         context.verdict = f"out of memory in vLLM, which generates in this process: {why}; {figures_in_words(ran_out)}"
         context.incident.evidence["remedy"] = ENGINE_ADVICE
@@ -231,6 +234,8 @@ class MemoryHealer(Healer):
         if window is not None and not ran_out.alone:
             window.discard()
         free_memory(self._instrument.view.device)
+        # The next try comes later than the last one, and on all ranks.
+        self.run.news.tell("sizes", self._file.content)
         self.run.journal.event("larger_size_failed", step, call=shape.kind, rows=shape.rows, length=shape.length)
         logger.info("Step %d: %s does not fit; no step is lost, and it is tried again later.", step, shape)
 
@@ -258,15 +263,11 @@ class MemoryHealer(Healer):
         run, incident = self.run, context.incident
         refusals = self._models.refusals
         why = f"it cannot be split by rows: {refusals[-1]}" if refusals else "it cannot be split any further"
-        if not self._instrument.view.can_split_calls:
-            why = self._why_not_split() or "its calls are not split (nn.DataParallel)"
+        why = self._instrument.view.why_not_split or why
         if "not_split" not in incident.evidence:
             run.journal.diagnosed(incident, FailureType.OUT_OF_MEMORY, incident.cause, {"not_split": why})
         if ran_out.alone:
-            # What follows takes the other ranks, and they wait for this one.
-            self.oom_on_one_rank(ran_out)
-            self._end().close("unresolved")
-            return False
+            return self._end_the_job(ran_out)
         in_training = context.window is not None and ran_out.place in ("forward", "backward")
         if in_training and self._may_checkpoint_activations(context):
             self._failed.clear()
@@ -387,6 +388,9 @@ class MemoryHealer(Healer):
         if context.incident.evidence.get("weights") != weights:
             cause = context.incident.cause
             self.run.journal.diagnosed(context.incident, FailureType.OUT_OF_MEMORY, cause, {"weights": weights})
+        if ran_out.alone and (not undone or self._attempts > 1):
+            # Another kind of update would not be that of the other ranks.
+            return self._end_the_job(ran_out)
         if not undone:
             self._go_back(context)
         if self._attempts == 3 and instrument.optimizer_step.update_one_by_one():
@@ -406,55 +410,50 @@ class MemoryHealer(Healer):
 
     # ---- one of several processes ----
 
+    def _end_the_job(self, ran_out: OutOfMemory) -> bool:
+        """Gives up on one rank alone: what is left to be done takes the other ranks, and they wait for this one."""
+        self.oom_on_one_rank(ran_out)
+        self._end().close("unresolved")
+        return False
+
     def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
         """Writes down what did not fit, so that the next start of the job begins with smaller pieces."""
-        sizes = self._state.sizes
-        shape = self._shape(ran_out) or self._whole_batch(ran_out)
-        if shape is None:
-            logger.warning(
-                "Step %d: out of memory in vLLM on process %d of several, which generates there beside the training. "
-                "%s",
-                self._instrument.view.step,
-                self._args.process_index,
-                ENGINE_ADVICE,
-            )
+        sizes, step = self._state.sizes, self._instrument.view.step
+        told = "Step %d: out of memory in %s on process %d of several, and the others are waiting for it. %s"
+        if ran_out.place in ("vLLM", "optimizer step"):
+            # No size of a call is to blame.
+            advice = ENGINE_ADVICE if ran_out.place == "vLLM" else OPTIMIZER_ADVICE
+            logger.warning(told, step, ran_out.place, self._args.process_index, advice)
             return
-        sizes.failed(shape)
+        shape = self._shape(ran_out) or self._whole_batch(ran_out)
+        sizes.failed(shape, with_gradients=ran_out.place != "evaluation")
+        sizes.made_together |= bool(self._instrument.one_rank.meets_in_forward)
         self._file.write()
+        why_not_here = "" if ran_out.alone else self._instrument.one_rank.why_not(ran_out.place)
+        here = f"It is not computed again here alone: {why_not_here}. " if why_not_here else ""
         why = self._why_not_split()
-        logger.warning(
-            "Step %d: out of memory in %s on process %d of several (%s). The others are waiting for it, so nothing "
-            "can be tried again here; %s says what did not fit, and the next start of the job %s.",
-            self._instrument.view.step,
-            ran_out.place,
-            self._args.process_index,
-            shape,
-            self._file.path.name,
-            f"cannot split it: {why}. {SMALLER_BATCHES}" if why else "splits it",
-        )
+        then = f"cannot split it: {why}. {SMALLER_BATCHES}" if why else "splits it."
+        told_of = f"{here}{self._file.path.name} says what did not fit ({shape}), and the next start of the job {then}"
+        logger.warning(told, step, ran_out.place, self._args.process_index, told_of)
 
     def _take_in_sizes(self, rank: int, content: Mapping[str, Any]) -> None:
         """Splits alike from here on what did not fit on another rank: this one would only wait for it."""
-        if self.config.on_oom == "heal" and self._file.take_over(content):
+        if self.config.on_oom == "heal" and self._file.take_over(content, own=False):
             self._models.watch()
             self._file.write()
 
     def _why_not_split(self) -> str:
-        """Says why calls of a model that several processes make together are not split; empty if they are."""
-        view, refusals = self._instrument.view, self._models.refusals
-        if not view.sharded or not view.can_reexecute:
-            return ""
-        if not view.can_split_calls:
-            return "all processes call a sharded model together, and a loss of one's own cannot be computed in parts"
-        return refusals[-1] if refusals else ""
+        """Says why calls of the model are not split, as far as is known by now; empty if they are."""
+        refusals = self._models.refusals
+        return self._instrument.view.why_not_split or (refusals[-1] if refusals else "")
 
-    def _whole_batch(self, ran_out: OutOfMemory) -> CallShape | None:
+    def _whole_batch(self, ran_out: OutOfMemory) -> CallShape:
         """Gives what the first failure of a process says, whose calls are not watched yet."""
-        if ran_out.place == "vLLM":
-            return None
         if ran_out.place == "generation":
             of_all = int(getattr(self._args, "generation_batch_size", None) or 1)
             return CallShape("generate", max(of_all // consensus.world_size(), 1), 1)
+        if ran_out.place == "evaluation":
+            return CallShape("forward", self._args.per_device_eval_batch_size, 1)
         return CallShape("train", self._args.per_device_train_batch_size, 1)
 
     # ---- what is written down ----

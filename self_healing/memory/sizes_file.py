@@ -55,19 +55,32 @@ class SizesFile:
             "sizes": self._state.sizes.state_dict(),
         }
 
-    def take_over(self, content: Mapping[str, Any]) -> bool:
-        """Takes over what another process knows; `False` if that is about another model or device."""
+    def take_over(self, content: Mapping[str, Any], own: bool) -> bool:
+        """
+        Takes over what another process knows.
+
+        Args:
+            content (`Mapping`):
+                As [`content`] gives it.
+            own (`bool`):
+                Whether it was this rank, in an earlier start.
+
+        Returns:
+            `bool`: `False` if it is about another model or device.
+        """
         if content["version"] != _VERSION or content["for"] != self._fingerprint():
             return False
-        self._state.sizes.load_state_dict(content["sizes"])
+        self._state.sizes.load_state_dict(content["sizes"], own)
         return True
 
     def read(self) -> None:
         """Takes over what did not fit in an earlier process, on any rank, if it was the same model and device."""
-        for path in sorted(self._run.directory.glob("healing_sizes*.json")):
+        paths = sorted(self._run.directory.glob("healing_sizes*.json"))
+        # Its own first: what fitted on another rank is weighed against what failed here.
+        for path in sorted(paths, key=lambda path: path != self.path):
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
-                if not self.take_over(content):
+                if not self.take_over(content, own=path == self.path):
                     continue
                 self._state.checkpointing_activations |= bool(content["checkpointing_activations"])
             except Exception as error:

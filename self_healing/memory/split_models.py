@@ -31,6 +31,7 @@ class SplitModels:
         view = instrument.view
         if self._splits or not view.can_split_calls:
             return
+        sizes.made_together |= bool(instrument.one_rank.meets_in_forward)
         lockstep = Lockstep(view.device) if view.sharded else None
         self._passes = Passes(instrument.objective.paired, lockstep) if view.may_repeat_the_loss else None
         for model in view.models():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,12 +43,15 @@ class Memory:
         self.run = run = MadeUpRun(directory, **settings)
         view = run.instrument.view
         view.models, view.can_split_calls, view.may_repeat_the_loss = list, True, False
-        view.sharded = False
+        view.sharded, view.why_not_split = False, ""
         view.fingerprint = lambda: "the same model"
         self.can_checkpoint = True
         run.instrument.activation_checkpointing = SimpleNamespace(switch_on=self._checkpoint)
         run.instrument.retry = SimpleNamespace(experimenting=False)
-        run.instrument.one_rank = SimpleNamespace(possible=False)
+        self.why_not_here = "a gradient has been added to"
+        run.instrument.one_rank = SimpleNamespace(
+            possible=False, meets_in_forward=None, why_not=lambda place: self.why_not_here
+        )
         run.instrument.release_calls = lambda models: None
         run.instrument.objective = SimpleNamespace(paired=False, name="sft")
         run.instrument.trainer.accelerator = SimpleNamespace(device=view.device)
@@ -145,19 +149,20 @@ def test_after_the_last_rung_the_run_ends_and_says_what_did_not_fit(memory: Memo
 
 
 def test_calls_that_are_not_split_say_so(memory: Memory) -> None:
-    memory.run.instrument.view.can_split_calls = False
+    view = memory.run.instrument.view
+    view.can_split_calls, view.why_not_split = False, "nn.DataParallel makes replicas"
     memory.can_checkpoint = False
     memory.attempt(1)
-    with pytest.raises(UnrecoverableTrainingError, match="its calls are not split"):
+    with pytest.raises(UnrecoverableTrainingError, match=r"nn.DataParallel makes replicas"):
         memory.attempt(1)
 
 
 @pytest.mark.parametrize("first", ["earlier start", "this one"])
-def test_a_sharded_model_whose_loss_is_not_known_says_that_nothing_is_split(
+def test_a_model_whose_calls_are_made_whole_says_why(
     memory: Memory, first: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     view = memory.run.instrument.view
-    view.sharded, view.can_split_calls = True, False
+    view.sharded, view.can_split_calls, view.why_not_split = True, False, "FSDP1 has flat parameters"
     if first == "this one":
         memory.run.instrument.trainer.args.process_index = 1
         memory.state.sizes.begins(CallShape("train", 8, 4))
@@ -166,7 +171,7 @@ def test_a_sharded_model_whose_loss_is_not_known_says_that_nothing_is_split(
         memory.state.sizes.failed(CallShape("train", 8, 4))
         memory.healer.attach(first=True)
     (warning,) = (record.getMessage() for record in caplog.records)
-    assert "a loss of one's own cannot be computed in parts" in warning
+    assert "FSDP1 has flat parameters" in warning
     assert "lower per_device_train_batch_size" in warning
 
 
@@ -268,6 +273,62 @@ def test_before_its_calls_are_watched_a_rank_goes_by_its_batch(memory: Memory, p
         assert sizes.state_dict()[expected[0]]["fails"] == [expected[1:]]
 
 
+def test_an_evaluation_that_ends_the_job_says_nothing_about_training(memory: Memory) -> None:
+    args = memory.run.instrument.trainer.args
+    args.process_index, args.per_device_eval_batch_size = 1, 16
+    memory.healer.oom_on_one_rank(ran_out("evaluation"))
+    sizes = memory.state.sizes
+    assert sizes.known_rows(CallShape("forward", 16, 4)) < 16
+    assert sizes.known_rows(CallShape("train", 16, 4)) == 16
+
+
+def test_an_update_that_ends_the_job_says_nothing_about_sizes(
+    memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory.run.instrument.trainer.args.process_index = 1
+    memory.healer.oom_on_one_rank(ran_out("optimizer step"))
+    assert not memory.state.sizes.limits
+    assert "optimizer with smaller state" in caplog.text
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_job_that_ends_says_why_it_was_not_healed_here_and_what_the_next_start_does(
+    memory: Memory, refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory.run.instrument.trainer.args.process_index = 1
+    memory.run.instrument.one_rank.meets_in_forward = refused
+    memory.run.instrument.view.why_not_split = "its rows depend on each other" if refused else ""
+    memory.state.sizes.begins(CallShape("train", 8, 16))
+    memory.healer.oom_on_one_rank(ran_out("backward"))
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "not computed again here alone: a gradient has been added to" in warning
+    assert ("cannot split it: its rows depend on each other" if refused else "start of the job splits it") in warning
+    assert memory.state.sizes.made_together == refused
+
+
+def test_on_one_rank_alone_nothing_is_done_that_takes_the_others(memory: Memory) -> None:
+    memory.run.instrument.trainer.args.process_index = 1
+    memory.state.sizes.begins(CallShape("train", 1, 16))
+    alone = replace(ran_out(), alone=True)
+    assert memory.healer.handle_oom(alone, memory.window)
+    memory.state.sizes.begins(CallShape("train", 1, 16))
+    assert not memory.healer.handle_oom(alone, memory.window)
+    assert memory.run.incidents == [("out_of_memory", "unresolved")]
+    assert memory.applied == [Action.FREE_MEMORY]
+    assert memory.window.discarded == 0
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_an_engine_that_lacks_memory_on_one_rank_alone_stops_nothing(memory: Memory, idle: bool) -> None:
+    memory.run.instrument.trainer.args.process_index = 1
+    memory.run.instrument.view.engine_is_free_of_requests = lambda: idle
+    alone = replace(ran_out("vLLM"), alone=True)
+    assert memory.healer.handle_oom(alone, None) is idle
+    if idle:
+        assert not memory.healer.handle_oom(alone, None)
+    assert memory.applied == [Action.FREE_MEMORY]
+
+
 def test_what_is_tried_after_the_last_step_is_closed_with_the_run(memory: Memory) -> None:
     memory.attempt(4)
     memory.healer.run_ends(1)
@@ -292,6 +353,20 @@ class TestOptimizerStep:
         memory.healer.stepped()
         assert memory.run.journal.incidents[0].evidence["weights"].startswith("untouched")
         assert memory.run.journal.incidents[0].failure is FailureType.OUT_OF_MEMORY
+
+    @pytest.mark.parametrize("untouched", [True, False])
+    def test_on_one_rank_alone_it_is_taken_again_once_if_it_changed_nothing(
+        self, memory: Memory, untouched: bool
+    ) -> None:
+        self.prepare(memory, untouched=untouched)
+        memory.run.instrument.trainer.args.process_index = 1
+        alone = replace(ran_out("optimizer step"), alone=True)
+        assert memory.healer.handle_oom_in_optimizer_step(alone, memory.window) is untouched
+        if untouched:
+            assert not memory.healer.handle_oom_in_optimizer_step(alone, memory.window)
+        assert memory.gone_back == []
+        assert Action.STOP not in memory.applied
+        assert memory.run.incidents == [("out_of_memory", "unresolved")]
 
     def test_one_that_may_have_is_gone_back_from(self, memory: Memory) -> None:
         self.prepare(memory)

@@ -459,9 +459,33 @@ def test_what_failed_on_one_rank_counts_on_all() -> None:
     for order in ((one, other), (other, one)):
         merged = begun()
         for sizes in order:
-            merged.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
+            merged.load_state_dict(json.loads(json.dumps(sizes.state_dict())), own=False)
         merged.begin_step(2)
         assert merged.known_rows(train(8)) == 2
+
+
+def test_what_fitted_on_another_rank_counts_up_to_half_of_what_failed_here() -> None:
+    """That one may have more memory left."""
+    roomy, short = begun(), begun()
+    for sizes, fits, fails in ((roomy, train(8, 400), train(16, 480)), (short, train(2, 480), train(4, 480))):
+        sizes.failed(fails)
+        sizes.ran(fits)
+        sizes.on_success()
+    # It has been told what failed, and does not count on it for itself.
+    roomy.load_state_dict(json.loads(json.dumps(short.state_dict())), own=False)
+    assert [roomy.known_rows(train(8, length)) for length in (400, 480)] == [8, 2]
+    short.load_state_dict(json.loads(json.dumps(roomy.state_dict())), own=False)
+    assert [short.known_rows(train(8, length)) for length in (100, 400, 480)] == [2, 2, 2]
+    same_rank = begun()
+    same_rank.load_state_dict(json.loads(json.dumps(roomy.state_dict())))
+    assert same_rank.known_rows(train(8, 400)) == 8
+
+
+def test_a_model_whose_calls_ranks_make_together_is_known_in_the_next_process() -> None:
+    sizes, later = begun(), begun()
+    sizes.made_together = True
+    later.load_state_dict(json.loads(json.dumps(sizes.state_dict())), own=False)
+    assert later.made_together
 
 
 def test_how_long_is_waited_outlives_the_process() -> None:
@@ -475,6 +499,9 @@ def test_how_long_is_waited_outlives_the_process() -> None:
     for _ in range(31):
         again.train_step(train(8))
     assert again.failures == 0
+    on_another_rank = begun(probe_steps=4)
+    on_another_rank.load_state_dict(json.loads(json.dumps(sizes.state_dict())), own=False)
+    assert on_another_rank.state_dict()["train"]["wait"] == sizes.state_dict()["train"]["wait"] > 4
 
 
 def test_with_room_to_spare_what_failed_is_tried_again_though_a_failure_ends_the_job() -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from ... import consensus
 from ...call_shape import CallShape
 from ...classify import classify_exception, describe_exception
 from ...failures import FailureType
@@ -364,7 +365,7 @@ class Additivity:
                 first, second, both, *twice = (_computed(original, chunk) for chunk in tried)
                 of_outputs, of_numbers = self._noise(original, tried[2], repetitions)
         except Exception as error:
-            if classify_exception(error) is FailureType.DEVICE:
+            if isinstance(error, consensus.Stranded) or classify_exception(error) is FailureType.DEVICE:
                 raise
             raise CannotSplit(f"two of its rows could not be tried: {describe_exception(error)}") from error
         finally:

@@ -44,6 +44,7 @@ from .slicing import (
 
 logger = logging.getLogger("self_healing")
 
+_MADE_TOGETHER = "other ranks take part in a forward of the model, as often as this one makes it"
 _CHANGES_BUFFERS = "a forward pass changes what the model keeps (its buffers)"
 _OTHERWISE = (
     "computed again in the backward pass, its forward gives something else (another adapter or mode was set meanwhile)"
@@ -139,6 +140,7 @@ class SplitCalls:
             return None, False
         before = _Before(self._module, self._device, self._proven)
         try:
+            self.check_made_alone()
             if passes is not None:
                 groups = _pairs(shape, allowed, args, kwargs) if passes.paired else None
                 return self._first_pass(original, passes, shape, allowed, groups, args, kwargs)
@@ -213,6 +215,38 @@ class SplitCalls:
         finally:
             self._inside = inside
 
+    def check_made_alone(self) -> None:
+        """
+        Looks whether other ranks take part in calls of the module: these are made as often as there.
+
+        Raises:
+            CannotSplit: If they do.
+        """
+        if self._sizes.made_together and self._lockstep is None:
+            raise CannotSplit(_MADE_TOGETHER)
+
+    def _made_alone(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """
+        Has a call looked at while no part of one has come through yet: one that meets other ranks has met them where
+        they make another one, and nothing that comes of it can be used.
+        """
+        if self._proven or self._lockstep is not None or consensus.world_size() == 1:
+            return original
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._proven:
+                # In a backward pass: gradients may be on their way meanwhile.
+                return original(*args, **kwargs)
+            begun = consensus.collectives_begun()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if consensus.collectives_begun() != begun:
+                    self._sizes.made_together, self.refused = True, _MADE_TOGETHER
+                    raise consensus.Stranded(f"a call was split on this rank, and {_MADE_TOGETHER}")
+
+        return watched
+
     # ---- chunks ----
 
     def _chunks(
@@ -270,6 +304,7 @@ class SplitCalls:
     def _split(
         self, original: Callable[..., Any], chunks: list[Chunk], args: tuple[Any, ...], whole: dict[str, Any]
     ) -> Any:
+        original = self._made_alone(original)
         rule = self._additivity.rule(original, chunks, args, whole)
         only_loss = self._only_loss(whole)
         before = self._kept_state()

@@ -125,6 +125,7 @@ class SplitGeneration:
         )
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls.check_made_alone()
         for name in _OF_THE_BATCH:
             if kwargs.get(name):
                 raise CannotSplit(f"`{name}` may look at the whole batch")

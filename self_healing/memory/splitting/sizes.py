@@ -40,6 +40,8 @@ class _Frontier:
             Optimizer steps from the failure of a size that had not been tried to the next one.
         fits (`list[tuple[int, int]]`), fails (`list[tuple[int, int]]`):
             The largest sizes that did fit, the smallest that did not: rows and length.
+        elsewhere (`set[tuple[int, int]]`):
+            Those that did not fit on another rank, and have not failed here.
         bytes_per_token (`float`):
             The most that a call was seen to hold.
     """
@@ -50,6 +52,7 @@ class _Frontier:
     try_wait: int = 1
     fits: list[tuple[int, int]] = field(default_factory=list)
     fails: list[tuple[int, int]] = field(default_factory=list)
+    elsewhere: set[tuple[int, int]] = field(default_factory=set)
     bytes_per_token: float = 0.0
 
     def fit(self, rows: int, length: int) -> bool:
@@ -138,6 +141,8 @@ class KnownSizes:
         # Where a failure ends the job (several processes): one row where nothing is known, unless one more failure can
         # most likely be healed.
         self.failure_is_fatal = self.may_fail_once = False
+        # Where every call has to be made whole, whatever fits: other ranks take part in it.
+        self.made_together = False
         self.begun: dict[Kind, CallShape] = {}
         self.last_begun: CallShape | None = None
         self.changed = False
@@ -293,6 +298,7 @@ class KnownSizes:
         """
         self.forget_attempt()
         self._frontiers[shape.kind].fail(shape.rows, shape.length)
+        self._frontiers[shape.kind].elsewhere.discard((shape.rows, shape.length))
         waiting = {shape.kind}
         if with_gradients and shape.kind == "forward" and self._frontiers["train"].most(shape.length) < shape.rows:
             # With gradients it needs more; unless it did fit, and another model is the larger one.
@@ -346,26 +352,46 @@ class KnownSizes:
 
     def state_dict(self) -> dict[str, Any]:
         """Gives what is known, as JSON."""
-        return {
+        frontiers: dict[str, Any] = {
             kind: {
                 "fits": frontier.fits,
                 "fails": frontier.fails,
+                "elsewhere": [each for each in frontier.fails if each in frontier.elsewhere],
                 "wait": frontier.wait,
                 "try_wait": frontier.try_wait,
             }
             for kind, frontier in self._frontiers.items()
         }
+        return {**frontiers, "made_together": self.made_together}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what an earlier process knew, beside what is known here: what failed on one rank counts."""
+    def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> None:
+        """
+        Takes over what another process knew, beside what is known here.
+
+        Args:
+            state (`Mapping`):
+                As [`state_dict`] gives it.
+            own (`bool`, *optional*, defaults to `True`):
+                Whether it was an earlier start of this rank. What failed on another rank counts here as well. What
+                fitted there may not fit here, if less memory is left: beside what has failed on that rank itself, up
+                to half of what failed counts.
+        """
+        self.made_together |= bool(state.get("made_together"))
         for kind, frontier in self._frontiers.items():
             known = state.get(kind, {})
-            fits = [*frontier.fits, *((int(r), int(n)) for r, n in known.get("fits", []))]
-            for rows, length in known.get("fails", []):
-                frontier.fail(int(rows), int(length))
-            frontier.fits = []
+            fits, fails, elsewhere = (
+                [(int(r), int(n)) for r, n in known.get(name, [])] for name in ("fits", "fails", "elsewhere")
+            )
+            before, failed_there = set(frontier.fails) - frontier.elsewhere, set(fails) - set(elsewhere)
+            frontier.elsewhere.update(elsewhere if own else set(fails) - before)
+            for rows, length in fails:
+                frontier.fail(rows, length)
+            if not own:
+                others = min((r * n for r, n in frontier.fails if (r, n) not in failed_there), default=None)
+                fits = [(r if others is None else min(r, others // 2 // n), n) for r, n in fits]
+            fits, frontier.fits = [*frontier.fits, *fits], []
             for rows, length in fits:
-                if not any(rows >= r and length >= n for r, n in frontier.fails):
+                if rows > 0 and not any(rows >= r and length >= n for r, n in frontier.fails):
                     frontier.fit(rows, length)
             # Written by an earlier version, it holds neither.
             frontier.wait = max(frontier.wait, int(known.get("wait", 0)))
