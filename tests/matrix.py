@@ -7,7 +7,8 @@ last run is in `docs/matrix.json`. `make matrix` runs them all and writes that f
 `python tests/matrix.py` writes the tables from what is on record.
 
 A cell of the table of ranks is a test, `tests/ranks/test_faults_*.py::test_...[fault-strategy]`. One that cannot pass
-yet is marked `xfail(strict=True, reason=...)`, and the reason stands below the table.
+yet is marked `xfail(strict=True, reason=...)`, and the reason stands below the table; so does that of a fault that
+nobody can notice, `reason=f"{UNNOTICEABLE}..."`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ COLUMNS = {
     "deepspeed": "DeepSpeed",
 }
 
+# How the reason begins why a fault is not healed that leaves no trace by which it could be told from none.
+UNNOTICEABLE = "it cannot be noticed: "
+
 # Of faults on one of several ranks: how the model is trained there, and by the name of each fault what it is.
 STRATEGIES = {"ddp": "DDP", "fsdp2_full": "FSDP2, full", "fsdp2_sharded": "FSDP2, sharded"}
 RANK_FAULTS = {
@@ -94,6 +98,7 @@ RANK_FAULTS = {
         "model": "Exception in the model",
         "collator": "Exception in the collator",
         "callback": "Exception in a callback",
+        "callback_before_update": "Exception in a callback, between a gradient and its update",
         "evaluation": "Exception in an evaluation",
         "reward": "Exception in a reward",
         "oom_once": "Out of memory once (split from then on: not bitwise; DDP: in place)",
@@ -211,7 +216,9 @@ def rank_cells_in(results: Path) -> dict[str, dict[str, str]]:
         elif skipped is None:
             found[name] = {"outcome": "passed"}
         elif skipped.get("type") == "pytest.xfail":
-            found[name] = {"outcome": "not healed", "why": skipped.get("message", "").removeprefix("[NOTRUN] ")}
+            why = skipped.get("message", "")
+            outcome = "unnoticeable" if why.startswith(UNNOTICEABLE) else "not healed"
+            found[name] = {"outcome": outcome, "why": why}
     return found
 
 
@@ -300,12 +307,12 @@ def table(marked: list[Proof], record: Mapping[str, Any]) -> str:
 def ranks_tables(record: Mapping[str, Any]) -> str:
     """Renders the tables of faults on one of several ranks, and the notes below them."""
     cells, notes = record.get("cpu", {}).get("ranks", {}), dict[str, int]()
+    signs = {"passed": "✅", "failed": "❌", "not healed": "❌", "unnoticeable": "○", "not run": "–"}
 
     def cell(name: str) -> str:
         found = cells.get(name, {"outcome": "not run"})
-        if "why" in found:
-            return f"❌ {notes.setdefault(found['why'], len(notes) + 1)}"
-        return {"passed": "✅", "failed": "❌", "not run": "–"}[found["outcome"]]
+        sign = signs[found["outcome"]]
+        return f"{sign} {notes.setdefault(found['why'], len(notes) + 1)}" if "why" in found else sign
 
     lines = []
     for heading, faults in RANK_FAULTS.items():
@@ -314,7 +321,8 @@ def ranks_tables(record: Mapping[str, Any]) -> str:
             lines.append(f"| {what} | " + " | ".join(cell(f"{fault}-{strategy}") for strategy in STRATEGIES) + " |")
         lines.append("")
     numbered = [f"{number}: {note}." for note, number in notes.items()]
-    return "\n".join([*lines, " ".join(["✅ shown; ❌ not healed; – not run yet.", *numbered])])
+    legend = "✅ shown; ❌ not healed; ○ leaves nothing to be noticed by; – not run yet."
+    return "\n".join([*lines, " ".join([legend, *numbered])])
 
 
 def with_table(page: str, rendered: str) -> str:

@@ -171,6 +171,8 @@ RANKS_XML = """<testsuites><testsuite>
 <testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[bad_sample-ddp]"><failure/></testcase>
 <testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[bad_sample-fsdp2_full]">
   <skipped type="pytest.xfail" message="nobody knows"/></testcase>
+<testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[bad_sample-fsdp2_sharded]">
+  <skipped type="pytest.xfail" message="it cannot be noticed: there is nothing to see"/></testcase>
 <testcase classname="tests.ranks.test_naming" name="test_y[anything]"/>
 </testsuite></testsuites>"""
 
@@ -181,8 +183,8 @@ def test_a_cell_of_the_table_of_ranks_is_what_became_of_its_test(tmp_path: Path)
     (nothing,) = (line for line in rendered if line.startswith("| Nothing"))
     (samples,) = (line for line in rendered if line.startswith("| Samples"))
     assert nothing.endswith("| ✅ | – | – |")
-    assert samples.endswith("| ❌ | ❌ 1 | – |")
-    assert rendered[-1].endswith(" 1: nobody knows.")
+    assert samples.endswith("| ❌ | ❌ 1 | ○ 2 |")
+    assert rendered[-1].endswith(" 1: nobody knows. 2: it cannot be noticed: there is nothing to see.")
 
 
 def test_a_cell_without_a_row_is_named(tmp_path: Path) -> None:

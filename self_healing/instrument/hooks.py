@@ -95,7 +95,10 @@ class Hooks:
         """Called when a checkpoint that is due is not written, because checkpoints have to wait."""
 
     def vouch_for_state(self) -> None:
-        """Called before the Trainer writes a checkpoint of its schedule: looks at the state, and heals it."""
+        """
+        Called between two steps, before the Trainer writes a checkpoint of its schedule, and before an evaluation that
+        generates: looks at the state, and heals it.
+        """
 
     def before_save(self, step: int) -> None:
         """Called after that, with the step, if the checkpoint is written: none is owed from here on."""

@@ -91,7 +91,7 @@ class StepEngine(ABC):
         try:
             yield
         except Exception as error:
-            if self.is_fatal(error):
+            if self.is_fatal(error) or isinstance(error, consensus.AgreedFailure):
                 raise
             raise TrainingFault(error, others_wait=not consensus.all_came_through()) from error
         consensus.came_through()

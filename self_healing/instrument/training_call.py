@@ -12,6 +12,7 @@ import torch
 from .. import consensus
 from ..classify import is_nonfinite_exception
 from .bookkeeping import Bookkeeper, Bookkeeping
+from .generating import NotGenerated
 from .hooks import Hooks
 from .preparing import preparing
 from .replacing import Replacements
@@ -92,7 +93,7 @@ class TrainingCall:
             # A CUDA graph (torch.compile with mode="reduce-overhead") writes the next one into the same memory.
             return loss.detach().clone()
         except Exception as error:
-            if self._heals_exceptions and is_nonfinite_exception(error) and self._is_raised_by_all():
+            if self._heals_exceptions and is_nonfinite_exception(error) and self._is_raised_by_all(error):
                 on_nonfinite()
                 return torch.full((), math.nan, device=self._trainer.args.device)
             raise
@@ -101,9 +102,11 @@ class TrainingCall:
                 self._heartbeat.leave()
             self.running = False
 
-    def _is_raised_by_all(self) -> bool:
+    def _is_raised_by_all(self, error: Exception) -> bool:
         """Whether no rank waits in a collective that this one never reached: weights that are NaN are so on all."""
-        return consensus.world_size() == 1 or consensus.all_fail_alike(f"training step {self._calls}", _ALIKE_SECONDS)
+        if consensus.world_size() == 1 or isinstance(error, NotGenerated):
+            return True
+        return consensus.all_fail_alike(f"training step {self._calls}", _ALIKE_SECONDS)
 
     def _in_passes(self, passes: StepPasses, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Computes a training step in passes: rows are prepared in the first alone, and only the last is counted."""

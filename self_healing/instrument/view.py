@@ -61,6 +61,11 @@ class TrainerView:
         return int(self._trainer.state.global_step)
 
     @property
+    def in_training_mode(self) -> bool:
+        """Whether the model is trained, and not evaluated: what trainers that generate rows go by as well."""
+        return bool(self._trainer.model.training)
+
+    @property
     def in_last_step(self) -> bool:
         """Whether the step under way is the last one of the run."""
         state = self._trainer.state
@@ -230,6 +235,10 @@ class TrainerView:
         """Names parameters, buffers and optimizer states that hold NaN or Inf."""
         model, optimizer = self._trainer.model, innermost(self._trainer.optimizer)
         return with_room(lambda: nonfinite_tensors(model, optimizer), self.device)
+
+    def nonfinite_weights(self) -> list[str]:
+        """Names parameters and buffers that hold NaN or Inf."""
+        return with_room(lambda: nonfinite_tensors(self._trainer.model, None), self.device)
 
     def offloaded_tensors(self) -> list[str]:
         """Names tensors that can be neither searched nor kept: they lie on no device."""

@@ -18,6 +18,7 @@ from .accelerate_engine import AccelerateEngine
 from .best_model import BestModel
 from .bookkeeping import Bookkeeper
 from .failsafe import Failsafe
+from .generating import GenerationGuard
 from .gradients import discard_gradients
 from .hooks import Hooks
 from .interception import Interception
@@ -162,6 +163,12 @@ class Instrument:
         if hasattr(trainer, "_mixed_mesh_grad_norm"):
             # transformers 5.2x: what it clips by where some gradients are sharded and others are not.
             self.replace(trainer, "_mixed_mesh_grad_norm", self._mixed_mesh_grad_norm)
+        if self.leaves_out_nonfinite and hasattr(trainer, "_generate_and_score_completions"):
+            # GRPO, RLOO, distillation.
+            guard = GenerationGuard(
+                self.view, self.failsafe, judges=lambda: self.window is not None and self.window.judged
+            )
+            self.replace(trainer, "_generate_and_score_completions", guard.generate)
         if self.view.can_reexecute:
             self.replace(trainer.optimizer, "step", self._in_section("optimizer", self.optimizer_step.step))
         for name, section in (
@@ -497,6 +504,10 @@ class Instrument:
                 raise ran_out.error
 
     def _evaluate(self, original: Callable[..., Any], trial: Any, ignore_keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.objective.online and self.leaves_out_nonfinite:
+            # Rows are generated for an evaluation as well, and it has no loss that could be left out.
+            with self.failsafe.contained(), self.failsafe.together("the state that is evaluated is vouched for"):
+                self._hooks.vouch_for_state()
         self.reentry.evaluation_begins(ignore_keys)
         metrics = original(trial, ignore_keys, *args, **kwargs)
         self.reentry.evaluation_ends()

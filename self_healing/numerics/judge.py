@@ -199,8 +199,8 @@ class StepJudge(Healer):
 
     def vouch_for_state(self) -> None:
         """
-        Right before a checkpoint is written: searches all that goes into it for NaN and Inf that no loss has shown,
-        and heals what it finds, so that the checkpoint can be trusted.
+        Right before a checkpoint is written, or rows are generated for an evaluation: searches the state for NaN and
+        Inf that no loss has shown, and heals what it finds, so that the checkpoint can be trusted.
         """
         self.memory.contain(self.corrupted_state.vouch_for_state, None)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matrix import UNNOTICEABLE
 from struck_ranks import BASELINES, RUNS, SAVE_EVERY, STEPS, STRATEGIES
 from test_distributed import launch
 
@@ -22,15 +23,11 @@ from self_healing.checkpoints.vetting import vet
 FAULTS = [name for name in RUNS if name not in BASELINES.values()]
 # Far beyond what all of them need; a deadlock ends after 90 seconds by itself.
 SECONDS = 900
-NO_COPY = "each rank has the only copy of its shard, and there is nothing to compare it with"
-ALONE = "one rank cannot draw the next token, and the others wait for it: the job ends, and the next start goes on"
+NO_COPY = f"{UNNOTICEABLE}each rank has the only copy of its shard, and there is nothing to compare it with"
 NOT_YET = {
     ("drifting_replica", "fsdp2_full"): NO_COPY,
     ("drifting_replica", "fsdp2_sharded"): NO_COPY,
-    ("nan_policy", "ddp"): ALONE,
 }
-# Of these, the ones that would end the job of all others.
-NOT_RUN = {("nan_policy", "ddp")}
 # What came of a fault, and of the run that it is compared with, on each rank.
 Ranks = list[dict[str, Any]]
 See = Callable[[str, str], tuple[Ranks, Ranks]]
@@ -42,8 +39,7 @@ def cells(*faults: str) -> pytest.MarkDecorator:
     for fault, strategy in itertools.product(faults, STRATEGIES):
         marks = [] if strategy == "ddp" else [pytest.mark.slow]
         if (fault, strategy) in NOT_YET:
-            run = (fault, strategy) not in NOT_RUN
-            marks.append(pytest.mark.xfail(strict=True, run=run, reason=NOT_YET[fault, strategy]))
+            marks.append(pytest.mark.xfail(strict=True, reason=NOT_YET[fault, strategy]))
         found.append(pytest.param(fault, strategy, id=f"{fault}-{strategy}", marks=marks))
     return pytest.mark.parametrize(("fault", "strategy"), found)
 
@@ -51,7 +47,7 @@ def cells(*faults: str) -> pytest.MarkDecorator:
 def strike(directory: Path, strategy: str) -> dict[str, Ranks]:
     """Strikes with all faults, one after the other in one launch; after one that ends the job, the rest in another."""
     found: dict[str, Ranks] = {}
-    while left := [fault for fault in FAULTS if fault not in found and (fault, strategy) not in NOT_RUN]:
+    while left := [fault for fault in FAULTS if fault not in found]:
         launched = directory / str(len(found))
         launched.mkdir()
         try:
