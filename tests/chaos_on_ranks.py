@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import build_tokenizer, sft_trainer
+from conftest import VOTES, build_tokenizer, sft_trainer
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
@@ -123,6 +123,7 @@ def run_rank(directory: Path, rank: int, port: int, start: int, options: dict[st
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
         result = train(directory, rank, options)
         (directory / f"results.{rank}.json").write_text(json.dumps(result))
+        VOTES.compare()
         torch.distributed.barrier()
         code = 0
     except SystemExit as leaving:

@@ -22,7 +22,6 @@ SHORT, LONG = 3, 5
 
 def main(directory: Path) -> None:
     tokenizer = build_tokenizer()
-    assert VOTES is not None
     asked = VOTES.questions
 
     def counts(healed: bool, steps: int) -> tuple[Counter[str], Counter[str]]:

@@ -74,8 +74,8 @@ except ImportError as _missing:
 
 
 torch.set_num_threads(1)
-# In a process of several, started by torchrun.
-VOTES = RecordedVotes() if "RANK" in os.environ else None
+# Of several processes each compares its own with those of the others at its end; one alone takes part in none.
+VOTES = RecordedVotes()
 # Where the models of all tests are trained, and in which precision: `make test-gpu` has them on a GPU.
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 PRECISION = os.environ.get("TEST_PRECISION", "fp32")
@@ -565,8 +565,7 @@ def leave_together() -> None:
     Ends a process of several, which have all taken part in the same votes. Gloo threads that outlive the others, or
     the interpreter, abort it now and then.
     """
-    if VOTES is not None:
-        VOTES.compare()
+    VOTES.compare()
     torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)

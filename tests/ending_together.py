@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from conftest import build_tokenizer, sft_trainer
+from conftest import build_tokenizer, leave_together, sft_trainer
 from transformers import TrainerCallback, set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
@@ -128,8 +128,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
     if rank == on and "after" in options:
         # What the script does then needs none of the others for a while.
         time.sleep(options["after"])
-    torch.distributed.barrier()
-    os._exit(0)
+    leave_together()
 
 
 if __name__ == "__main__":

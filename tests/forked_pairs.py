@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded_votes import RecordedVotes
+from conftest import VOTES
 
 
 # Far beyond what a pair needs; one that takes as long waits for ever.
@@ -40,11 +40,10 @@ def _run_rank(
     os.dup2(log, 2)
     result: dict[str, Any] = {}
     code = 0
-    votes = RecordedVotes()
     try:
         torch.distributed.init_process_group("gloo")
         result |= run(directory, rank)
-        votes.compare()
+        VOTES.compare()
     except BaseException as error:
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"[:300]

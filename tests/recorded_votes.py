@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,8 +36,13 @@ class RecordedVotes:
         """Compares them with those of all other ranks, at the end of each."""
         of_all: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(of_all, self.questions)
+        self.hold_against(of_all)
+
+    def hold_against(self, of_all: Sequence[Sequence[str]]) -> None:
+        """Holds them against what each rank was asked."""
         for rank, questions in enumerate(of_all):
             for number, (mine, theirs) in enumerate(zip(self.questions, questions, strict=False)):
                 same = mine == theirs or ANY in (mine, theirs)
                 assert same, f"vote {number}: {mine!r} here, {theirs!r} on rank {rank}"
-            assert len(questions) == len(self.questions), f"{len(self.questions)} votes here, {len(questions)} there"
+            count = len(self.questions), len(questions)
+            assert count[0] == count[1], f"{count[0]} votes here, {count[1]} on rank {rank}"

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from conftest import build_tokenizer, sft_trainer
+from conftest import build_tokenizer, leave_together, sft_trainer
 from transformers import set_seed
 
 from self_healing import HealingConfig, SelfHealingTrainer
@@ -64,8 +63,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
         vars(processes)["machine"] = lambda: f"node-{rank} boot"
     SelfHealingTrainer(trainer, HealingConfig(**options.get("config", {}))).train()
     (directory / f"results.{rank}.json").write_text(json.dumps({"steps": trainer.state.global_step}))
-    torch.distributed.barrier()
-    os._exit(0)
+    leave_together()
 
 
 if __name__ == "__main__":
