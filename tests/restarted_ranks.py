@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import build_tokenizer, losses, sft_trainer
+from conftest import build_tokenizer, leave_together, losses, sft_trainer
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, set_seed
 from two_sharded_processes import sharded_on_the_cpu, whole
@@ -30,6 +30,22 @@ class Struck(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.at and torch.distributed.get_rank() == 1:
             raise ValueError("after the step")
+
+
+class StruckBeforeUpdate(TrainerCallback):
+    """The second rank fails when its step was found fit, and the first one applies it, with other gradients or not."""
+
+    def __init__(self, at: int, changes: bool) -> None:
+        self.at, self.changes = at, changes
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step != self.at - 1:
+            return
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("before the update")
+        if self.changes:
+            for parameter in model.parameters():
+                parameter.grad.mul_(2)
 
 
 def digest(model: Any) -> str:
@@ -70,9 +86,15 @@ def main(directory: Path, options: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("in the model")
 
-    if fault == "callback" and first:
-        trainer.add_callback(Struck(at))
-    elif fault != "callback":
+    callbacks = {
+        "callback": Struck(at),
+        "before_update": StruckBeforeUpdate(at, changes=False),
+        "before_other_update": StruckBeforeUpdate(at, changes=True),
+    }
+    if fault in callbacks:
+        if first:
+            trainer.add_callback(callbacks[fault])
+    else:
         trainer.model.register_forward_pre_hook(strike, with_kwargs=True)
     config = HealingConfig(snapshot_interval=3, snapshot_verify_steps=1, launcher_restarts="yes")
     healer = SelfHealingTrainer(trainer, config)
@@ -88,8 +110,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
     plain.train()
     result |= {"plain_weights": digest(plain.model), "plain_losses": losses(plain)}
     (directory / f"results.{rank}.json").write_text(json.dumps(result))
-    torch.distributed.barrier()
-    os._exit(0)
+    leave_together()
 
 
 if __name__ == "__main__":

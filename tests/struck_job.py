@@ -91,6 +91,9 @@ def put_in(trainer: Any, fault: str | None, strike: Callable[[str], None]) -> No
 
     if fault == "callback":
         trainer.add_callback(At("on_step_end", STRUCK_AFTER, lambda: strike("exception")))
+    elif fault == "callback_before_update":
+        # By then the other rank has its numbers of this step, and goes on to apply it.
+        trainer.add_callback(At("on_pre_optimizer_step", STRUCK_AFTER, lambda: strike("exception")))
     elif fault == "sigkill_in_last_step":
         # What is left is to be evaluated and saved by all ranks.
         trainer.add_callback(At("on_step_end", STEPS, lambda: strike("kill")))

@@ -53,6 +53,8 @@ class StepRecord:
         self.prepared: dict[int, Any] = {}
         # Whether all ranks have its numbers, so that none waits for them.
         self.agreed = False
+        # Whether it was judged to its end: each rank goes on to apply it, or what is left of it.
+        self.released = False
         self._position = position
         self._began = time.perf_counter()
         self._calls: list[Call] = []

@@ -90,7 +90,7 @@ class Instrument:
         self.heartbeat = heartbeat or Heartbeat()
         self.retry = MemoryRetry(self.view, hooks, self.failsafe, self.heartbeat, lambda: self.window)
         self.one_rank = OneRankRetry(trainer, self.view, self.ledger, self._replaced)
-        rates = Rates(trainer, self.view, hooks)
+        self._rates = rates = Rates(trainer, self.view, hooks)
         self._call = TrainingCall(trainer, self._replaced, self.ledger, hooks, self.heartbeat, heals_exceptions)
         self.engine: StepEngine = AccelerateEngine(
             trainer,
@@ -448,6 +448,7 @@ class Instrument:
             if self.failsafe.failure is not None:
                 raise self.failsafe.failure
             self._hooks.judge(window)
+            window.released = True
         except TrainingFault as caught:
             fault = caught
         except Exception as error:
@@ -459,6 +460,25 @@ class Instrument:
         if fault is not None:
             # Outside the handler, so that the exception keeps the cause and context it came with.
             raise fault.error
+
+    def finish_step(self) -> bool:
+        """
+        Applies the step that this rank of several has left by an exception after all of them had found it fit: the
+        others have applied it. Whether its gradients were still theirs is for those to find out who go on from it.
+
+        Returns:
+            Whether there was such a step.
+        """
+        window, trainer = self.reentry.interrupted, self.trainer
+        if self.view.world_size == 1 or window is None or not window.released or not self.attached:
+            return False
+        if self.reentry.phase is not Phase.COMPUTING:
+            return False
+        self.reentry.about_to_step()
+        with self._rates.set(self._rates.in_force()):
+            self._replaced.original(trainer.optimizer, "step")()
+        self.reentry.phase = Phase.STEPPED
+        return True
 
     def _give_up(self, error: Exception, window: Window) -> None:
         """Goes on without this library after a failure in judging a step."""

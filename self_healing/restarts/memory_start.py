@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -125,10 +124,10 @@ def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[Sh
             Of the run.
     """
     world_size = consensus.world_size()
-    mine = sorted({_shared(facts) for _, facts in _states_of(output_dir, rank, world_size)})
+    mine = {_shared(facts): facts for _, facts in _states_of(output_dir, rank, world_size)}
     everywhere = consensus.from_every_rank("states in shared memory", mine, device)
-    held = Counter(step for theirs in everywhere for step in theirs)
-    return sorted((step for step, ranks in held.items() if ranks == world_size), reverse=True)
+    held = [step for step in everywhere[0] if all(step in theirs for theirs in everywhere)]
+    return sorted((step for step in held if _same([theirs[step] for theirs in everywhere])), reverse=True)
 
 
 def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> MemoryStart | None:
@@ -181,6 +180,15 @@ def _states_of(output_dir: str, rank: int, world_size: int) -> list[tuple[Path, 
             expected = (rank, world_size, this_boot())
             found += [(path, facts)] * ((facts.rank, facts.world_size, facts.boot) == expected)
     return found
+
+
+def _same(of_ranks: Sequence[StateFacts]) -> bool:
+    """
+    Whether a step that some ranks have applied by themselves is the one that the others have: callbacks that change
+    gradients may have been called on those alone.
+    """
+    weights = {facts.weights for facts in of_ranks}
+    return not any(facts.finished_alone for facts in of_ranks) or (len(weights) == 1 and "" not in weights)
 
 
 def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> MemoryStart:

@@ -5,28 +5,36 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ..checkpoints.owed import owing
-from ..instrument import Instrument
+from ..instrument import Instrument, Replicas
 from ..instrument.live_state import LiveState
 from ..instrument.resume_record import ResumeRecord
 from ..journal.journal import Journal
 from .copied_state import size_of
 from .rollback import Rollback
 from .snapshots import Snapshot
+from .stored_state import AtTheEnd
 
 
 logger = logging.getLogger("self_healing")
+
+# Seconds in which a device has computed an update for certain.
+_SETTLING = 1.0
 
 
 class LastStep:
     """
     Leaves the state after the last finished step to the process that goes on with the run: each of several ranks its
     own, whether it has failed itself or waits for the one that has. No rank needs another one for it.
+
+    Where all keep the same weights, one that has failed between a step that all had found fit and its update applies
+    it first, as the others did.
 
     Args:
         rollback ([`Rollback`]):
@@ -46,30 +54,42 @@ class LastStep:
         """`train()` is entered: there is another step to leave."""
         self._asked = False
 
-    def leave(self, instrument: Instrument, undisturbed: Callable[[], bool] = lambda: True) -> None:
+    def leave(self, instrument: Instrument, waits: Callable[[], bool] | None = None) -> None:
         """
         Leaves it, if it is the run's own, whole and finite, and there was a step since `train()` was entered.
 
         Args:
             instrument ([`Instrument`]):
-                Of the trainer, which does not train any more: it is left by an exception, or waits for another rank.
-            undisturbed (`Callable[[], bool]`, *optional*):
-                Whether it still does not, asked at the end.
+                Of the trainer, which does not train any more.
+            waits (`Callable[[], bool]`, *optional*):
+                Whether the training thread still waits for another rank, asked at the end. Defaults to being called
+                in that thread, after an exception has left `train()`.
         """
         with self._lock:
-            if self._asked or not instrument.reentry.moved:
+            if self._asked:
                 return
-            self._asked = True
             try:
+                alone = waits is None and self._finish_step(instrument)
+                if not instrument.reentry.moved:
+                    return
+                self._asked = True
                 with _beside(instrument.view.device):
-                    step = self._leave(instrument, undisturbed)
+                    step = self._leave(instrument, waits or (lambda: True), alone)
             except Exception as error:
                 logger.warning("The state of the last step could not be left in memory: %s.", error, exc_info=True)
                 return
             if step is not None:
                 self._journal.event("left_in_memory", step)
 
-    def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool]) -> int | None:
+    def _finish_step(self, instrument: Instrument) -> bool:
+        """Applies a step that the other ranks have applied; whether there was one."""
+        if self._rollback.shared is None or self._rollback.in_place.displaced or instrument.view.sharded:
+            return False
+        finished = instrument.finish_step()
+        _let_settle(instrument.view.device)
+        return finished
+
+    def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool], alone: bool) -> int | None:
         shared, live = self._rollback.shared, self._rollback.ring.taken_of
         if shared is None or live is None or self._rollback.in_place.displaced:
             return None
@@ -83,7 +103,8 @@ class LastStep:
         if finished is None:
             return None
         bookkeeping, pending, leave = finished
-        meetings = pending.meetings(instrument.trainer, leave)
+        weights = Replicas(instrument.trainer).fingerprint()
+        left = AtTheEnd(pending.meetings(instrument.trainer, leave), weights, alone)
 
         def record() -> ResumeRecord:
             taken = ResumeRecord.of(instrument.trainer, instrument.ledger, bookkeeping.rng)
@@ -96,8 +117,22 @@ class LastStep:
             return None
         # Held, or its memory would be given back.
         self._rollback.ring.left = snapshot
-        shared.prepare(snapshot, live, record, meetings)
+        shared.prepare(snapshot, live, record, left)
         return instrument.view.step if shared.has(snapshot) else None
+
+
+def _let_settle(device: torch.device) -> None:
+    """
+    Waits for what a device has been given to compute, the last update above all. What it is still busy with after a
+    while is a collective, which may have no end, and comes after all of that.
+    """
+    if device.type != "cuda":
+        return
+    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(device))
+    until = time.monotonic() + _SETTLING
+    while not done.query() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def _versions(live: LiveState) -> list[int]:

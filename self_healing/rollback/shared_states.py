@@ -18,7 +18,7 @@ from ..shared_memory import directory_of, free_shared_memory, is_own, make_direc
 from .host_copies import DeviceCopies
 from .host_memory import HostBlock
 from .snapshots import Snapshot
-from .stored_state import SUFFIX, NotStorable, StateFacts, StateToStore, StateWriter
+from .stored_state import SUFFIX, AtTheEnd, NotStorable, StateFacts, StateToStore, StateWriter
 
 
 logger = logging.getLogger("self_healing")
@@ -27,6 +27,7 @@ logger = logging.getLogger("self_healing")
 _SHARE = 0.9
 # As many as the ring holds beside the state a run began with: two that are trusted, and one that is not yet.
 _STATES = 3
+_TAKEN_ON_THE_WAY = AtTheEnd()
 
 
 class SharedStates:
@@ -111,7 +112,13 @@ class SharedStates:
 
     # ---- states ----
 
-    def prepare(self, snapshot: Snapshot, live: LiveState, record: Callable[[], ResumeRecord], owed: str = "") -> None:
+    def prepare(
+        self,
+        snapshot: Snapshot,
+        live: LiveState,
+        record: Callable[[], ResumeRecord],
+        left: AtTheEnd = _TAKEN_ON_THE_WAY,
+    ) -> None:
         """
         Writes down what belongs to a snapshot, whose copy may still be under way.
 
@@ -122,14 +129,14 @@ class SharedStates:
                 What it was taken of.
             record (`Callable[[], ResumeRecord]`):
                 Gives what belongs to it beside tensors.
-            owed (`str`, *optional*):
-                What its process still owed the step, in which other ranks take part.
+            left ([`AtTheEnd`], *optional*):
+                What the other ranks have to know of the state of a process that ends.
         """
         self._pending, began = None, time.perf_counter()
         if not self._open:
             return
         try:
-            self._pending = snapshot, self._writer.prepare(snapshot, live, record(), owed)
+            self._pending = snapshot, self._writer.prepare(snapshot, live, record(), left)
             if not snapshot.under_way:
                 self.store()
         except Exception as error:

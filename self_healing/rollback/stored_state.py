@@ -43,6 +43,26 @@ class StateUnusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class AtTheEnd:
+    """
+    What the other ranks have to know of the state that a process leaves when it ends.
+
+    Args:
+        owed (`str`, *optional*, defaults to `""`):
+            What its process still owed the step, in which other ranks take part.
+        weights (`str`, *optional*, defaults to `""`):
+            By which those of ranks that keep the same are compared; empty where they keep different ones.
+        finished_alone (`bool`, *optional*, defaults to `False`):
+            Whether this rank has applied the step by itself, after an exception: it counts if the weights are those
+            of the other ranks.
+    """
+
+    owed: str = ""
+    weights: str = ""
+    finished_alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StateFacts:
     """
     The first line of the file: whose state it is.
@@ -52,8 +72,8 @@ class StateFacts:
             The run, the process, how many train together, and the machine since it was started.
         step (`int`):
             Optimizer steps finished.
-        owed (`str`, *optional*, defaults to `""`):
-            What its process still owed the step, in which other ranks take part.
+        owed (`str`, *optional*), weights (`str`, *optional*), finished_alone (`bool`, *optional*):
+            As of [`AtTheEnd`].
         running_loss (`float`, *optional*, defaults to 0.0):
             Sum of the loss since the last log.
         frozen (`int`, *optional*, defaults to 0):
@@ -72,6 +92,8 @@ class StateFacts:
     boot: str
     step: int
     owed: str = ""
+    weights: str = ""
+    finished_alone: bool = False
     running_loss: float = 0.0
     frozen: int = 0
     blocks: dict[str, int] = field(default_factory=dict)
@@ -130,7 +152,7 @@ class StateWriter:
         self._entries: list[dict[str, Any]] = []
         self._pickled: list[bytes] = []
 
-    def prepare(self, snapshot: Snapshot, live: LiveState, record: ResumeRecord, owed: str = "") -> StateToStore:
+    def prepare(self, snapshot: Snapshot, live: LiveState, record: ResumeRecord, left: AtTheEnd) -> StateToStore:
         """
         Writes down what belongs to a state as of now, while its tensors may still be being copied.
 
@@ -141,8 +163,8 @@ class StateWriter:
                 What it was taken of.
             record ([`ResumeRecord`]):
                 What belongs to it beside them.
-            owed (`str`, *optional*):
-                As of [`StateFacts`].
+            left ([`AtTheEnd`]):
+                What the other ranks have to know of it.
 
         Raises:
             NotStorable: If there is a part that no other process can go on from.
@@ -162,7 +184,7 @@ class StateWriter:
         beside = pickle.dumps(replace(record, log_history=[], running_loss=torch.zeros(())), pickle.HIGHEST_PROTOCOL)
         parts = described.getvalue(), beside, self._log_of(record.log_history)
         body = pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
-        facts = replace(self._facts, step=record.step, owed=owed, blocks=pickler.files)
+        facts = replace(self._facts, step=record.step, blocks=pickler.files, **asdict(left))
         return StateToStore(facts, body, record.running_loss, sum_of_all(live.frozen, record.running_loss.device))
 
     def _log_of(self, log_history: Sequence[dict[str, Any]]) -> list[bytes]:

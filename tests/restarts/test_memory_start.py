@@ -260,6 +260,11 @@ class Ranks:
         ("ddp", "exception", 5, 5),
         ("ddp", "sigkill", 5, 3),
         ("ddp", "callback", 7, 7),
+        # The rank that fails applies the step as the other one does.
+        ("ddp", "before_update", 8, 8),
+        # Unless that was another one: nobody can tell which is right.
+        ("ddp", "before_other_update", 8, 6),
+        ("fsdp2", "before_update", 8, 6),
         ("fsdp2", "exception", 5, 5),
         ("fsdp2", "sigkill", 8, 6),
         ("fsdp2 full", "exception", 5, 5),
