@@ -158,8 +158,8 @@ class Session:
         self._wake, self._news, self._ended = threading.Event(), threading.Condition(), threading.Event()
         self._channel: SideChannel | None = None
         self._lost_it = self._told_of_it = False
-        # Steps that are finished here, and when one was last.
-        self._step, self._stepped = -1, 0.0
+        # How far this rank has come, and when it came there.
+        self._progress, self._moved = (-1, -1), 0.0
         self._count = self._counted = 0
         # Numbers of failures that were counted, and not read yet.
         self._unread: set[int] = set()
@@ -357,8 +357,8 @@ class Session:
             # Looks at what the training thread changes meanwhile.
             position = self._look()
             record["position"] = position.to_record()
-            if position.step != self._step:
-                self._step, self._stepped = position.step, time.monotonic()
+            if position.progress != self._progress:
+                self._progress, self._moved = position.progress, time.monotonic()
         if self._echo is not None:
             record["address"] = asdict(self._echo.address)
         # Changed in the training thread meanwhile.
@@ -454,7 +454,8 @@ class Session:
             if state is State.RUNS:
                 other.stopped_since = None
             elif state is State.GONE:
-                self._give_up(rank, "its process is gone without a word: killed, or crashed in native code")
+                why = "its process is gone without a word: killed, crashed in native code, or ended by os._exit"
+                self._give_up(rank, why)
             elif other.stopped_since is None:
                 other.stopped_since = now
             elif now - other.stopped_since >= _STOPPED * self._interval:
@@ -462,15 +463,15 @@ class Session:
 
     def _listen_to_the_next(self) -> None:
         """
-        Gives up the next rank, on another machine, if nothing says that it is there: no word over the store, no step
-        that was finished here, of which it has done its part, and no connection to its port.
+        Gives up the next rank, on another machine, if nothing says that it is there: no word over the store, and no
+        connection to its port. Not while this one gets on: it would wait for that one in a collective before long.
         """
         if self._following is None or self._channel is None:
             return
         other, now = self._others[self._following], time.monotonic()
         if other.left or self._is_here(other):
             return
-        if now - max(other.heard, other.there, self._stepped) < _UNHEARD * self._interval:
+        if now - max(other.heard, other.there, self._moved) < _UNHEARD * self._interval:
             return
         if other.address is not None and is_open(other.address, _ANSWERING):
             other.there = now

@@ -172,15 +172,15 @@ def test_a_rank_of_another_machine_is_given_up_when_nothing_is_heard_of_it(
     assert "nothing was heard of it" in first.told[0].error
 
 
-def test_a_silent_rank_of_another_machine_that_does_its_part_of_each_step_is_not_given_up(
+def test_a_silent_rank_of_another_machine_is_not_given_up_while_this_one_gets_on(
     job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As where the network of the store fails, and not the one that training uses.
     monkeypatch.setattr(session, "_UNHEARD", 10.0)
     first, second = job(2, ELSEWHERE)
     monkeypatch.setattr(second.ranks._session, "_tell_where", lambda channel: None)
-    for step in range(6, 26):
-        first.position = Position(step, "step", 10 * step, 0.1, 60.0)
+    for beats in range(20):
+        first.position = Position(5, "prediction", 100 + beats, 0.1, 60.0)
         time.sleep(INTERVAL)
         assert first.told == []
     wait_until(lambda: first.told)
