@@ -24,6 +24,7 @@ from .instrument import BestModel, Instrument, ReportingGuard
 from .memory.healer import MemoryHealer
 from .numerics.judge import StepJudge
 from .own_files import remove_leftovers
+from .processes import Process
 from .restarts.resumed_bookkeeping import continue_bookkeeping
 from .run.healer import Healers
 from .run_events import RunEvents
@@ -143,6 +144,7 @@ class Entry:
             max_steps=max_steps,
             output_dir=os.path.abspath(args.output_dir),
             pid=os.getpid(),
+            process_began=Process.this_one().began,
             host=socket.gethostname(),
             limits={name: getattr(run.context.config, name) for name in _LIMITS},
             **run.numerics.rate_in_force(),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from .config import HealingConfig
+from .processes import Process
 
 
 # EX_TEMPFAIL of sysexits.h: "temporary failure, try again later".
@@ -29,12 +30,17 @@ class Launch:
             Times it still will; `None` where that cannot be known.
         by_agent (`bool`):
             Whether an agent that itself has lived on (torchrun) has started it again: the machine was not taken away.
-        agent_began (`float`, *optional*):
-            Time at which that agent was started, in seconds since the epoch; `None` where that cannot be known.
+        agent_age (`float`, *optional*):
+            Seconds since the agent was started, whether it has started this process again or not; `None` where that
+            cannot be known.
+        agent_is_parent (`bool`):
+            Whether it has started this process itself, with nothing in between: a script that runs several programs.
         requeued (`bool`):
             Whether SLURM has started the job again.
         job (`str`):
             Id of the job in SLURM, the same for each restart.
+        rendezvous (`str`):
+            What torchrun calls the job (`--rdzv-id`).
         in_a_pod (`bool`):
             Whether Kubernetes may have started it again, which does not say so.
     """
@@ -43,9 +49,11 @@ class Launch:
     restarts: int
     restarts_left: int | None
     by_agent: bool = False
-    agent_began: float | None = None
+    agent_age: float | None = None
+    agent_is_parent: bool = False
     requeued: bool = False
     job: str = ""
+    rendezvous: str = ""
     in_a_pod: bool = False
 
     @property
@@ -69,15 +77,18 @@ def launch_of(environment: Mapping[str, str] | None = None) -> Launch:
     if "TORCHELASTIC_RUN_ID" in environment:
         restarts = _number(environment, "TORCHELASTIC_RESTART_COUNT")
         left = _number(environment, "TORCHELASTIC_MAX_RESTARTS") - restarts
+        agent_age, agent_is_parent = _agent()
         # A requeued job starts another torchrun, whose own count begins at 0 again.
         return Launch(
             "torchrun",
             restarts + requeued,
             max(left, 0),
             by_agent=restarts > 0,
-            agent_began=_agent_began() if restarts > 0 else None,
+            agent_age=agent_age,
+            agent_is_parent=agent_is_parent,
             requeued=requeued > 0,
             job=job,
+            rendezvous=environment["TORCHELASTIC_RUN_ID"],
             in_a_pod=in_a_pod,
         )
     if job:
@@ -97,28 +108,28 @@ def of_all_ranks(launches: Sequence[Launch]) -> Launch:
         launches (`Sequence[Launch]`):
             Of each rank.
     """
-    agents = [launch.agent_began for launch in launches if launch.by_agent]
-    known = [began for began in agents if began is not None]
+    ages = [launch.agent_age for launch in launches]
+    known = [age for age in ages if age is not None]
     return replace(
         launches[0],
         restarts=max(launch.restarts for launch in launches),
-        by_agent=bool(agents),
+        by_agent=any(launch.by_agent for launch in launches),
         # The one that has been there longest: a node may have been replaced.
-        agent_began=min(known) if known and len(known) == len(agents) else None,
+        agent_age=max(known) if known and len(known) == len(ages) else None,
         requeued=any(launch.requeued for launch in launches),
     )
 
 
-def _agent_began() -> float | None:
-    """Returns when torchrun was started: the nearest process above this one that it did not start itself."""
+def _agent() -> tuple[float | None, bool]:
+    """Looks how old torchrun is, the nearest process above this one that it did not start; and whether next to it."""
     try:
-        for process in psutil.Process().parents():
+        for distance, process in enumerate(psutil.Process().parents()):
             if "TORCHELASTIC_RUN_ID" not in process.environ():
-                return float(process.create_time())
+                return Process.of(process.pid).age, distance == 0
     except psutil.Error:
         # In a process namespace of its own, or as another user.
         pass
-    return None
+    return None, False
 
 
 def restarts_on_exit(config: HealingConfig) -> bool:

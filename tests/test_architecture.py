@@ -43,6 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
             "objectives",
             "output_dir",
             "own_files",
+            "processes",
         ),
         *("random_state", "repeatability", "retry", "saved_state", "shared_memory", "signals", "toml"),
     ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..processes import State
 from ..ranks import Neighbour
-from ..ranks.processes import State
 
 
 # Of the limit: what is tolerated before a rank is named, so that it is named within the limit; and how old the last

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..processes import Process
 from .channel import Place, place_in_job
 from .posts import Failure, Position
-from .processes import Process
 from .session import Neighbour, Session
 
 

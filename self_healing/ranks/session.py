@@ -14,11 +14,11 @@ from typing import Any
 
 from ..failures import FailureType
 from ..log_safely import log_safely
+from ..processes import Process, State
 from .channel import Place, SideChannel
 from .link import Address, Echo, is_open, own_host
 from .naming import waited_for
 from .posts import Failure, Position, first_of
-from .processes import Process, State
 
 
 logger = logging.getLogger("self_healing")
@@ -204,7 +204,8 @@ class Session:
 
     def positions(self, within: float) -> dict[int, Position]:
         """As [`OtherRanks.positions`]."""
-        before = {rank: other.count for rank, other in self._others.items()}
+        # Of the ranks by now: in the thread others are added meanwhile.
+        before = {rank: other.count for rank, other in list(self._others.items())}
 
         def answered() -> bool:
             self._wanted = True
@@ -347,8 +348,9 @@ class Session:
             self._meet(channel)
             self._read_positions(channel)
             self._take_in_failures(channel)
-        self._look_at_processes()
-        self._listen_to_the_next()
+        # By the time at which this look began: if this process is stopped in the middle of one, the next one knows.
+        self._look_at_processes(now)
+        self._listen_to_the_next(now)
 
     def _tell_where(self, channel: SideChannel, leaves: bool = False) -> None:
         self._count += 1
@@ -444,31 +446,30 @@ class Session:
         number = channel.add("failures", 1)
         channel.put(f"failure/{number}", failure.to_record())
 
-    def _look_at_processes(self) -> None:
+    def _look_at_processes(self, now: float) -> None:
         """Looks at the processes of this machine."""
-        now = time.monotonic()
         for rank, other in self._living():
             if not self._is_here(other):
                 continue
             state = other.process.state()
-            if state is State.RUNS:
-                other.stopped_since = None
-            elif state is State.GONE:
+            if state is State.GONE:
                 why = "its process is gone without a word: killed, crashed in native code, or ended by os._exit"
                 self._give_up(rank, why)
+            elif state is not State.STOPPED:
+                other.stopped_since = None
             elif other.stopped_since is None:
                 other.stopped_since = now
             elif now - other.stopped_since >= _STOPPED * self._interval:
                 self._give_up(rank, "its process is stopped (SIGSTOP)")
 
-    def _listen_to_the_next(self) -> None:
+    def _listen_to_the_next(self, now: float) -> None:
         """
         Gives up the next rank, on another machine, if nothing says that it is there: no word over the store, and no
         connection to its port. Not while this one gets on: it would wait for that one in a collective before long.
         """
         if self._following is None or self._channel is None:
             return
-        other, now = self._others[self._following], time.monotonic()
+        other = self._others[self._following]
         if other.left or self._is_here(other):
             return
         if now - max(other.heard, other.there, self._moved) < _UNHEARD * self._interval:

@@ -226,6 +226,7 @@ def status_in(events: Sequence[Mapping[str, Any]], run: str | None = None) -> Ru
         last["step"],
         last.get("time", 0.0),
         newest.get("verdict", ""),
+        started.get("process_began", 0.0),
     )
     # As of one that the status spoke of until another run began.
     known = found.state is not RunState.UNKNOWN or found.pid == 0

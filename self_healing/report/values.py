@@ -76,7 +76,7 @@ EVENT: Mapping[str, Check] = {
     **dict.fromkeys(("failure", "objective", "resumed_from"), or_none(is_text)),
     **dict.fromkeys(("rank", "attempt", "pid", "max_steps"), is_count),
     **dict.fromkeys(("steps_lost", "steps_repeated", "reductions", "lr_reductions"), is_count),
-    **dict.fromkeys(("time", "seconds_lost"), is_time),
+    **dict.fromkeys(("time", "seconds_lost", "process_began"), is_time),
     **dict.fromkeys(("scale", "learning_rate_scale", "learning_rate"), is_finite),
     **dict.fromkeys(("detectors", "rules"), is_texts),
     "happened": is_flag,

@@ -181,7 +181,8 @@ class Attempts:
         if self.record is None:
             return
         marks = self._run.journal.rank == 0
-        attempt = self.record.begin_attempt(checkpoint, step, marks, job=launch_of().job)
+        launch = launch_of()
+        attempt = self.record.begin_attempt(checkpoint, step, marks, launch.job, launch.rendezvous)
         self._entries_before = attempt.number - 1
         self.write()
 

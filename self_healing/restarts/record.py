@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from ..files import jsonable, replace_file
 from ..journal.incident import Incident
+from ..processes import Process, machine
 from ..saved_state import completed
 from .progress_mark import PROGRESS_FILE, ProgressMark, read_mark
 
@@ -88,6 +89,10 @@ class Attempt:
             times.
         job (`str`):
             What SLURM knows its job by.
+        rendezvous (`str`):
+            What torchrun knows its job by.
+        machine (`str`), process_began (`float`):
+            As those of a [`Process`]; empty and 0 where they are not known.
     """
 
     number: int
@@ -101,6 +106,17 @@ class Attempt:
     why: str = ""
     call: int = 1
     job: str = ""
+    rendezvous: str = ""
+    machine: str = ""
+    process_began: float = 0.0
+
+    @property
+    def age(self) -> float:
+        """Seconds since it began, or on its own machine, since its process was started."""
+        if self.machine == machine():
+            return Process(self.machine, self.pid, self.process_began).age
+        # By two clocks.
+        return time.time() - self.began
 
 
 _ATTEMPT = asdict(Attempt(0, 0, "", 0.0))
@@ -111,7 +127,8 @@ def _attempts_in(content: dict[str, Any], odd: list[str]) -> list[Attempt]:
     unknown = {"number": 1, "began": content["time"], "ending": Ending.FAILED, "why": "not known"}
     found = []
     for at, entry in enumerate(content["attempts"]):
-        given = dict(entry) if isinstance(entry, dict) else {}
+        # What an earlier version did not write is not missed.
+        given = {"rendezvous": "", "machine": "", "process_began": 0.0, **entry} if isinstance(entry, dict) else {}
         attempt = completed(_ATTEMPT | unknown | {"number": at + 1}, given, f"attempts.{at}", odd)
         if attempt["ending"] not in list(Ending):
             odd.append(f"attempts.{at}.ending")
@@ -235,7 +252,9 @@ class RunRecord:
 
     # ---- writing ----
 
-    def begin_attempt(self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = "") -> Attempt:
+    def begin_attempt(
+        self, resumed_from: str | None, first_step: int, marks: bool = True, job: str = "", rendezvous: str = ""
+    ) -> Attempt:
         """
         A process begins its part.
 
@@ -246,12 +265,23 @@ class RunRecord:
                 Optimizer steps finished there.
             marks (`bool`, *optional*, defaults to `True`):
                 Whether it keeps the mark of how far it came; of several processes the first one does.
-            job (`str`, *optional*):
-                What SLURM knows its job by.
+            job (`str`, *optional*), rendezvous (`str`, *optional*):
+                What SLURM and torchrun know its job by.
         """
         number = self.newest.number + 1 if self.attempts else 1
+        process = Process.this_one()
         attempt = Attempt(
-            number, os.getpid(), socket.gethostname(), time.time(), resumed_from, first_step, first_step, job=job
+            number,
+            process.pid,
+            socket.gethostname(),
+            time.time(),
+            resumed_from,
+            first_step,
+            first_step,
+            job=job,
+            rendezvous=rendezvous,
+            machine=process.machine,
+            process_began=process.began,
         )
         _CALLS[os.path.abspath(self.directory)] += 1
         attempt.call = _CALLS[os.path.abspath(self.directory)]
@@ -290,7 +320,12 @@ class RunRecord:
         """Writes the record, whole or not at all. What the file system refuses is told once and stops nothing."""
         if not self.kept:
             return
-        path = self.directory / RECORD_FILE
+        # The training thread, and one that is about to end the process, may want to at the same time: what is written
+        # last is what was last known.
+        with self._lock:
+            self._write(self.directory / RECORD_FILE)
+
+    def _write(self, path: Path) -> None:
         content = {
             "schema": SCHEMA_VERSION,
             "time": time.time(),
@@ -303,7 +338,7 @@ class RunRecord:
             "saving": self.saving,
         }
         try:
-            self._replace(path, json.dumps(jsonable(content), indent=1) + "\n")
+            replace_file(path, json.dumps(jsonable(content), indent=1) + "\n", sync=True)
         except OSError as error:
             if not self._failed:
                 self._failed = True
@@ -312,11 +347,6 @@ class RunRecord:
                     path,
                     error,
                 )
-
-    def _replace(self, path: Path, text: str) -> None:
-        # The training thread, and one that is about to end the process, may want to at the same time.
-        with self._lock:
-            replace_file(path, text, sync=True)
 
     def close(self) -> None:
         """Lets go of the mark."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from .. import consensus
 from ..checkpoint_files import STATE_FILE, number_of
 from ..checkpoints.choice import CheckpointError, newest_verdict_of, resolve_checkpoint
@@ -27,6 +25,7 @@ from ..instrument.resume_record import loads_more
 from ..journal.journal import Journal
 from ..launcher import Launch, launch_of, of_all_ranks
 from ..output_dir import refuse_unwritable
+from ..processes import State, state_of
 from ..shared_memory import directory_of
 from .memory_start import MemoryStart, SharedStep, newest_beyond, open_in_memory, steps_in_memory
 from .record import (
@@ -193,14 +192,16 @@ def _look_for_start(
 ) -> Start:
     refuse_unwritable(trainer.args)
     output_dir = str(trainer.args.output_dir)
-    restarted = config.resume_after_restart and launch.started_again
     record: RunRecord | None = None
     try:
         record = RunRecord.read(Path(output_dir))
     except UnreadableRecordError as error:
-        if restarted and requested is None:
+        if config.resume_after_restart and launch.started_again and requested is None:
             requested = "auto"
         logger.warning("%s; what earlier processes of this run did is not known.", error)
+    if record is not None and not launch.started_again and was_started_by(launch, record):
+        launch = replace(launch, restarts=1, by_agent=True)
+    restarted = config.resume_after_restart and launch.started_again
     beside = trains_beside(record, launch, restarted)
     if record is not None and beside:
         logger.warning(
@@ -269,9 +270,26 @@ def of_this_job(record: RunRecord, launch: Launch) -> bool:
     died before it trained comes to the same place, and finds what another one has left there.
     """
     newest = record.newest
-    if launch.by_agent and (launch.agent_began is None or newest.began >= launch.agent_began - _CLOCK_SLACK):
+    if launch.by_agent and _may_have_started(launch, newest):
         return True
     return launch.requeued and newest.job == launch.job
+
+
+def was_started_by(launch: Launch, record: RunRecord) -> bool:
+    """
+    Whether the agent that has started this process has started the one that wrote a record, which came to no end,
+    where it counts no restart: it starts all processes again when nodes join or leave.
+    """
+    newest = record.newest if record.attempts else None
+    if newest is None or newest.ending is Ending.FINISHED or newest.pid == os.getpid() or still_alive(newest):
+        return False
+    of_it = launch.rendezvous == newest.rendezvous != ""
+    return of_it and launch.agent_is_parent and launch.agent_age is not None and _may_have_started(launch, newest)
+
+
+def _may_have_started(launch: Launch, attempt: Attempt) -> bool:
+    """Whether an attempt is younger than the agent that has started this process."""
+    return launch.agent_age is None or attempt.age <= launch.agent_age + _CLOCK_SLACK
 
 
 def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
@@ -425,9 +443,4 @@ def still_alive(attempt: Attempt) -> bool:
     elsewhere = attempt.host != socket.gethostname() or attempt.pid == os.getpid()
     if attempt.ending is not Ending.RUNNING or elsewhere:
         return False
-    try:
-        process = psutil.Process(attempt.pid)
-        # A number is given out again: the process must be older than what it wrote.
-        return bool(process.create_time() <= attempt.began) and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, ValueError, OverflowError):
-        return False
+    return state_of(attempt.pid, attempt.process_began) in (State.RUNS, State.STOPPED)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 import weakref
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -14,9 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ..files import replace_file
+from ..processes import Process, State, state_of
 from ..saved_state import completed
 from .progress_mark import PROGRESS_FILE, ProgressMark, read_mark
 from .record import Ending
@@ -65,6 +65,8 @@ class RunStatus:
             Optimizer steps it is to have.
         pid (`int`), host (`str`), began (`float`):
             The process, and when it began with it, in seconds since the epoch.
+        process_began (`float`):
+            When the process was started, in seconds since its machine was; 0 where that is not known.
         state ([`RunState`]):
             What has become of it.
         step (`int`):
@@ -85,6 +87,7 @@ class RunStatus:
     step: int = 0
     since: float = 0.0
     why: str = ""
+    process_began: float = 0.0
 
     @property
     def over(self) -> bool:
@@ -136,7 +139,7 @@ def read_status(directory: Path) -> RunStatus | None:
         return None
     damaged: list[str] = []
     completed(_KINDS, asdict(status), STATUS_FILE, damaged)
-    if damaged or not (is_moment(status.began) and is_moment(status.since)):
+    if damaged or not all(map(is_moment, (status.began, status.since, status.process_began))):
         return None
     if status.over:
         return status
@@ -161,16 +164,8 @@ def looked_up(status: RunStatus) -> RunState:
     """Of a run whose end is not written down: whether its process is still there."""
     if status.host != socket.gethostname():
         return RunState.UNKNOWN
-    try:
-        process = psutil.Process(status.pid)
-        # A number is given out again: the process must be older than what it wrote.
-        there = process.create_time() <= status.began + 1 and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, ValueError):
-        # A number that no process has, as it is negative, is a `ValueError`.
-        return RunState.DIED
-    except psutil.Error:
-        return RunState.UNKNOWN
-    return RunState.RUNNING if there else RunState.DIED
+    found = state_of(status.pid, status.process_began)
+    return {State.GONE: RunState.DIED, State.UNKNOWN: RunState.UNKNOWN}.get(found, RunState.RUNNING)
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -187,6 +182,8 @@ class StatusKeeper:
     status: RunStatus | None = None
     _mark: ProgressMark | None = field(default=None, repr=False)
     _failed: bool = False
+    # The training thread, and one that is about to end the process, may want to write at the same time.
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def begin(self, run: str, journal: Path, step: int, max_steps: int, marks: bool) -> None:
         """
@@ -207,7 +204,18 @@ class StatusKeeper:
             # On another drive.
             where = os.path.abspath(journal)
         first = self.status is None
-        self.status = RunStatus(run, where, max_steps, os.getpid(), socket.gethostname(), now, step=step, since=now)
+        process = Process.this_one()
+        self.status = RunStatus(
+            run,
+            where,
+            max_steps,
+            process.pid,
+            socket.gethostname(),
+            now,
+            step=step,
+            since=now,
+            process_began=process.began,
+        )
         self._write()
         if marks and self._mark is None:
             self._open_mark()
@@ -223,15 +231,16 @@ class StatusKeeper:
 
     def end(self, state: RunState, step: int, why: str = "") -> None:
         """The run is over for this process; what was written first counts."""
-        if self.status is None or self.status.over:
-            return
         lines = why.strip().splitlines()
         why = _cut(lines[0]) if lines else ""
-        self.status = replace(self.status, state=state, step=step, since=time.time(), why=why)
-        self._write()
-        if self._mark is not None:
-            self._mark.close()
-            self._mark = None
+        with self._lock:
+            if self.status is None or self.status.over:
+                return
+            self.status = replace(self.status, state=state, step=step, since=time.time(), why=why)
+            self._write()
+            if self._mark is not None:
+                self._mark.close()
+                self._mark = None
 
     def end_attempt(self, ending: Ending, step: int, why: str) -> None:
         """The same, of a run whose record is kept."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from self_healing.health.silence import Silence, SilenceWatch
+from self_healing.processes import State
 from self_healing.ranks import Neighbour, Position
-from self_healing.ranks.processes import State
 
 
 LIMIT = 20.0

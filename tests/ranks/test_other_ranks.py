@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,11 +16,11 @@ import pytest
 import torch.distributed
 
 from self_healing import FailureType
+from self_healing.processes import Process
 from self_healing.ranks import Failure, OtherRanks, Position, session
 from self_healing.ranks.channel import Place
 from self_healing.ranks.link import Address, ask
 from self_healing.ranks.posts import failure_of
-from self_healing.ranks.processes import Process
 
 
 store_class: Any = torch.distributed.TCPStore
@@ -231,19 +234,45 @@ def test_a_rank_that_loses_the_store_comes_back_to_it_and_is_not_given_up(
     assert first.told == [FAILED]
 
 
+class Clock:
+    """As `time` tells it to this process, which does not run for a while."""
+
+    def __init__(self) -> None:
+        self.stood_still = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.stood_still
+
+
+@pytest.mark.parametrize("where", ["between two looks", "in one"])
 def test_what_was_not_heard_while_this_process_stood_still_says_nothing(
-    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
+    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     first, second = job(2, ELSEWHERE)
     monkeypatch.setattr(second.ranks._session, "_tell_where", lambda channel: None)
-    time.sleep(3 * INTERVAL)
+    # Of what follows no part is missed for so long otherwise, however busy the machine is.
+    monkeypatch.setattr(session, "_UNHEARD", 3000.0)
+    clock, looks = Clock(), list[float]()
+    monkeypatch.setattr(session, "time", clock)
+    here = first.ranks._session
+    assert here is not None
+    take_in, listen = here._take_in_failures, here._listen
+
+    def take_in_failures(channel: Any) -> None:
+        if where == "in one" and not clock.stood_still:
+            clock.stood_still = 1e6
+        take_in(channel)
+
+    def look() -> None:
+        if where == "between two looks" and len(looks) == 1:
+            clock.stood_still = 1e6
+        listen()
+        looks.append(clock.stood_still)
+
+    monkeypatch.setattr(here, "_take_in_failures", take_in_failures)
+    monkeypatch.setattr(here, "_listen", look)
     # As after a machine was asleep: all of a sudden everything is long ago, and the other rank wakes a little later.
-    session = first.ranks._session
-    assert session is not None
-    for other in session._others.values():
-        other.heard -= 1000.0
-    session._last -= 1000.0
-    time.sleep(5 * INTERVAL)
+    wait_until(lambda: sum(each > 0 for each in looks) >= 3)
     assert first.told == []
 
 
@@ -303,6 +332,34 @@ def test_a_rank_that_exits_by_itself_ends_the_others_with_its_code_or_as_failed(
     found = failure_of(SystemExit(code), 1, 5, "step")
     assert found is not None
     assert (found.failure, found.exit_code, found.for_good) == (FailureType.INTERRUPTED, others, False)
+
+
+def test_where_ranks_are_can_be_asked_while_others_come(job: Callable[..., list[Rank]]) -> None:
+    first, _ = job(2)
+    here, over = first.ranks._session, threading.Event()
+    assert here is not None
+    known = here._others
+    # Of a job of many ranks; a look of the thread itself would find out that they are none.
+    known |= {rank: dataclasses.replace(known[1], left=True) for rank in range(2, 200)}
+
+    def come() -> None:
+        rank = 200
+        while not over.is_set():
+            known[rank] = known[2]
+            known.pop(rank - 50, None)
+            rank += 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    coming = threading.Thread(target=come)
+    coming.start()
+    try:
+        for _ in range(300):
+            assert set(here.positions(0.0)) == {0, 1}
+    finally:
+        over.set()
+        coming.join()
+        sys.setswitchinterval(interval)
 
 
 def test_a_single_process_builds_nothing() -> None:

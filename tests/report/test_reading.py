@@ -14,6 +14,7 @@ import pytest
 from self_healing.checkpoints.marker import write_marker
 from self_healing.failures import FAILURE_RECIPES, FailureType
 from self_healing.journal.step_log import StepLog, StepRow, step_log_of
+from self_healing.processes import Process
 from self_healing.report.briefing import LINES, briefing_of
 from self_healing.report.data import SCHEMA
 from self_healing.report.healing_report import HealingReport
@@ -108,7 +109,10 @@ def test_a_run_that_ended_says_so_and_asks_for_nothing(made_up: MadeUpDirectory)
 
 def test_a_run_that_goes_on_is_running(made_up: MadeUpDirectory) -> None:
     made_up.started()
-    status = RunStatus("run", "healing_events.jsonl", 100, os.getpid(), os.uname().nodename, time.time())
+    here = Process.this_one()
+    status = RunStatus(
+        "run", "healing_events.jsonl", 100, here.pid, os.uname().nodename, time.time(), process_began=here.began
+    )
     (made_up.path / STATUS_FILE).write_text(json.dumps(asdict(status)))
     made_up.steps(row(0), row(1))
     report = read_run(made_up.path)
@@ -118,8 +122,10 @@ def test_a_run_that_goes_on_is_running(made_up: MadeUpDirectory) -> None:
 
 def test_a_run_that_died_names_the_checkpoint_to_go_on_from(made_up: MadeUpDirectory) -> None:
     made_up.started()
-    # A process with this number that began later.
-    status = RunStatus("run", "healing_events.jsonl", 100, os.getpid(), os.uname().nodename, BEGAN, step=37)
+    # Another process has its number by now.
+    status = RunStatus(
+        "run", "healing_events.jsonl", 100, os.getpid(), os.uname().nodename, BEGAN, step=37, process_began=1.5
+    )
     (made_up.path / STATUS_FILE).write_text(json.dumps(asdict(status)))
     made_up.checkpoint(10)
     made_up.checkpoint(20)
@@ -187,7 +193,9 @@ def test_what_is_too_long_ends_in_an_ellipsis(made_up: MadeUpDirectory) -> None:
 def test_where_nothing_marked_how_far_it_came_the_step_log_is_the_last_sign_of_life(made_up: MadeUpDirectory) -> None:
     made_up.started()
     host = os.uname().nodename
-    status = RunStatus("run", "healing_events.jsonl", 100, os.getpid(), host, BEGAN, step=0, since=BEGAN)
+    status = RunStatus(
+        "run", "healing_events.jsonl", 100, os.getpid(), host, BEGAN, step=0, since=BEGAN, process_began=1.5
+    )
     (made_up.path / STATUS_FILE).write_text(json.dumps(asdict(status)))
     (made_up.path / "healing_progress.bin").touch()
     made_up.steps(row(0), row(30))
@@ -196,8 +204,8 @@ def test_where_nothing_marked_how_far_it_came_the_step_log_is_the_last_sign_of_l
 
 
 def test_another_run_that_died_is_told_as_dead(made_up: MadeUpDirectory) -> None:
-    # A process with this number that began later.
-    made_up.started(run="first", pid=os.getpid(), host=os.uname().nodename)
+    # Another process has its number by now.
+    made_up.started(run="first", pid=os.getpid(), process_began=1.5, host=os.uname().nodename)
     made_up.started()
     made_up.status(RunState.ENDED, 100)
     assert [(each.run, each.state) for each in read_run(made_up.path).other_runs] == [("first", "died")]

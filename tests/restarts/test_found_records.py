@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -122,24 +123,24 @@ def test_a_launch_is_read_from_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("launches", "restarts", "by_agent", "agent_began"),
+    ("launches", "restarts", "by_agent", "agent_age"),
     [
         ([(0, False, None), (0, False, None)], 0, False, None),
         # The node of the second rank failed, and that of the first was not counted.
-        ([(0, False, None), (2, True, 5.0)], 2, True, 5.0),
+        ([(0, False, 5.0), (2, True, 5.5)], 2, True, 5.5),
         # The node of the first rank was replaced, and has failed once more since.
-        ([(1, True, 9.0), (2, True, 5.0)], 2, True, 5.0),
+        ([(1, True, 5.0), (2, True, 9.0)], 2, True, 9.0),
         ([(1, True, None), (2, True, 5.0)], 2, True, None),
     ],
 )
 def test_what_the_ranks_know_of_their_launch_is_put_together(
-    launches: list[tuple[int, bool, float | None]], restarts: int, by_agent: bool, agent_began: float | None
+    launches: list[tuple[int, bool, float | None]], restarts: int, by_agent: bool, agent_age: float | None
 ) -> None:
-    def launch(count: int, again: bool, began: float | None) -> Launch:
-        return Launch("torchrun", count, 3 - count, by_agent=again, agent_began=began)
+    def launch(count: int, again: bool, age: float | None) -> Launch:
+        return Launch("torchrun", count, 3 - count, by_agent=again, agent_age=age)
 
     found = of_all_ranks([launch(*each) for each in launches])
-    assert (found.restarts, found.by_agent, found.agent_began) == (restarts, by_agent, agent_began)
+    assert (found.restarts, found.by_agent, found.agent_age) == (restarts, by_agent, agent_age)
     assert found.started_again == (restarts > 0)
 
 
@@ -165,6 +166,33 @@ class TestARecord:
         assert (newest.number, newest.first_step, newest.last_step, newest.call, newest.job) == (1, 4, 4, 1, "17")
         assert (newest.pid, newest.resumed_from, record.ending) == (os.getpid(), "checkpoint-4", Ending.RUNNING)
         assert caplog.text == ""
+
+    def test_of_two_threads_that_write_it_the_last_one_knows_most(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        record, describe = self.read(tmp_path), RunRecord.describe_attempts
+
+        def ends() -> None:
+            record.end_attempt(Ending.RESTART, "a hang", 5)
+            record.write()
+
+        other = threading.Thread(target=ends)
+
+        def describe_attempts(self: RunRecord) -> list[dict[str, Any]]:
+            """Called while a thread puts together what it is about to write."""
+            attempts = describe(self)
+            if other.ident is None:
+                other.start()
+                other.join(0.3)
+            return attempts
+
+        monkeypatch.setattr(RunRecord, "describe_attempts", describe_attempts)
+        assert record.ending is Ending.RUNNING
+        record.write()
+        other.join()
+        found = RunRecord.read(tmp_path)
+        assert found is not None
+        assert (found.ending, found.newest.why) == (Ending.RESTART, "a hang")
 
     def test_is_none_where_there_is_none(self, tmp_path: Path) -> None:
         assert RunRecord.read(tmp_path) is None

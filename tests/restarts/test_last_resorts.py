@@ -19,6 +19,7 @@ from self_healing import Action, FailureType, HealingConfig, UnrecoverableTraini
 from self_healing.assembly import Run, assemble
 from self_healing.checkpoints.marker import write_marker
 from self_healing.launcher import launch_of, restarts_on_exit
+from self_healing.processes import Process
 from self_healing.restarts import process_exit, remedies, resumed_bookkeeping
 from self_healing.restarts.record import RunRecord
 from self_healing.restarts.remedies import LastResorts
@@ -325,25 +326,28 @@ class TestTheLauncher:
     def test_under_torchrun_the_agent_is_the_nearest_process_it_has_not_started(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def process(created: float, of_torchrun: bool) -> Any:
+        def process(pid: int, of_torchrun: bool) -> Any:
             environment = {"TORCHELASTIC_RUN_ID": "a"} if of_torchrun else {}
-            return SimpleNamespace(environ=lambda: environment, create_time=lambda: created)
+            return SimpleNamespace(environ=lambda: environment, pid=pid)
 
-        above = [process(300.0, True), process(200.0, False), process(100.0, False)]
+        above = [process(os.getpid(), True), process(os.getppid(), False), process(1, False)]
         monkeypatch.setattr(psutil.Process, "parents", lambda self: above)
         restarted = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
-        assert launch_of(restarted).agent_began == 200.0
-        # It is asked for only where it says something.
-        assert launch_of({"TORCHELASTIC_RUN_ID": "a"}).agent_began is None
-        above[1:] = []
-        assert launch_of(restarted).agent_began is None
+        launch = launch_of(restarted)
+        assert launch.agent_age == pytest.approx(Process.of(os.getppid()).age, abs=30.0)
+        assert (launch.agent_is_parent, launch.rendezvous) == (False, "a")
+        del above[0]
+        assert launch_of(restarted).agent_is_parent
+        above.clear()
+        assert launch_of(restarted).agent_age is None
 
-    def test_where_it_cannot_be_looked_at_its_beginning_is_not_known(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_where_it_cannot_be_looked_at_its_age_is_not_known(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(_: Any) -> None:
             raise psutil.AccessDenied
 
         monkeypatch.setattr(psutil.Process, "parents", refuse)
-        assert launch_of({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}).agent_began is None
+        launch = launch_of({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"})
+        assert (launch.agent_age, launch.agent_is_parent) == (None, False)
 
     def test_jobs_and_pods_are_known_by_their_names(self) -> None:
         pod = launch_of({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})

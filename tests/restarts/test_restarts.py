@@ -32,6 +32,7 @@ from transformers import TrainerCallback
 from self_healing import FAILURE_RECIPES, FailureType, HealingConfig, HealingReport, SelfHealingTrainer
 from self_healing.instrument.generated import load_generated
 from self_healing.launcher import launch_of
+from self_healing.processes import Process
 from self_healing.restarts.record import _CALLS, RECORD_FILE, Ending, RunRecord
 from self_healing.restarts.start import was_writing
 from self_healing.restarts.status import STATUS_FILE
@@ -467,7 +468,7 @@ def test_what_an_earlier_job_left_is_not_taken_up_when_this_one_died_before_it_t
     record = RunRecord.read(tmp_path / "run")
     assert record is not None
     for attempt in record.attempts:
-        attempt.began -= 86_400
+        attempt.began, attempt.process_began = attempt.began - 86_400, 0.5
     record.write()
     _CALLS.clear()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -677,7 +678,7 @@ def trains_there(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(["sleep", "600"])
     record = RunRecord(tmp_path / "run", "other")
     record.begin_attempt(None, 0)
-    record.newest.pid = process.pid
+    record.newest.pid, record.newest.process_began = process.pid, Process.of(process.pid).began
     record.newest.last_step = 5
     record.write()
     record.close()

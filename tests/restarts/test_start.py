@@ -23,6 +23,7 @@ from self_healing.checkpoints.marker import write_marker
 from self_healing.checkpoints.vetting import Verdict
 from self_healing.journal.journal import Journal
 from self_healing.launcher import Launch
+from self_healing.processes import Process
 from self_healing.restarts import start as module
 from self_healing.restarts.memory_start import SharedStep
 from self_healing.restarts.record import _CALLS, RECORD_FILE, Attempt, Ending, RunRecord
@@ -36,12 +37,14 @@ from self_healing.restarts.start import (
     step_in,
     still_alive,
     trains_beside,
+    was_started_by,
 )
 
 
 PLAIN = Launch("none", 0, None)
-# An agent that began at 500 has started the process again; SLURM has.
-TORCHRUN = Launch("torchrun", 1, 2, by_agent=True, agent_began=500.0)
+# An agent that is older than all of them has started the process again; SLURM has.
+TORCHRUN = Launch("torchrun", 1, 2, by_agent=True, agent_age=1e12)
+ELASTIC = Launch("torchrun", 0, 3, agent_age=1000.0, agent_is_parent=True, rendezvous="job")
 SLURM = Launch("slurm", 1, None, requeued=True, job="17")
 POD = Launch("none", 0, None, in_a_pod=True)
 
@@ -96,16 +99,45 @@ class TestAStart:
 
 
 class TestTheJobOfARecord:
-    @pytest.mark.parametrize(
-        ("began", "agent_began", "of_this"),
-        [(600.0, 500.0, True), (498.0, 500.0, True), (497.0, 500.0, False), (0.0, None, True)],
-    )
-    def test_torchrun_knows_its_own_by_the_time(
-        self, tmp_path: Path, began: float, agent_began: float | None, of_this: bool
-    ) -> None:
+    @pytest.mark.parametrize(("agent_age", "of_this"), [(700.0, True), (599.0, True), (590.0, False), (None, True)])
+    def test_torchrun_knows_its_own_by_the_time(self, tmp_path: Path, agent_age: float | None, of_this: bool) -> None:
         record = record_of(tmp_path)
-        record.newest.began = began
-        assert of_this_job(record, replace(TORCHRUN, agent_began=agent_began)) is of_this
+        record.newest.began = time.time() - 600.0
+        assert of_this_job(record, replace(TORCHRUN, agent_age=agent_age)) is of_this
+
+    @pytest.mark.parametrize("clock", [-86_400.0, 86_400.0])
+    def test_on_its_own_machine_whatever_the_clock_was_set_to(self, tmp_path: Path, clock: float) -> None:
+        record, here = record_of(tmp_path), Process.this_one()
+        record.newest.machine, record.newest.process_began = here.machine, here.began
+        record.newest.began = time.time() + clock
+        assert of_this_job(record, replace(TORCHRUN, agent_age=here.age + 60.0))
+        assert not of_this_job(record, replace(TORCHRUN, agent_age=here.age - 60.0))
+
+    @pytest.mark.parametrize(
+        ("fields", "of_it"),
+        [
+            ({}, True),
+            ({"agent_age": 10.0}, False),
+            ({"agent_age": None}, False),
+            ({"agent_is_parent": False}, False),
+            ({"rendezvous": "another"}, False),
+            ({"rendezvous": ""}, False),
+        ],
+    )
+    def test_torchrun_starts_processes_again_without_counting_it(
+        self, tmp_path: Path, fields: dict[str, Any], of_it: bool
+    ) -> None:
+        # As where nodes join or leave.
+        record = record_of(tmp_path, Ending.PREEMPTED, rendezvous=fields.get("rendezvous", "job") and "job")
+        record.newest.began = time.time() - 600.0
+        assert was_started_by(replace(ELASTIC, **fields), record) is of_it
+
+    @pytest.mark.parametrize("ending", [Ending.FINISHED, Ending.RUNNING])
+    def test_not_one_that_has_ended_or_lives(self, tmp_path: Path, ending: Ending) -> None:
+        parent = Process.of(os.getppid())
+        record = record_of(tmp_path, ending, rendezvous="job")
+        record.newest.pid, record.newest.process_began = parent.pid, parent.began
+        assert not was_started_by(ELASTIC, record)
 
     @pytest.mark.parametrize(
         ("job", "requeued", "of_this"), [("17", True, True), ("18", True, False), ("17", False, 0)]
@@ -226,8 +258,9 @@ class TestWhatACheckpointBegins:
 class TestAnotherProcess:
     @pytest.fixture
     def parent(self) -> Attempt:
-        """One that lives, and has begun before it wrote anything."""
-        return Attempt(1, os.getppid(), socket.gethostname(), time.time())
+        """One that lives."""
+        process = Process.of(os.getppid())
+        return Attempt(1, process.pid, socket.gethostname(), time.time(), process_began=process.began)
 
     def test_that_lives_is_found(self, parent: Attempt) -> None:
         assert still_alive(parent) is True
@@ -242,11 +275,20 @@ class TestAnotherProcess:
             {"pid": -1},
             {"pid": 2**70},
             # Its number was given out again since.
-            {"began": 1000.0},
+            {"process_began": 1.5},
+            # Of an earlier version, of which it is not known.
+            {"process_began": 0.0},
         ],
     )
     def test_that_does_not_is_not(self, parent: Attempt, fields: dict[str, Any]) -> None:
         assert still_alive(replace(parent, **fields)) is False
+
+    def test_that_lives_is_found_after_the_clock_was_set(
+        self, parent: Attempt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        created = psutil.Process.create_time
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + 3600.0)
+        assert still_alive(parent) is True
 
     def test_that_is_dead_and_not_yet_fetched_is_not(self, parent: Attempt, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_ZOMBIE)
@@ -314,6 +356,12 @@ class TestFinding:
         self.newest = None
         start = find("auto", TORCHRUN)
         assert (start.step, start.run, self.resolved) == (2, "run", ["auto"])
+
+    def test_so_does_one_that_no_launcher_has_counted(self, find: Callable[..., Start], tmp_path: Path) -> None:
+        self.write(tmp_path, ending=Ending.PREEMPTED, rendezvous="job")
+        start = find(None, replace(ELASTIC, agent_age=1e12))
+        assert (start.step, start.run, start.by_agent) == (4, "run", True)
+        assert find(None, replace(ELASTIC, agent_age=1e12), resume_after_restart=False).run is None
 
     def test_it_may_be_switched_off(self, find: Callable[..., Start], tmp_path: Path) -> None:
         self.write(tmp_path)

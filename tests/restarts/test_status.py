@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,6 +22,7 @@ from typer.testing import CliRunner
 from self_healing import HealingConfig, HealingReport, SelfHealingCallback, SelfHealingTrainer
 from self_healing.cli import app
 from self_healing.journal.journal import Journal
+from self_healing.restarts import status as status_module
 from self_healing.restarts.record import Ending
 from self_healing.restarts.status import RunState, RunStatus, StatusKeeper, read_status
 
@@ -69,8 +72,8 @@ def test_a_run_whose_process_is_gone_died(tmp_path: Path, number: str) -> None:
         process.wait()
         change(keeper, pid=process.pid)
     else:
-        # This process is younger than that run.
-        change(keeper, began=1.0)
+        # This process is another one.
+        change(keeper, process_began=1.5)
     result = report(tmp_path)
     assert "The run died at step 13 of 40" in result.stdout
     assert "Nothing had to be healed." not in result.stdout
@@ -95,7 +98,11 @@ def test_a_damaged_status_is_as_good_as_none(tmp_path: Path, content: str) -> No
     ("name", "value"),
     [
         *(("pid", value) for value in (None, "4321", True, 1.5)),
-        *((name, value) for name in ("began", "since", "step", "max_steps") for value in (None, "12")),
+        *(
+            (name, value)
+            for name in ("began", "since", "step", "max_steps", "process_began")
+            for value in (None, "12")
+        ),
         *((name, value) for name in ("run", "journal", "host", "why") for value in (None, 3)),
         *(("state", value) for value in (None, [], "sleeping")),
     ],
@@ -139,21 +146,24 @@ def test_a_process_that_cannot_be_looked_at_is_not_known_of(
     assert status_of(tmp_path).state is state
 
 
-@pytest.mark.parametrize(
-    ("created", "zombie", "state"),
-    [
-        (101.0, False, RunState.RUNNING),
-        # Its number was given out again since.
-        (101.5, False, RunState.DIED),
-        (1.0, True, RunState.DIED),
-    ],
-)
-def test_the_process_has_to_be_older_than_what_it_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, created: float, zombie: bool, state: RunState
+def test_a_run_goes_on_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(tmp_path)
+    created = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: created(self) + 3600.0)
+    assert status_of(tmp_path).state is RunState.RUNNING
+
+
+def test_a_process_that_is_dead_and_not_yet_fetched_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(tmp_path)
+    monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_ZOMBIE)
+    assert status_of(tmp_path).state is RunState.DIED
+
+
+@pytest.mark.parametrize(("there", "state"), [(True, RunState.UNKNOWN), (False, RunState.DIED)])
+def test_where_its_beginning_is_not_known_a_process_that_is_there_may_be_another_one(
+    tmp_path: Path, there: bool, state: RunState
 ) -> None:
-    change(begun(tmp_path), began=100.0)
-    monkeypatch.setattr(psutil.Process, "create_time", lambda self: created)
-    monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_ZOMBIE if zombie else "running")
+    change(begun(tmp_path), process_began=0.0, **({} if there else {"pid": 999_999_999}))
     assert status_of(tmp_path).state is state
 
 
@@ -216,6 +226,30 @@ def test_the_end_of_the_script_is_the_end_of_the_run(tmp_path: Path, forked: boo
     assert status is not None
     assert status.over is not forked
     assert (status.step, status.why) == (13, "" if forked else "the process ended")
+
+
+def test_of_two_threads_that_end_it_the_first_one_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper, written, write = begun(tmp_path), list[RunStatus | None](), StatusKeeper._write
+    other = threading.Thread(target=keeper.end, args=(RunState.LEFT, 14, "a hang"))
+
+    def clock() -> float:
+        """Read after it was seen that nobody has said how, and before that is said."""
+        if other.ident is None:
+            other.start()
+            other.join(0.3)
+        return 1000.0
+
+    def writes(self: StatusKeeper) -> None:
+        written.append(self.status)
+        write(self)
+
+    monkeypatch.setattr(StatusKeeper, "_write", writes)
+    monkeypatch.setattr(status_module, "time", SimpleNamespace(time=clock))
+    keeper.end(RunState.STOPPED, 13, "an exception")
+    other.join()
+    status = read_status(tmp_path)
+    assert status is not None
+    assert (len(written), status.state, status.step) == (1, RunState.STOPPED, 13)
 
 
 def test_nothing_is_told_of_a_run_that_has_not_begun(tmp_path: Path) -> None:
