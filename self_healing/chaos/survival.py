@@ -156,10 +156,7 @@ def _events(directory: Path) -> list[dict[str, Any]]:
 
 
 def _incidents(events: Sequence[dict[str, Any]]) -> list[_Seen]:
-    # Each rank counts its own: two of them may give one name to different incidents. Started again, all ranks take up
-    # those of the first one, so that a name may then stand for another incident of one journal, too.
-    found: dict[tuple[int, str], _Seen] = {}
-    unlike: list[_Seen] = []
+    found: dict[str, _Seen] = {}
     for event in events:
         name, rank = event.get("incident"), event.get("rank", 0)
         if event.get("kind") == "run_started" and rank > 0:
@@ -168,12 +165,8 @@ def _incidents(events: Sequence[dict[str, Any]]) -> list[_Seen]:
                 earlier.outcome = "started again"
         if name is None:
             continue
-        failure = event.get("failure")
-        incident = found.setdefault((rank, name), _Seen(name, event["time"], event["step"], rank))
-        if rank > 0 and event.get("kind") == "outcome" and incident.failure not in (None, failure):
-            unlike.append(incident)
-            incident = found[rank, name] = _Seen(name, event["time"], event["step"], rank)
-        incident.failure = failure or incident.failure
+        incident = found.setdefault(name, _Seen(name, event["time"], event["step"], rank))
+        incident.failure = event.get("failure") or incident.failure
         incident.outcome = event.get("outcome") or incident.outcome
         if event.get("kind") == "action" and event.get("happened"):
             incident.actions.append(event["action"])
@@ -184,7 +177,7 @@ def _incidents(events: Sequence[dict[str, Any]]) -> list[_Seen]:
             incident.pid = evidence.get("pid")
         if event.get("symptom") == "failure_on_another_rank":
             incident.failed_rank, incident.failed_with = evidence.get("rank"), evidence.get("failure")
-    return sorted([*found.values(), *unlike], key=lambda incident: incident.time)
+    return sorted(found.values(), key=lambda incident: incident.time)
 
 
 def _passed_over(events: Sequence[dict[str, Any]]) -> set[str]:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ..failures import Action, FailureType
-from ..files import of_rank
 from ..launcher import EXIT_FOR_RESTART, restarts_on_exit
 from ..ranks import Failure, Position
 from ..ranks.naming import where_all_are
@@ -168,7 +167,7 @@ class JointExit:
         if unfinished := self._unfinished_collectives():
             found["unfinished_collectives"] = unfinished
         journal.diagnosed(incident, FailureType.PROCESS_DIED, f"rank {failure.rank}: {failure.failure.value}", found)
-        path = of_rank(journal.directory / "hangs" / f"{incident.id}-stacks.txt", journal.rank)
+        path = journal.directory / "hangs" / f"{incident.id}-stacks.txt"
         try:
             write_stacks(path, found["diagnosis"], self.training_thread, {})
             journal.acted(incident, Action.WRITE_STACKS.value, path=str(path))

@@ -18,7 +18,6 @@ from typing import Any
 from ..config import HealingConfig
 from ..exceptions import Interruption
 from ..failures import Action, FailureType
-from ..files import of_rank
 from ..instrument.loader_workers import end_awaited_workers
 from ..instrument.sections import BETWEEN, Heartbeat, Section
 from ..journal.incident import Incident
@@ -534,8 +533,7 @@ class Watchdog:
         }
         journal = self._journal
         alarm.incident = incident = journal.open(self._step(), "hang", evidence)
-        # Ranks hang together, and number their incidents alike.
-        path = of_rank(journal.directory / "hangs" / f"{incident.id}-stacks.txt", journal.rank)
+        path = journal.directory / "hangs" / f"{incident.id}-stacks.txt"
         waker = self._waker
         workers = {} if waker is None else waker.stacks_of_workers()
         written = False

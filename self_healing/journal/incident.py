@@ -33,7 +33,7 @@ class Incident:
 
     Args:
         id (`str`):
-            Unique within the run directory.
+            Unique within the run directory: those of ranks other than the first end with `.rank1`, `.rank2`, ...
         step (`int`):
             Optimizer steps finished when it was seen.
         symptom (`str`):

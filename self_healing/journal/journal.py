@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -91,8 +92,10 @@ class Journal:
         self.changed: Callable[[], None] | None = None
         self.attempts: Callable[[], list[dict[str, Any]]] = list
         self._broken_sinks: set[str] = set()
-        # The highest number that an incident has had.
+        # The highest number that an incident has had. They are opened in the training thread and beside it, where the
+        # second one may interrupt the first.
         self._numbered = 0
+        self._opening = threading.RLock()
 
     @property
     def of_all_ranks(self) -> list[Incident]:
@@ -117,9 +120,11 @@ class Journal:
             known (`Iterable[str]`, *optional*):
                 Further ids.
         """
-        of_others = [incident for incident in incidents if OF_RANK in incident.id]
-        self.incidents = [incident for incident in incidents if incident not in of_others]
-        self.heard = of_others if self.rank == 0 else []
+        of_first = [incident for incident in incidents if OF_RANK not in incident.id]
+        own = [incident for incident in incidents if incident.id.endswith(self._suffix)] if self.rank > 0 else []
+        # All ranks go on with those of the first one, whose outcomes they judge alike.
+        self.incidents = [*own, *of_first]
+        self.heard = [incident for incident in incidents if OF_RANK in incident.id] if self.rank == 0 else []
         # Those of other ranks as well: the journal of a rank may lie on a machine that it does not run on any more.
         numbered = re.compile(rf"{re.escape(self.run_id)}-(\d{{3,9}})(?:{re.escape(OF_RANK)}\d+)?")
         used = [int(match[1]) for name in known if (match := numbered.fullmatch(name)) is not None]
@@ -131,12 +136,26 @@ class Journal:
 
     def open(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Severity | None = None) -> Incident:
         """Records that something was detected."""
-        number = self._numbered = max(self._numbered, len(self.incidents)) + 1
-        name = f"{self.run_id}-{number:03d}"
-        incident = Incident(name, step, symptom, evidence=dict(evidence), severity=severity)
-        self.incidents.append(incident)
-        self.event("detected", step, incident=incident.id, symptom=symptom, evidence=incident.evidence)
+        with self._opening:
+            number = self._numbered = max(self._numbered, len(self.incidents)) + 1
+            name = f"{self.run_id}-{number:03d}{self._suffix}"
+            incident = Incident(name, step, symptom, evidence=dict(evidence), severity=severity)
+            self.incidents.append(incident)
+        self._tell_of(incident, "detected", symptom=symptom, evidence=incident.evidence)
         return incident
+
+    @property
+    def _suffix(self) -> str:
+        """The end of the ids of this rank: each numbers its incidents by itself."""
+        return "" if self.rank == 0 else f"{OF_RANK}{self.rank}"
+
+    def _is_own(self, incident: Incident) -> bool:
+        """Whether this rank has had it; of one that it has taken up from the first rank, that one tells."""
+        return self.rank == 0 or incident.id.endswith(self._suffix)
+
+    def _tell_of(self, incident: Incident, kind: str, step: int | None = None, **fields: Any) -> None:
+        if self._is_own(incident):
+            self.event(kind, incident.step if step is None else step, incident=incident.id, **fields)
 
     def noticed(self, symptom: Symptom) -> None:
         """Records something worth knowing about which nothing has to be done."""
@@ -147,22 +166,35 @@ class Journal:
         """Records the result of the experiments."""
         incident.failure, incident.cause = failure, cause
         incident.evidence.update(evidence)
-        self.event(
-            "diagnosed", incident.step, incident=incident.id, failure=failure.value, cause=cause, evidence=evidence
-        )
+        self._tell_of(incident, "diagnosed", failure=failure.value, cause=cause, evidence=evidence)
 
     def acted(self, incident: Incident, action: str, happened: bool = True, **result: Any) -> None:
         """Records one action and its result; one that failed is not among the actions of the incident."""
         if happened:
             incident.actions.append(action)
-        self.event("action", incident.step, incident=incident.id, action=action, happened=happened, **result)
+        self._tell_of(incident, "action", action=action, happened=happened, **result)
+
+    def taken_up(self, incident: Incident, step: int, checkpoint: str | None) -> None:
+        """Records what an incident of an earlier process has cost, now that this one goes on from a checkpoint."""
+        self._tell_of(
+            incident,
+            "taken_up",
+            step,
+            checkpoint=checkpoint,
+            steps_lost=incident.steps_lost,
+            steps_repeated=incident.steps_repeated,
+            outcome=incident.outcome,
+        )
 
     def dealt_with(self, incident: Incident) -> None:
         """Reports an incident to all sinks once its actions are done; the outcome is measured later."""
         self._report(incident)
-        if self.rank > 0:
-            self.tell(incident.to_dict)
+        self._tell_first_rank(incident)
         self._record()
+
+    def _tell_first_rank(self, incident: Incident) -> None:
+        if self.rank > 0 and self._is_own(incident):
+            self.tell(incident.to_dict)
 
     def _report(self, incident: Incident) -> None:
         recipe = None if incident.failure is None else FAILURE_RECIPES[incident.failure]
@@ -188,11 +220,11 @@ class Journal:
 
         Args:
             rank (`int`), entry (`Mapping`):
-                The rank, and the incident as it is by now.
+                The rank, by which its id is known, and the incident as it is by now.
         """
         if self.rank != 0:
             return
-        incident = Incident.from_dict({**entry, "incident": f"{entry['incident']}{OF_RANK}{rank}"})
+        incident = Incident.from_dict(entry)
         if incident.id in self._shared:
             return
         told = next((at for at, each in enumerate(self.heard) if each.id == incident.id), None)
@@ -224,10 +256,9 @@ class Journal:
     def closed(self, incident: Incident, outcome: str, **evidence: Any) -> None:
         """Records the measured outcome."""
         incident.outcome = outcome
-        self.event(
+        self._tell_of(
+            incident,
             "outcome",
-            incident.step,
-            incident=incident.id,
             failure=None if incident.failure is None else incident.failure.value,
             outcome=outcome,
             steps_lost=incident.steps_lost,
@@ -235,8 +266,7 @@ class Journal:
             seconds_lost=round(incident.seconds_lost, 3),
             **evidence,
         )
-        if self.rank > 0:
-            self.tell(incident.to_dict)
+        self._tell_first_rank(incident)
         self._record()
 
     def _record(self) -> None:

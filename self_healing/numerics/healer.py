@@ -93,6 +93,4 @@ class NumericsHealer:
         """Keeps the batch of a step for replay, if that is asked for."""
         # A batch is text in another alphabet.
         if self.config.save_offending_batch and self.config.quarantine_text:
-            incident.evidence["batch_file"] = save_offending_batch(
-                window, self.run.directory, incident, self.run.journal.rank
-            )
+            incident.evidence["batch_file"] = save_offending_batch(window, self.run.directory, incident)

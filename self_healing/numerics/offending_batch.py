@@ -13,7 +13,7 @@ import torch
 
 from ..classify import classify_exception
 from ..failures import FailureType
-from ..files import of_rank, rank_in
+from ..files import rank_in
 from ..instrument import Window, blueprint_of, kept_weights
 from ..journal.incident import Incident
 
@@ -28,7 +28,7 @@ KEPT_OF_TRANSIENT = 5
 KEPT_WEIGHTS = 1 << 26
 
 
-def save_offending_batch(window: Window, directory: Path, incident: Incident, rank: int = 0) -> str | None:
+def save_offending_batch(window: Window, directory: Path, incident: Incident) -> str | None:
     """
     Keeps the micro-batches and random states of a step, so that it can be replayed, with what its trainer computes it
     with; weights only if they are small.
@@ -39,17 +39,15 @@ def save_offending_batch(window: Window, directory: Path, incident: Incident, ra
         directory (`Path`):
             Of the run.
         incident ([`Incident`]):
-            Its incident, diagnosed.
-        rank (`int`, *optional*, defaults to 0):
-            This process: each has rows of its own.
+            Its incident, diagnosed, of this rank: each has rows of its own.
 
     Returns:
         The path; `None` if nothing was kept.
     """
-    path = of_rank(directory / "incidents" / f"{incident.id}.pt", rank)
+    path = directory / "incidents" / f"{incident.id}.pt"
     passed = incident.failure is FailureType.NONFINITE_TRANSIENT
     # Those of this rank: what the others keep at the same moment must not decide about it.
-    own = [each for each in path.parent.glob("*.pt") if rank_in(each) == rank]
+    own = [each for each in path.parent.glob("*.pt") if rank_in(each) == rank_in(path)]
     if len(own) >= (KEPT_OF_TRANSIENT if passed else KEPT_BATCHES):
         return None
     content = _contained(window.export, f"The batch of incident {incident.id} could not be kept.")

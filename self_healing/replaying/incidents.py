@@ -103,8 +103,7 @@ def kept_incidents(run_dir: Path, entries: Mapping[str, dict[str, Any]] | None =
     found = {}
     for _, file in files:
         name = file.name.removesuffix(".pt")
-        # Each rank numbers its incidents by itself: those that it has seen alone are in its own journal only.
-        entry = entries.get(name) or entries.get(name.partition(".rank")[0], {})
+        entry = entries.get(name, {})
         step = entry.get("step")
         found[name] = KeptIncident(name, _load(file)["step"] if step is None else int(step), file, entry)
     return list(found.values())
@@ -160,7 +159,9 @@ def _journaled(run_dir: Path) -> dict[str, dict[str, Any]]:
     for other in sorted(Path(str(first.journal)).parent.glob("healing_events.rank*.jsonl")):
         with contextlib.suppress(OSError, ValueError):
             incidents = HealingReport.from_run_dir(other).incidents
-            found |= {f"{entry['incident']}.rank{rank_in(other)}": entry for entry in incidents}
+            # An earlier version has given incidents of several ranks one name.
+            suffix = f".rank{rank_in(other)}"
+            found |= {f"{entry['incident'].removesuffix(suffix)}{suffix}": entry for entry in incidents}
     return found
 
 

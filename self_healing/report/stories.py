@@ -116,7 +116,8 @@ def tell_incidents(events: Iterable[Event], places: Places, rows: Sequence[RowNa
         if rank != first:
             # Several ranks have seen it; the first of them tells.
             continue
-        shown = name if rank == 0 else f"{name}.rank{rank}"
+        # An earlier version has given incidents of several ranks one name.
+        shown = name if rank == 0 or f".rank{rank}" in name else f"{name}.rank{rank}"
         elsewhere = [(other, each) for other, each in by if each != first]
         stories.append(_tell(shown, [(name, rank), *elsewhere], lines, places, rows))
     return sorted(stories, key=lambda story: (story.time or 0.0, story.id))
@@ -185,8 +186,8 @@ def _failure(name: str | None) -> FailureType | None:
 
 def _is_of(row: RowNamed, names: Sequence[tuple[str, int]], incident: Incident) -> bool:
     if row.incident is not None:
-        # Written by an earlier version, a row does not say which rank has found it.
-        return (row.incident, row.details.get("rank", names[0][1])) in names
+        # In files of an earlier version, ids say nothing of the rank.
+        return any(row.incident == name and row.details.get("rank", rank) == rank for name, rank in names)
     samples = incident.evidence.get("samples")
     if row.kind != "sample" or not isinstance(samples, list):
         return False

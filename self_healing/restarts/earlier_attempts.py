@@ -164,15 +164,7 @@ def _count_repeated_steps(run: RunContext, start: Start, refused: bool) -> None:
         incident.outcome = "open"
         run.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
         run.outcomes.wait_for(incident)
-    run.journal.event(
-        "taken_up",
-        start.step,
-        incident=incident.id,
-        checkpoint=start.checkpoint,
-        steps_lost=incident.steps_lost,
-        steps_repeated=incident.steps_repeated,
-        outcome=incident.outcome,
-    )
+    run.journal.taken_up(incident, start.step, start.checkpoint)
 
 
 def _refuse(run: RunContext, attempts: Attempts, start: Start, refused: Refusal) -> NoReturn:

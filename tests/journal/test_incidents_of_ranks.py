@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,5 +74,46 @@ def test_no_id_of_another_rank_is_used_again_after_a_restart(
     # On another machine, where the journal of the rank does not lie.
     journal = Journal(tmp_path / "elsewhere", HealingConfig(), "run", rank=rank)
     journal.take_up(recorded, [incident.id for incident in recorded])
-    assert journal.open(9, "bad_sample", {}).id == "run-004"
-    assert len(journal.heard) == (3 if rank == 0 else 0)
+    assert journal.open(9, "bad_sample", {}).id == f"run-004{'.rank1' * rank}"
+    assert (len(journal.heard), len(journal.incidents)) == ((3, 1) if rank == 0 else (0, 4))
+
+
+def test_after_a_restart_a_rank_goes_on_with_its_own_and_with_those_of_the_first(tmp_path: Path) -> None:
+    first, second = Incident("run-001", 3, "hang"), Incident("run-001.rank1", 3, "bad_sample")
+    third = Incident("run-001.rank2", 3, "bad_sample")
+    journal = Journal(tmp_path, HealingConfig(), "run", rank=1)
+    journal.take_up([first, second, third])
+    assert (journal.incidents, journal.heard) == ([second, first], [])
+
+
+def test_what_becomes_of_an_incident_is_written_by_the_rank_that_has_had_it(tmp_path: Path) -> None:
+    told: list[Any] = []
+    journal = Journal(tmp_path, HealingConfig(), "run", rank=1)
+    journal.tell = told.append
+    first, own = Incident("run-001", 3, "hang"), Incident("run-001.rank1", 3, "bad_sample")
+    journal.take_up([first, own])
+    for incident in (first, own):
+        journal.acted(incident, "resume")
+        journal.taken_up(incident, 4, "checkpoint-4")
+        journal.dealt_with(incident)
+        journal.closed(incident, "resolved")
+    written = [json.loads(line) for line in journal.path.read_text().splitlines()]
+    assert [(event["incident"], event["kind"], event["step"]) for event in written] == [
+        (own.id, "action", 3),
+        (own.id, "taken_up", 4),
+        (own.id, "outcome", 3),
+    ]
+    assert (first.outcome, own.outcome) == ("resolved", "resolved")
+    assert {each()["incident"] for each in told} == {own.id}
+
+
+def test_incidents_opened_in_several_threads_have_names_of_their_own(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, HealingConfig(), "run")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            opened = list(threads.map(lambda step: journal.open(step, "hang", {}), range(400)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len({incident.id for incident in opened}) == 400

@@ -432,9 +432,8 @@ def test_each_rank_keeps_its_own_batch_of_an_incident_and_both_are_found(tmp_pat
             return {"step": 7, "micro_batches": {0: torch.tensor([self.rank])}}
 
     for rank, cause in enumerate(("poison_rows", "transient")):
-        incident = Incident(
-            "a-001", 7 + rank, "nonfinite_loss", failure=FailureType.NONFINITE_POISON_ROWS, cause=cause
-        )
+        name = "a-001" if rank == 0 else "a-001.rank1"
+        incident = Incident(name, 7 + rank, "nonfinite_loss", failure=FailureType.NONFINITE_POISON_ROWS, cause=cause)
         line = {
             "time": 1.0,
             "run": "a",
@@ -444,10 +443,10 @@ def test_each_rank_keeps_its_own_batch_of_an_incident_and_both_are_found(tmp_pat
             "symptom": "nonfinite_loss",
         }
         journal = tmp_path / ("healing_events.jsonl" if rank == 0 else "healing_events.rank1.jsonl")
-        journal.write_text(json.dumps({**line, "incident": "a-001", "cause": cause}) + "\n")
+        journal.write_text(json.dumps({**line, "incident": name, "cause": cause}) + "\n")
         window: Any = Window(rank)
         window.engine = SimpleNamespace(trainer=None)
-        save_offending_batch(window, tmp_path, incident, rank)
+        save_offending_batch(window, tmp_path, incident)
     for name, rank, step in (("a-001", 0, 7), ("a-001.rank1", 1, 8)):
         found = find_incident(tmp_path, name)
         assert (found.step, torch.load(found.path)["micro_batches"][0].item()) == (step, rank)
@@ -472,9 +471,12 @@ def test_the_batches_of_one_rank_take_no_room_from_another(tmp_path: Path) -> No
     for number in range(KEPT_BATCHES):
         keep(tmp_path, f"a-{number:03d}.rank1", 1)
     window: Any = Window()
-    incident = Incident("a-900", 1, "nonfinite_loss", failure=FailureType.NONFINITE_POISON_ROWS)
-    assert save_offending_batch(window, tmp_path, incident, rank=1) is None
-    assert save_offending_batch(window, tmp_path, incident, rank=12) is not None
+    second, other = (
+        Incident(f"a-900.rank{rank}", 1, "nonfinite_loss", failure=FailureType.NONFINITE_POISON_ROWS)
+        for rank in (1, 12)
+    )
+    assert save_offending_batch(window, tmp_path, second) is None
+    assert save_offending_batch(window, tmp_path, other) is not None
 
 
 # ---- what is kept ----
