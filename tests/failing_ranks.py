@@ -14,8 +14,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from conftest import POISON_WORD, TEXTS, OutputFault, PoisonToken, build_tokenizer, losses, sft_trainer
-from failing_call import FailingCall
+from conftest import (
+    POISON_WORD,
+    TEXTS,
+    OutputFault,
+    PoisonToken,
+    RaisingForward,
+    build_tokenizer,
+    losses,
+    sft_trainer,
+)
+from failing_call import BESIDE, FailingCall
 from forked_pairs import run_pair
 from transformers import TrainerCallback, set_seed
 from two_processes import digest_of
@@ -47,7 +56,11 @@ class Corrupting(TrainerCallback):
 
 
 def build(
-    directory: Path, *callbacks: TrainerCallback, poisoned: Iterable[int] = (), **settings: Any
+    directory: Path,
+    *callbacks: TrainerCallback,
+    poisoned: Iterable[int] = (),
+    ddp_timeout: int = 1800,
+    **settings: Any,
 ) -> tuple[Any, SelfHealingCallback]:
     set_seed(1234)
     healing = SelfHealingCallback(HealingConfig(**{"snapshot_interval": 3, "snapshot_verify_steps": 2, **settings}))
@@ -58,6 +71,7 @@ def build(
         texts=[f"{text} {POISON_WORD}" if index in set(poisoned) else text for index, text in enumerate(TEXTS)],
         callbacks=[healing, *callbacks],
         ddp_backend="gloo",
+        ddp_timeout=ddp_timeout,
         max_steps=STEPS,
         gradient_accumulation_steps=1,
         save_strategy="steps",
@@ -318,14 +332,34 @@ SCENARIOS = (
 # ---- any call of this library ----
 
 
-def through_faults(strategy: str, failing_call: FailingCall, directory: Path, rank: int) -> dict[str, Any]:
+# What ranks tell each other beside votes, and what one of them does alone: in the run in which a launcher would start
+# the job again.
+TOLD = (
+    *("consensus.py", "meeting.py", "processes.py", "shared_memory.py", "ranks/", "health/", "hangs/", "run/news.py"),
+    *("instrument/one_rank.py", "instrument/own_work.py", "instrument/replicas.py", "numerics/replicas.py"),
+    *("rollback/shared_states.py", "rollback/stored_state.py", "rollback/last_step.py"),
+    *("restarts/memory_start.py", "restarts/outliving.py", "restarts/start.py", "data/quarantine.py"),
+)
+LAUNCHER = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
+# How long a rank waits for another one that does not come to the meeting.
+MEETING_SECONDS = 20
+# What a pair may take, beside what the recorded one did: in seconds, and that many times as long.
+LEAST_SECONDS, TIMES_AS_LONG = 60.0, 4.0
+
+
+def through_faults(
+    strategy: str, failing_call: FailingCall, directory: Path, rank: int, ddp_timeout: int = 1800
+) -> dict[str, Any]:
     """A run in which a NaN passes, rows are poison, weights turn NaN, and checkpoints are written."""
     if strategy == "fsdp2":
         sharded_on_the_cpu(strategy)
-    trainer, healing = build(directory, Corrupting(rank), poisoned=(5, 17))
+    trainer, healing = build(directory, Corrupting(rank), poisoned=(5, 17), ddp_timeout=ddp_timeout)
     OutputFault(trainer.model, lambda forward: forward == 4 and rank == 1)
     poison_of(trainer)
-    wrapped = SelfHealingTrainer(trainer) if strategy == "wrapper" else trainer
+    if strategy == "told":
+        out_of_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        RaisingForward(trainer.model, lambda forward: forward == 12 and rank == 1, lambda: out_of_memory)
+    wrapped = SelfHealingTrainer(trainer) if strategy in ("wrapper", "told") else trainer
     try:
         with failing_call:
             wrapped.train()
@@ -334,30 +368,41 @@ def through_faults(strategy: str, failing_call: FailingCall, directory: Path, ra
     return result_of(trainer, healing) | {"fired": failing_call.fired}
 
 
-def choose(seed: int, counts: list[dict[str, int]]) -> tuple[int, str, int]:
+def choose(seed: int, counts: list[dict[str, int]], strategy: str) -> tuple[int, str, int]:
     """A rank, a function that it calls, and one of its calls."""
     chance = random.Random(seed)
     rank = chance.randrange(2)
-    function = chance.choice(sorted(counts[rank]))
+    wanted = TOLD if strategy == "told" else ("",)
+    function = chance.choice(sorted(each for each in counts[rank] if each.removeprefix(BESIDE).startswith(wanted)))
     return rank, function, chance.randint(1, counts[rank][function])
 
 
 def fuzz(directory: Path, strategy: str, seeds: Iterable[int]) -> dict[str, Any]:
     calls = FailingCall(), FailingCall()
-    recorded = directory / "recorded"
-    outcomes = {"recorded": run_pair(recorded, lambda path, rank: through_faults(strategy, calls[rank], path, rank))}
+    recorded, launcher = directory / "recorded", LAUNCHER if strategy == "told" else None
+    outcomes = {
+        "recorded": run_pair(
+            recorded, lambda path, rank: through_faults(strategy, calls[rank], path, rank), launcher=launcher
+        )
+    }
+    limit = LEAST_SECONDS + TIMES_AS_LONG * outcomes["recorded"]["seconds"]
     counts = [json.loads((recorded / f"calls.{rank}.json").read_text()) for rank in (0, 1)]
     for seed in seeds:
-        struck, function, call = choose(seed, counts)
+        struck, function, call = choose(seed, counts, strategy)
 
         def run(path: Path, rank: int, struck: int = struck, function: str = function, call: int = call) -> Any:
             calls = FailingCall(function, call) if rank == struck else FailingCall()
-            return through_faults(strategy, calls, path, rank)
+            patience = MEETING_SECONDS if "meeting.py" in function else 1800
+            return through_faults(strategy, calls, path, rank, patience)
 
-        outcome = run_pair(directory / f"seed-{seed}", run) | {"failed": f"{function}, call {call}, rank {struck}"}
-        outcomes[str(seed)] = outcome
+        failed = f"seed {seed} ({function}, call {call}, rank {struck})"
+        outcome = run_pair(directory / f"seed-{seed}", run, limit, launcher=launcher) | {"failed": failed}
+        outcomes[str(seed)] = outcome | {"beside": function.startswith(BESIDE)}
         told = [each.get("error", each.get("weights", "")[:8])[:110] for each in outcome["ranks"]]
-        print(seed, f"{outcome['seconds']:.0f} s", outcome["failed"], outcome["hung"], told, flush=True)
+        fired = outcome["ranks"][struck].get("fired")
+        print(f"{outcome['seconds']:.0f} s", failed, f"fired: {fired}", outcome["hung"], told, flush=True)
+        for each in outcome["last"]:
+            print("   ", each, flush=True)
     return outcomes
 
 

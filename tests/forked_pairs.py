@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ from conftest import VOTES
 # Far beyond what a pair needs; one that takes as long waits for ever.
 SECONDS = 240
 _GLANCE = 0.05
+# Before one is killed, its stacks are written for so many seconds.
+_WRITING = 5.0
 store_class: Any = torch.distributed.TCPStore
 
 
@@ -30,6 +33,7 @@ def _run_rank(
     rank: int,
     environment: Mapping[str, str],
     run: Callable[[Path, int], dict[str, Any]],
+    seconds: float,
 ) -> None:
     # With what it starts itself it is ended as a group.
     os.setpgid(0, 0)
@@ -40,6 +44,10 @@ def _run_rank(
     os.dup2(log, 2)
     result: dict[str, Any] = {}
     code = 0
+    VOTES.keep_last_in(directory / f"vote.{rank}.txt")
+    # Of one that will be killed: where it waits.
+    stacks = (directory / f"stacks.{rank}.txt").open("w")
+    faulthandler.dump_traceback_later(max(seconds - _WRITING, 1.0), file=stacks)
     try:
         torch.distributed.init_process_group("gloo")
         result |= run(directory, rank)
@@ -81,8 +89,8 @@ def run_pair(
             them. Defaults to none: the first rank serves it.
 
     Returns:
-        `dict`: the ranks that had to be killed as `hung`, the exit codes as `codes`, when each has ended as `ended`,
-        and the results of both as `ranks`; with an `error` where one raised.
+        `dict`: the ranks that had to be killed as `hung`, and where each was as `last`; the exit codes as `codes`,
+        when each has ended as `ended`, and the results of both as `ranks`; with an `error` where one raised.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
@@ -95,7 +103,7 @@ def run_pair(
     for path in written:
         path.unlink(missing_ok=True)
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=_run_rank, args=(directory, rank, environment, run)) for rank in (0, 1)]
+    ranks = [fork.Process(target=_run_rank, args=(directory, rank, environment, run, seconds)) for rank in (0, 1)]
     began = time.monotonic()
     for process in ranks:
         process.start()
@@ -119,8 +127,20 @@ def run_pair(
     results = [json.loads(path.read_text()) if path.exists() else {"error": "it left no result"} for path in written]
     return {
         "hung": hung,
+        "last": [_last(directory, rank) for rank in (0, 1)] if hung else [],
         "codes": [process.exitcode for process in ranks],
         "ended": [ended.get(rank) for rank in range(len(ranks))],
         "ranks": results,
         "seconds": time.monotonic() - began,
     }
+
+
+def _last(directory: Path, rank: int) -> str:
+    """Tells where a rank was last: its vote, and what its training thread was in."""
+    vote, stacks = directory / f"vote.{rank}.txt", directory / f"stacks.{rank}.txt"
+    asked = vote.read_text().strip() if vote.exists() else ""
+    found = stacks.read_text() if stacks.exists() else ""
+    # The newest call first, and the training thread last.
+    _, _, training = found.rpartition("Thread 0x")
+    calls = [line.strip() for line in training.splitlines()[1:13]]
+    return f"rank {rank}, {asked or 'before the first vote'}; {' < '.join(calls) or 'it has ended'}"
