@@ -354,19 +354,7 @@ def test_incidents_are_looked_for_in_the_journals_of_all_ranks(tmp_path: Path) -
         record.diagnosed(incident, failure, "found", {})
         record.closed(incident, "resolved" if rank else "fatal")
     (row,) = survived(ledger, tmp_path / "run")
-    assert (row.rank, row.incident, row.outcome) == (1, "run-001", "resolved"), "each rank counts its own incidents"
-
-
-def test_a_name_that_stands_for_another_incident_after_a_restart_hides_none(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "chaos.jsonl")
-    ledger.rank = 1
-    ledger.strike("hang@4", "hang", 4, 1, {})
-    record = Journal(tmp_path / "run", HealingConfig(), "run", rank=1)
-    record.diagnosed(record.open(4, "hang", {}), FailureType.HANG, "nothing moves", {})
-    # Of the first rank, whose first incident has the same name.
-    record.event("outcome", 5, incident="run-001", failure="process_died", outcome="resolved")
-    (row,) = survived(ledger, tmp_path / "run")
-    assert (row.incident, row.survived) == ("run-001", True)
+    assert (row.rank, row.incident, row.outcome) == (1, "run-001.rank1", "resolved")
 
 
 @pytest.mark.parametrize(("started_again", "outcome"), [(True, "started again"), (False, "fatal")])

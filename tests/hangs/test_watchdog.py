@@ -586,7 +586,7 @@ def test_ranks_that_hang_together_write_their_stacks_side_by_side(tmp_path: Path
             desk.journal.rank = rank
             desk.wait_between(lambda journal=desk.journal: journal.incidents and journal.incidents[0].actions)
     names = sorted(path.name for path in (tmp_path / "hangs").iterdir())
-    assert names == ["run-001-stacks.rank1.txt", "run-001-stacks.txt"]
+    assert names == ["run-001-stacks.txt", "run-001.rank1-stacks.txt"]
 
 
 def test_where_an_exit_has_not_helped_the_next_process_is_not_ended_again(tmp_path: Path) -> None:
