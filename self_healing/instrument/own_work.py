@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 
+from ..log_safely import log_safely
 from .wrapping import Instrument
+
+
+logger = logging.getLogger("self_healing")
+
+_T = TypeVar("_T")
 
 
 class OwnWork:
@@ -43,6 +50,7 @@ class OwnWork:
         self._began: float | None = None
         # Begin and end of forward passes that the device may not be through with.
         self._pending: deque[tuple[Any, Any]] = deque()
+        self._failed = False
         # Replaced as a whole, for the thread that tells it.
         self._told: tuple[int, float, float | None, float | None] = (0, 0.0, None, None)
 
@@ -57,7 +65,22 @@ class OwnWork:
         """Gives the steps so far, and the seconds that they, their batches and their forward passes took."""
         return self._told
 
+    def _measured(self, measure: Callable[[], _T], otherwise: _T) -> _T:
+        """Measures something; where that fails, nothing is measured any more, and training goes on."""
+        if self._failed:
+            return otherwise
+        try:
+            return measure()
+        except Exception:
+            self._failed, self._told = True, (self._steps, self._told[1], None, None)
+            log_safely(logger, logging.WARNING, "How fast this rank is is not measured any more.", exc_info=True)
+            return otherwise
+
     def _fetch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(*self._measured(lambda: self._take_time(args), args), **kwargs)
+
+    def _take_time(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Takes the time of the step before; gives an iterator that tells how long the batches of this one take."""
         now = time.perf_counter()
         if self._began is None:
             self._began = now
@@ -68,15 +91,15 @@ class OwnWork:
         forward = self._forward if self._knows_forward else None
         self._told = (self._steps, now - self._began, data, forward)
         if not args or not self._knows_data:
-            return original(*args, **kwargs)
+            return args
         iterator, first = args[0], self._iterator() is not args[0]
         if first:
             # At the beginning of an epoch workers are started, and ranks agree on its seed.
             self._iterator = lambda: None
             with contextlib.suppress(TypeError):
                 self._iterator = weakref.ref(iterator)
-            return original(*args, **kwargs)
-        return original(_Timed(iterator, self._add_data), *args[1:], **kwargs)
+            return args
+        return _Timed(iterator, self._add_data), *args[1:]
 
     def _add_data(self, seconds: float) -> None:
         self._data += seconds
@@ -85,17 +108,26 @@ class OwnWork:
         # Not of evaluations, and not where a trainer asks for log probabilities of what it has generated.
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
-        if self._module is None:
-            began = time.perf_counter()
-            result = original(*args, **kwargs)
-            self._forward += time.perf_counter() - began
-            return result
-        began, ended = (self._module.Event(enable_timing=True) for _ in range(2))
-        began.record()
+        began = self._measured(self._moment, None)
         result = original(*args, **kwargs)
-        ended.record()
-        self._pending.append((began, ended))
+        if began is not None:
+            self._measured(lambda: self._add_forward(began), None)
         return result
+
+    def _moment(self) -> Any:
+        """Gives the time of the host; of a device that works asynchronously, an event in the order of its work."""
+        if self._module is None:
+            return time.perf_counter()
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _add_forward(self, began: Any) -> None:
+        ended = self._moment()
+        if self._module is None:
+            self._forward += ended - began
+        else:
+            self._pending.append((began, ended))
 
     def _drain(self) -> None:
         while self._pending and self._pending[0][1].query():

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..log_safely import log_safely
+
+
+logger = logging.getLogger("self_healing")
 
 BETWEEN = "between"
 # Left in the middle, they leave half-updated weights, a torn checkpoint, or a state that is neither old nor new.
@@ -99,7 +104,7 @@ class Heartbeat:
         outer, since, beats = self.last
         now = self.clock()
         if now - since > outer.longest:
-            self._took_longer(outer, now - since - self.stood_still(beats, now))
+            self._took_longer(outer, now - since, beats, now)
         if not self._outer:
             outer.times += 1
             if outer.patient:
@@ -112,7 +117,7 @@ class Heartbeat:
         section, since, beats = self.last
         now = self.clock()
         if now - since > section.longest:
-            self._took_longer(section, now - since - self.stood_still(beats, now))
+            self._took_longer(section, now - since, beats, now)
         section.times += 1
         if section.patient:
             section.patient -= 1
@@ -127,8 +132,13 @@ class Heartbeat:
         finally:
             self.leave()
 
-    @staticmethod
-    def _took_longer(section: Section, seconds: float) -> None:
+    def _took_longer(self, section: Section, seconds: float, beats: int, now: float) -> None:
+        try:
+            seconds -= self.stood_still(beats, now)
+        except Exception:
+            # In the training thread, in the middle of a step.
+            self.stood_still = lambda beats, now: 0.0
+            log_safely(logger, logging.WARNING, "Whether this process stood still is not known.", exc_info=True)
         if section.known or section.learning == 1:
             section.longest = max(section.longest, seconds)
         else:

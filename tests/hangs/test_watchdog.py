@@ -190,6 +190,17 @@ def test_time_in_which_the_process_stood_still_is_not_learned_from(clock: Clock)
     assert limit(heartbeat, "step") == 80.0
 
 
+def test_a_step_goes_on_where_it_is_not_known_whether_the_process_stood_still(clock: Clock) -> None:
+    heartbeat = Heartbeat(1, clock)
+
+    def fails(beats: int, now: float) -> float:
+        raise ValueError("a bug")
+
+    heartbeat.stood_still = fails
+    spend(heartbeat, clock, "step", 1.0, 8.0)
+    assert limit(heartbeat, "step") == 80.0
+
+
 def test_after_a_reentry_everything_may_take_longer_once_more(clock: Clock) -> None:
     heartbeat = Heartbeat(1, clock)
     spend(heartbeat, clock, "data", 1.0, 1.0)

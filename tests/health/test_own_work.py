@@ -133,3 +133,24 @@ def test_forward_passes_of_a_device_are_read_when_it_is_through_with_them(monkey
     done = True
     trained.get_batch_samples(rows, 1, None)
     assert work.told()[3] == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize("fails", ["_take_time", "_moment", "_add_forward"])
+def test_what_cannot_be_measured_any_more_changes_nothing_in_training(
+    fails: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = Trained()
+    work, rows = trained.watched(), slow(0.0)
+
+    def measure() -> None:
+        assert len(trained.get_batch_samples(rows, 2, None)) == 2
+        assert trained.model(torch.zeros(1, 2)).shape == (1, 2)
+
+    measure()
+    measure()
+    # As a device does that has no such events while its work is captured.
+    setattr(work, fails, lambda *_: 1 / 0)
+    for _ in range(3):
+        measure()
+    assert work.told()[2:] == (None, None), "nothing is compared that is not known"
+    assert sum("not measured any more" in each.message for each in caplog.records) == 1
