@@ -11,6 +11,8 @@ from ..detectors.symptom import Severity
 from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
 
 
+# In the id of an incident of a rank other than the first, before the number of that rank.
+OF_RANK = ".rank"
 # Symptoms.
 _OF_PROCESSES = frozenset({"process_died", "preempted", "failure_on_another_rank"})
 # Still going on when they are reported: the reader may want to act on the advice.

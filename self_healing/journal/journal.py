@@ -25,7 +25,7 @@ from ..files import append_line, jsonable, replace_file
 from ..log_safely import log_safely
 from ..own_files import EVENTS_FILE
 from .headline import headline
-from .incident import Incident, describe, figures
+from .incident import OF_RANK, Incident, describe, figures
 from .postmortem import (
     Directions,
     Postmortem,
@@ -40,8 +40,6 @@ from .terminal import HEADLINE_WIDTH
 logger = logging.getLogger("self_healing")
 
 SCHEMA_VERSION = 1
-# In the id of an incident of another rank.
-OF_RANK = ".rank"
 
 
 class Journal:

@@ -17,7 +17,7 @@ from rich.text import Text
 from ..journal.incident import Incident
 from ..own_files import POSTMORTEM_FILE
 from ..restarts.status import RunStatus
-from .journals import Damage, find_journal, no_journal, read_events, status_in
+from .journals import Damage, Told, find_journal, no_journal, read_events, read_journals, status_in, told_once
 from .words import counted, printable, sentence
 
 
@@ -25,6 +25,7 @@ logger = logging.getLogger("self_healing")
 
 # Of the table: "ConnectionError" and the like, and 80 columns in all.
 _FAULT_WIDTH = 18
+_OF_AN_INCIDENT = ("failure", "cause", "outcome", "steps_lost", "steps_repeated", "seconds_lost")
 _OF_THE_RATE = ("lr_reductions", "learning_rate_scale", "learning_rate")
 
 
@@ -103,11 +104,11 @@ class HealingReport:
     @classmethod
     def from_run_dir(cls, directory: str | Path) -> HealingReport:
         """
-        Reads the journal of a run, or of several that wrote to the same directory.
+        Reads the journals of all ranks of a run, or of several that wrote to the same directory.
 
         Args:
             directory (`str` or `Path`):
-                The `output_dir` or `healing_dir`, or the journal itself.
+                The `output_dir` or `healing_dir`, or the journal of one rank.
 
         Returns:
             [`HealingReport`]: Of all of them.
@@ -140,51 +141,38 @@ class HealingReport:
             FileNotFoundError: If there is no journal.
             ValueError: If the file is no journal.
         """
-        path, status = find_journal(Path(directory))
-        if not path.is_file():
-            raise no_journal(directory)
-        events, damage = read_events(path)
+        if Path(directory).is_dir():
+            journals = read_journals(directory)
+            path, status, events, damage = journals.path, journals.status, journals.events, journals.damage
+        else:
+            path, status = find_journal(Path(directory))
+            if not path.is_file():
+                raise no_journal(directory)
+            events, damage = read_events(path)
         if run is not None:
             events = [event for event in events if event["run"] == run]
             status = status if status is not None and status.run == run else None
         return cls.of_events(events, path, status or status_in(events, run)), damage
 
     @classmethod
-    def of_events(
-        cls, events: Sequence[Mapping[str, Any]], path: Path, status: RunStatus | None = None
-    ) -> HealingReport:
+    def of_events(cls, events: Sequence[dict[str, Any]], path: Path, status: RunStatus | None = None) -> HealingReport:
         """
         Makes the report of events of a journal.
 
         Args:
-            events (`Sequence[Mapping]`):
-                Of one run or several.
+            events (`Sequence[dict]`):
+                Of one run or several, and of all their ranks.
             path (`Path`), status ([`RunStatus`], *optional*):
                 Where they lie, and what has become of the newest run.
         """
-        incidents: dict[str, dict[str, Any]] = {}
         rate: dict[str, Any] = {}
         for event in events:
             if event["kind"] in ("run_started", "run_ended"):
                 rate.update({key: event[key] for key in _OF_THE_RATE if key in event})
-            name = event.get("incident")
-            if name is None:
-                continue
             if event.get("action") == "reduce_learning_rate":
                 told = ("reductions", "scale", "learning_rate")
                 rate = {ours: event[key] for ours, key in zip(_OF_THE_RATE, told, strict=True) if key in event}
-            incident = incidents.setdefault(name, Incident(name, event["step"], event.get("symptom", "?")).to_dict())
-            if event["kind"] == "action" and event.get("happened", True):
-                incident["actions"].append(event.get("action", "?"))
-            incident.update(
-                {
-                    key: event[key]
-                    for key in ("failure", "cause", "outcome", "steps_lost", "steps_repeated", "seconds_lost")
-                    if key in event
-                }
-            )
-            incident["evidence"].update(event.get("evidence", {}))
-        return cls(list(incidents.values()), str(path), **rate, status=status)
+        return cls([_incident_of(each) for each in told_once(events)], str(path), **rate, status=status)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -251,6 +239,17 @@ class HealingReport:
             # Not as markup: causes quote exceptions.
             table.add_row(*(Text(printable(cell)) for cell in cells))
         return table
+
+
+def _incident_of(told: Told) -> dict[str, Any]:
+    first = told.lines[0]
+    incident = Incident(told.shown, first["step"], first.get("symptom", "?")).to_dict()
+    for event in told.lines:
+        if event["kind"] == "action" and event.get("happened", True):
+            incident["actions"].append(event.get("action", "?"))
+        incident.update({key: event[key] for key in _OF_AN_INCIDENT if key in event})
+        incident["evidence"].update(event.get("evidence", {}))
+    return incident
 
 
 def _cost(incident: Mapping[str, Any]) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..files import parse_lines
+from ..journal.incident import OF_RANK
 from ..own_files import EVENTS_FILE
 from ..restarts.status import RunState, RunStatus, looked_up, read_status
 from .values import is_time, taken_event
@@ -149,6 +150,60 @@ def read_events(path: Path) -> tuple[list[Event], Damage]:
             f"of a healed run, or its {EVENTS_FILE}."
         )
     return events, Damage(torn, odd)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """
+    An incident, as the first rank that has seen it tells it.
+
+    Args:
+        shown (`str`):
+            Its id; with the rank, if that is not the first one.
+        names (`list[tuple[str, int]]`):
+            Its ids and ranks, wherever it was seen; that of the teller first.
+        lines (`list[dict]`):
+            The events of the teller.
+    """
+
+    shown: str
+    names: list[tuple[str, int]]
+    lines: list[Event]
+
+
+def told_once(events: Iterable[Event]) -> list[Told]:
+    """
+    Finds the incidents among events, each once: several ranks may have seen it.
+
+    Args:
+        events (`Iterable[dict]`):
+            Of one run or several, and of all their ranks.
+    """
+    of_one: dict[tuple[str, int], list[Event]] = {}
+    for event in events:
+        if "incident" in event:
+            of_one.setdefault((event["incident"], event.get("rank", 0)), []).append(event)
+    seen_by: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+    for (name, rank), lines in of_one.items():
+        seen_by.setdefault(_seen(lines), []).append((name, rank))
+    found = []
+    for (name, rank), lines in of_one.items():
+        by = seen_by[_seen(lines)]
+        first = min(each for _, each in by)
+        if rank == first:
+            elsewhere = [(other, each) for other, each in by if each != first]
+            # An earlier version has given incidents of several ranks one name.
+            shown = name if rank == 0 or f"{OF_RANK}{rank}" in name else f"{name}{OF_RANK}{rank}"
+            found.append(Told(shown, [(name, rank), *elsewhere], lines))
+    return found
+
+
+def _seen(lines: Sequence[Event]) -> tuple[Any, ...]:
+    """What is the same of an event that several ranks have seen."""
+    diagnosed = [event for event in lines if event["kind"] == "diagnosed"]
+    found = (diagnosed[-1].get("failure"), diagnosed[-1].get("cause")) if diagnosed else (None, None)
+    first = lines[0]
+    return first.get("run"), first.get("attempt", 0), first["step"], first.get("symptom"), *found
 
 
 def no_journal(place: str | Path) -> FileNotFoundError:

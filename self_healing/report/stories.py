@@ -12,7 +12,7 @@ from ..checkpoint_files import EMERGENCY_DIR, PINNED_DIR, number_of
 from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..journal.incident import Incident, describe, figures
 from .data import FileNamed, IncidentStory, RowNamed, StoryLine
-from .journals import Event, number
+from .journals import Event, number, told_once
 from .words import counted
 
 
@@ -102,32 +102,8 @@ def tell_incidents(events: Iterable[Event], places: Places, rows: Sequence[RowNa
         rows (`Sequence[RowNamed]`, *optional*):
             The quarantine of the run.
     """
-    told: dict[tuple[str, int], list[Event]] = {}
-    for event in events:
-        if "incident" in event:
-            told.setdefault((event["incident"], event.get("rank", 0)), []).append(event)
-    seen_by: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
-    for (name, rank), lines in told.items():
-        seen_by.setdefault(_seen(lines), []).append((name, rank))
-    stories = []
-    for (name, rank), lines in told.items():
-        by = seen_by[_seen(lines)]
-        first = min(each for _, each in by)
-        if rank != first:
-            # Several ranks have seen it; the first of them tells.
-            continue
-        # An earlier version has given incidents of several ranks one name.
-        shown = name if rank == 0 or f".rank{rank}" in name else f"{name}.rank{rank}"
-        elsewhere = [(other, each) for other, each in by if each != first]
-        stories.append(_tell(shown, [(name, rank), *elsewhere], lines, places, rows))
+    stories = [_tell(each.shown, each.names, each.lines, places, rows) for each in told_once(events)]
     return sorted(stories, key=lambda story: (story.time or 0.0, story.id))
-
-
-def _seen(lines: Sequence[Event]) -> tuple[Any, ...]:
-    """What is the same of an event that several ranks have seen: they number their incidents one by one."""
-    diagnosed = [event for event in lines if event["kind"] == "diagnosed"]
-    found = (diagnosed[-1].get("failure"), diagnosed[-1].get("cause")) if diagnosed else (None, None)
-    return lines[0].get("attempt", 0), lines[0]["step"], lines[0].get("symptom"), *found
 
 
 def _tell(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from self_healing.checkpoints.marker import write_marker
 from self_healing.failures import FAILURE_RECIPES, FailureType
@@ -19,6 +20,7 @@ from self_healing.report.briefing import LINES, briefing_of
 from self_healing.report.data import SCHEMA
 from self_healing.report.healing_report import HealingReport
 from self_healing.report.reading import read_run
+from self_healing.report.text import show
 from self_healing.restarts.record import Attempt, Ending, RunRecord
 from self_healing.restarts.status import STATUS_FILE, RunState, RunStatus, StatusKeeper, read_status
 
@@ -411,6 +413,21 @@ def test_an_incident_that_all_ranks_see_is_one(made_up: MadeUpDirectory) -> None
         ("run-002", 0),
     ]
     assert [(each.rank, each.incidents) for each in report.ranks] == [(0, 2), (1, 2)]
+    summary = HealingReport.from_run_dir(made_up.path)
+    assert [each["incident"] for each in summary.incidents] == ["run-001", "run-002.rank1", "run-002"]
+    assert [each["step"] for each in summary.incidents] == [7, 9, 20]
+
+
+def test_what_only_another_rank_has_healed_is_told_in_the_terminal(
+    made_up: MadeUpDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        made_up.started(rank=rank)
+    made_up.incident(1, 9, ["skip_step"], "resolved", rank=1)
+    show(read_run(made_up.path), HealingReport.from_run_dir(made_up.path), Console())
+    told = capsys.readouterr().out
+    assert "Nothing had to be healed" not in told
+    assert "1 incident, 1 step" in told
 
 
 def test_a_torn_line_is_told_and_costs_no_other(made_up: MadeUpDirectory) -> None:
