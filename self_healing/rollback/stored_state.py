@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..instrument.live_state import LiveState, local
 from ..instrument.replicas import sum_of_all
@@ -30,6 +31,8 @@ from .snapshots import Snapshot
 
 
 SUFFIX = ".state"
+# The shape of a parameter, and how it is split over which ranks.
+Layout = tuple[tuple[int, ...], tuple[str, list[Any]] | None]
 # Of what is stored: a file of another version is as if there were none.
 _VERSION = 2
 
@@ -179,6 +182,7 @@ class StateWriter:
                 "buffers": snapshot.buffers,
                 "groups": snapshot.groups,
                 "states": [(order[id(parameter)], state) for parameter, state in snapshot.states],
+                "layouts": _layouts_of(live.optimizer),
             }
         )
         beside = pickle.dumps(replace(record, log_history=[], running_loss=torch.zeros(())), pickle.HIGHEST_PROTOCOL)
@@ -263,14 +267,22 @@ class StoredState:
             Its tensors, where they lie.
         orders (`list[int]`):
             The places of the parameters that its optimizer states are of, among those of the optimizer.
+        layouts (`list[Layout]`):
+            Of the optimizer's parameters, in their order.
     """
 
     def __init__(
-        self, path: Path, facts: StateFacts, record: ResumeRecord, snapshot: Snapshot, orders: list[int]
+        self,
+        path: Path,
+        facts: StateFacts,
+        record: ResumeRecord,
+        snapshot: Snapshot,
+        orders: list[int],
+        layouts: list[Layout],
     ) -> None:
         self.path, self.facts = path, facts
         self.record = record
-        self._snapshot = snapshot
+        self._snapshot, self._layouts = snapshot, layouts
         self._orders, self._states = orders, [state for _, state in snapshot.states]
 
     @property
@@ -294,8 +306,12 @@ class StoredState:
         self._check("buffer", live.buffers, snapshot.buffers)
         if live.optimizer is not None and len(live.optimizer.param_groups) != len(snapshot.groups):
             raise StateUnusable(f"its optimizer has {len(snapshot.groups)} groups of parameters")
-        if any(order >= len(parameters) for order in self._orders):
-            raise StateUnusable("its optimizer has more parameters")
+        layouts = _layouts_of(live.optimizer)
+        if len(layouts) != len(self._layouts):
+            raise StateUnusable(f"its optimizer has {len(self._layouts)} parameters, not {len(layouts)} as now")
+        for number, (then, now) in enumerate(zip(self._layouts, layouts, strict=True)):
+            if then != now:
+                raise StateUnusable(f"parameter {number} of its optimizer is {_told(then)}, now it is {_told(now)}")
         for order, state in zip(self._orders, self._states, strict=True):
             for name, kept in leaves("", state):
                 if kept.sharded and local(parameters[order]).shape != kept.host.shape:
@@ -380,7 +396,8 @@ def open_state(path: Path, device: torch.device) -> StoredState:
         groups=content["groups"],
         states=content["states"],
     )
-    return StoredState(path, facts, record, snapshot, [order for order, _ in content["states"]])
+    orders = [order for order, _ in content["states"]]
+    return StoredState(path, facts, record, snapshot, orders, content["layouts"])
 
 
 def _map(file: Path) -> mmap.mmap:
@@ -395,3 +412,24 @@ def _map(file: Path) -> mmap.mmap:
 def _parameters_of(optimizer: Any) -> list[Any]:
     groups = getattr(optimizer, "param_groups", ())
     return [parameter for group in groups for parameter in group["params"]]
+
+
+def _layouts_of(optimizer: Any) -> list[Layout]:
+    """
+    Lists which parts of its parameters an optimizer has on this rank. Parts of the same size are other ones where the
+    ranks are arranged in another way.
+    """
+    ranks: dict[int, list[Any]] = {}
+    found = list[Layout]()
+    for parameter in _parameters_of(optimizer):
+        split: tuple[str, list[Any]] | None = None
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            split = str(parameter.placements), ranks.setdefault(id(mesh), mesh.mesh.tolist())
+        found.append((tuple(parameter.shape), split))
+    return found
+
+
+def _told(layout: Layout) -> str:
+    shape, split = layout
+    return f"of {shape}" if split is None else f"of {shape}, split by {split[0]} over the ranks {split[1]}"

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_pairs import run_pair
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from self_healing import shared_memory
 from self_healing.instrument.live_state import LiveState
 from self_healing.instrument.resume_record import ResumeRecord
 from self_healing.random_state import RandomState
-from self_healing.restarts.memory_start import remove_other_states, steps_in_memory
+from self_healing.restarts.memory_start import _states_of, remove_other_states, steps_in_memory
 from self_healing.rollback import shared_states
 from self_healing.rollback.ring import SnapshotRing
 from self_healing.rollback.shared_states import SharedStates
 from self_healing.rollback.stored_state import SUFFIX, StateUnusable, open_state, read_facts
-from self_healing.shared_memory import directory_of, remove_states
+from self_healing.shared_memory import directory_of, is_own, remove_states
 
 
 pytestmark = pytest.mark.skipif(not shared_memory.ROOT.is_dir(), reason="the system has no shared memory as files")
@@ -32,14 +37,14 @@ CPU = torch.device("cpu")
 class Run:
     """A small model that is trained, and whose states are kept in shared memory."""
 
-    def __init__(self, output_dir: Path, width: int = 3) -> None:
+    def __init__(self, output_dir: Path, width: int = 3, rank: int = 0, ranks: int = 1) -> None:
         torch.manual_seed(0)
         self.output_dir = str(output_dir)
         self.model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         # In no snapshot.
         self.frozen = {"frozen": torch.arange(5.0), "empty": torch.empty(0)}
-        self.shared = SharedStates(self.output_dir, "run", 0, 1)
+        self.shared = SharedStates(self.output_dir, "run", rank, ranks)
         self.ring = SnapshotRing(shared=self.shared)
         self.shared.open(lambda: 1000)
         self.log: list[dict[str, Any]] = []
@@ -71,6 +76,9 @@ class Run:
         snapshot = self.ring.take(self.live, self.step, {})
         self.shared.prepare(snapshot, self.live, self.record)
 
+    def moments(self) -> list[torch.Tensor]:
+        return [value for state in self.optimizer.state.values() for value in state.values()]
+
     @property
     def files(self) -> list[Path]:
         return sorted(self.shared.directory.glob(f"*{SUFFIX}"), key=lambda path: int(path.stem.split("-")[1]))
@@ -80,8 +88,7 @@ class Run:
         return [each.step for each in steps_in_memory(self.output_dir, 0, CPU)]
 
     def everything(self) -> list[torch.Tensor]:
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [each.detach().clone() for each in (*self.model.state_dict().values(), *states)]
+        return [each.detach().clone() for each in (*self.model.state_dict().values(), *self.moments())]
 
 
 @pytest.fixture
@@ -115,6 +122,39 @@ def test_a_killed_process_leaves_its_states(tmp_path: Path) -> None:
     assert [each.step for each in steps_in_memory(str(tmp_path), 0, CPU)] == [1]
     assert remove_states(tmp_path) > 0
     assert not directory_of(tmp_path).exists()
+
+
+@pytest.mark.slow
+def test_whatever_a_process_is_killed_in_what_it_leaves_is_of_one_step(tmp_path: Path) -> None:
+    later = random.Random(0)
+    for _ in range(8):
+        child = os.fork()
+        if child == 0:
+            # OpenMP's threads are not there in a forked process.
+            torch.set_num_threads(1)
+            run = Run(tmp_path, width=400_000)
+            run.train()
+            while True:
+                run.step += 1
+                for each in (*run.live.parameters.values(), *run.live.buffers.values(), *run.moments()):
+                    each.data.fill_(run.step)
+                snapshot = run.ring.take(run.live, run.step, {})
+                run.shared.prepare(snapshot, run.live, run.record)
+                run.ring.promote()
+        try:
+            deadline = time.monotonic() + 60
+            while not _states_of(str(tmp_path), 0, 1) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(later.uniform(0.02, 0.1))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        states = _states_of(str(tmp_path), 0, 1)
+        assert states
+        for path, facts in states:
+            for name, kept in open_state(path, CPU)._snapshot.copies():
+                assert (kept.host == facts.step).all(), f"{name} of step {facts.step}"
+        remove_states(tmp_path)
 
 
 def test_a_state_is_gone_before_its_memory_is_used_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +273,86 @@ def test_a_directory_that_others_can_write_to_is_not_trusted(run: Run) -> None:
     run.take()
     run.shared.directory.chmod(0o777)
     assert run.steps == []
+
+
+def test_neither_what_another_user_has_made_nor_a_link_is_trusted(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(run.shared.directory)
+    assert is_own(run.shared.directory)
+    assert not is_own(link)
+    theirs = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: theirs)
+    assert not is_own(run.shared.directory)
+
+
+def test_nothing_is_put_where_others_can_write(tmp_path: Path) -> None:
+    directory_of(tmp_path).mkdir()
+    directory_of(tmp_path).chmod(0o777)
+    try:
+        run = Run(tmp_path)
+        run.take()
+        assert run.ring.candidate is not None
+        assert list(directory_of(tmp_path).rglob("*")) == []
+    finally:
+        shutil.rmtree(directory_of(tmp_path))
+
+
+def test_room_is_needed_for_all_ranks_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_states, "free_shared_memory", lambda: 100)
+    for ranks, room in ((1, True), (4, False)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        shared = SharedStates(str(tmp_path), "run", 0, ranks)
+        shared.open(lambda: 10)
+        assert shared.active == room
+    shutil.rmtree(directory_of(tmp_path))
+
+
+def _states_of_two_ranks(directory: Path, rank: int) -> dict[str, Any]:
+    run = Run(directory, rank=rank, ranks=2)
+    for _ in range(3 if rank == 0 else 2):
+        run.take()
+        run.ring.promote()
+    torch.distributed.barrier()
+    common = [each.step for each in steps_in_memory(str(directory), rank, CPU)]
+    if rank == 1:
+        run.ring.release()
+    torch.distributed.barrier()
+    return {"common": common, "none": [each.step for each in steps_in_memory(str(directory), rank, CPU)]}
+
+
+@pytest.mark.slow
+def test_only_a_step_that_all_ranks_have_is_gone_on_from(tmp_path: Path) -> None:
+    try:
+        ranks = run_pair(tmp_path, _states_of_two_ranks)["ranks"]
+        assert ranks == [{"common": [2], "none": []}] * 2
+    finally:
+        shutil.rmtree(directory_of(tmp_path), ignore_errors=True)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_part_of_the_same_size_that_is_another_part_is_not_taken(run: Run, tmp_path: Path, mesh: DeviceMesh) -> None:
+    def split_by(dimension: int, run: Run) -> Run:
+        for module in run.model:
+            for name, each in list(module.named_parameters(recurse=False)):
+                by = Shard(min(dimension, each.dim() - 1))
+                setattr(module, name, torch.nn.Parameter(DTensor.from_local(each.data, mesh, [by])))
+        run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1)
+        return run
+
+    snapshot = split_by(0, run).ring.take(run.live, 1, {})
+    run.shared.prepare(snapshot, run.live, run.record)
+    state = open_state(run.files[-1], CPU)
+    state.check(split_by(0, Run(tmp_path)).live)
+    with pytest.raises(StateUnusable, match=r"parameter 0 .* split by \(Shard\(dim=0\),\) over the ranks \[0\], now "):
+        state.check(split_by(1, Run(tmp_path)).live)
 
 
 def test_without_room_snapshots_are_taken_in_ordinary_memory(
