@@ -17,6 +17,7 @@ from ..checkpoints.marker import write_marker
 from ..instrument.live_state import LiveState
 from ..instrument.resume_record import resuming_from
 from ..rollback.shared_states import rank_directory
+from ..rollback.snapshots import Snapshot
 from ..rollback.stored_state import SUFFIX, StateFacts, StateUnusable, StoredState, open_state, read_facts
 from ..shared_memory import directory_of, is_own, this_boot
 
@@ -84,6 +85,10 @@ class MemoryStart:
         if not files_alone:
             self.state = None
             shutil.rmtree(self.checkpoint, ignore_errors=True)
+
+    def snapshot_in(self, live: LiveState) -> Snapshot | None:
+        """Gives it as a snapshot of live tensors, if those are what it was put into."""
+        return None if self.state is None else self.state.snapshot_in(live)
 
     def loading(self, trainer: Any) -> AbstractContextManager[None]:
         """

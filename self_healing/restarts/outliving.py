@@ -58,7 +58,11 @@ def let_snapshots_outlive(run: RunContext, attempts: Attempts, rollback: Rollbac
         # Open in this process, and none comes after it.
         memory.remove(files_alone=True)
     shared = SharedStates(*place) if outlives else None
-    rollback.go_on_from_memory(shared, own_is_trusted=lambda: None if memory is None else memory.remove())
+    rollback.go_on_from_memory(
+        shared,
+        own_is_trusted=lambda: None if memory is None else memory.remove(),
+        inherited=lambda live: None if memory is None else memory.snapshot_in(live),
+    )
 
 
 def leave_snapshots(run: RunContext, attempts: Attempts, rollback: Rollback, args: Any) -> None:

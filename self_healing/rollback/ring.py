@@ -105,6 +105,11 @@ class SnapshotRing:
         self.candidate = snapshot
         return snapshot
 
+    def hold(self, snapshot: Snapshot, live: LiveState, extras: dict[str, Any]) -> None:
+        """Makes a state that is in memory already the candidate; otherwise as [`take`]."""
+        snapshot.extras, snapshot.as_of = extras, snapshot.step
+        self.taken_of, self.candidate = live, snapshot
+
     def join(self) -> None:
         """Has the devices wait, before the state is changed, for copies that are still under way."""
         for snapshot in self.snapshots():
@@ -153,6 +158,9 @@ class SnapshotRing:
     def _retire(self, snapshot: Snapshot) -> None:
         """Its memory is used again by a later one; what was kept with it, a batch among it, is not needed any more."""
         snapshot.extras = {}
+        if not snapshot.pool:
+            # Of an earlier process, whose memory is given back.
+            return
         if self._shared is not None:
             self._shared.revoke(snapshot)
             if self._shared.active and not self._shared.holds(snapshot):

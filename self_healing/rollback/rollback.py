@@ -14,6 +14,7 @@ from ..checkpoints.run_checkpoints import RunCheckpoints
 from ..checkpoints.trainer_state import missing_steps_in
 from ..config import HealingConfig
 from ..instrument import Instrument, Window
+from ..instrument.live_state import LiveState
 from ..journal.journal import Journal
 from ..run.went_back import Target, WentBack
 from ..signals import StepSignals
@@ -68,9 +69,15 @@ class Rollback:
         # Lets snapshots outlive the process, where another one goes on with the run.
         self.shared: SharedStates | None = None
         self._own_is_trusted: Callable[[], None] = lambda: None
+        self._inherited: Callable[[LiveState], Snapshot | None] = lambda live: None
         self._build_parts()
 
-    def go_on_from_memory(self, shared: SharedStates | None, own_is_trusted: Callable[[], None]) -> None:
+    def go_on_from_memory(
+        self,
+        shared: SharedStates | None,
+        own_is_trusted: Callable[[], None],
+        inherited: Callable[[LiveState], Snapshot | None],
+    ) -> None:
         """
         Called before the run begins, where processes go on from memory.
 
@@ -79,8 +86,10 @@ class Rollback:
                 Lets snapshots outlive this process.
             own_is_trusted (`Callable[[], None]`):
                 Told when the state that this process has gone on from is not needed any more.
+            inherited (`Callable[[LiveState], Snapshot]`):
+                As [`TrustedStates`] takes it.
         """
-        self.shared, self._own_is_trusted = shared, own_is_trusted
+        self.shared, self._own_is_trusted, self._inherited = shared, own_is_trusted, inherited
         self._build_parts()
 
     def _build_parts(self) -> None:
@@ -97,6 +106,7 @@ class Rollback:
             self._remember,
             self.shared,
             self._own_is_trusted,
+            self._inherited,
         )
         self.trials = StateTrials(self.ring, self.batches, self.in_place, self.states)
         self._gone_back_to: Snapshot | None = None

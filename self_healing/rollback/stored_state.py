@@ -284,6 +284,7 @@ class StoredState:
         self.record = record
         self._snapshot, self._layouts = snapshot, layouts
         self._orders, self._states = orders, [state for _, state in snapshot.states]
+        self._put_into: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -327,6 +328,16 @@ class StoredState:
             for _, kept in leaves("", state):
                 kept.layout = parameter if kept.sharded else None
         snapshot.restore(live)
+        self._put_into = live.optimizer
+
+    def snapshot_in(self, live: LiveState) -> Snapshot | None:
+        """
+        Gives it as a snapshot of live tensors, if they are those it was put into.
+
+        It lacks the scale of a `GradScaler`, which is put back in another way.
+        """
+        there = live.optimizer is not None and live.optimizer is self._put_into and not live.scaler
+        return self._snapshot if there else None
 
     @staticmethod
     def _check(kind: str, live: Mapping[str, torch.Tensor], kept: Mapping[str, Any]) -> None:

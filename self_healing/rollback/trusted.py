@@ -58,6 +58,8 @@ class TrustedStates:
             Lets snapshots outlive the process.
         own_is_trusted (`Callable[[], None]`, *optional*):
             Told when there is a trusted state, or none will be kept: one of an earlier process is not needed any more.
+        inherited (`Callable[[LiveState], Snapshot]`, *optional*):
+            Gives the state of an earlier process that live tensors were just filled from, if they were.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class TrustedStates:
         remember: Callable[[], dict[str, Any]],
         shared: SharedStates | None = None,
         own_is_trusted: Callable[[], None] = lambda: None,
+        inherited: Callable[[LiveState], Snapshot | None] = lambda live: None,
     ) -> None:
-        self._own_is_trusted = own_is_trusted
+        self._own_is_trusted, self._inherited = own_is_trusted, inherited
         self._config, self._journal, self._remember = config, journal, remember
         self._shared = shared
         self._ring, self._batches = ring, batches
@@ -117,7 +120,7 @@ class TrustedStates:
             self._on_disk_only = True
         if self._on_disk_only or not self._make_room():
             return
-        self._take(step)
+        self._take(step, self._inherited(self._in_place.live) if first else None)
         if not self._on_disk_only:
             self._ring.begin_with_candidate()
             # Before the first step there may be an evaluation, for which some optimizers swap the weights.
@@ -299,15 +302,23 @@ class TrustedStates:
             free / 1e9,
         )
 
-    def _take(self, step: int) -> None:
+    def _take(self, step: int, there: Snapshot | None = None) -> None:
+        """Takes a snapshot, unless one is there already. All ranks have to come."""
         device = self._in_place.device
         # A schedule-free optimizer swaps the weights in place between training and evaluation.
         optimizer_in_training_mode(self._in_place.instrument.trainer)
         extras = self._remember() | {"rng": RandomState.capture(device), "control": self._batches.newest_healthy}
         live = self._in_place.live
         self.interval.last_taken = step
-        # On Linux memory that is promised is not always there.
-        if consensus.any_rank(TAKEN, lambda: self._lacks_memory(live, step, extras), device):
+
+        def lacks_memory() -> bool:
+            if there is not None and there.step == step:
+                self._ring.hold(there, live, extras)
+                return False
+            # On Linux memory that is promised is not always there.
+            return self._lacks_memory(live, step, extras)
+
+        if consensus.any_rank(TAKEN, lacks_memory, device):
             self._rely_on_disk(size_of(live))
 
     def _lacks_memory(self, live: LiveState, step: int, extras: dict[str, Any], wait: bool = False) -> bool:

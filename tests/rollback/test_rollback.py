@@ -805,10 +805,10 @@ def test_a_failure_of_ours_in_taking_a_snapshot_leaves_the_training_alone(
     plain = sft_trainer(tmp_path / "plain", tokenizer, max_steps=12)
     plain.train()
 
-    def broken(self: Any, step: int) -> None:
+    def broken(self: Any, step: int, *there: Any) -> None:
         if step > 0:
             raise RuntimeError("a bug of ours")
-        take(self, step)
+        take(self, step, *there)
 
     take = trusted.TrustedStates._take
     monkeypatch.setattr(trusted.TrustedStates, "_take", broken)

@@ -113,6 +113,27 @@ def test_a_state_is_put_into_another_model_and_its_new_optimizer_bitwise(run: Ru
     assert float(state.record.running_loss) == 2.0
 
 
+def test_a_run_goes_back_to_the_state_that_it_was_resumed_from_without_a_copy(run: Run, tmp_path: Path) -> None:
+    run.train()
+    run.take()
+    other = Run(tmp_path)
+    state = open_state(run.files[-1], CPU)
+    state.put(other.live)
+    wanted = other.everything()
+    assert state.snapshot_in(run.live) is None
+    there = state.snapshot_in(other.live)
+    assert there is not None
+    other.ring.hold(there, other.live, {})
+    other.ring.begin_with_candidate()
+    # As once there is a trusted one: what is in use stays.
+    remove_states(tmp_path)
+    other.train()
+    assert other.ring.initial is there
+    other.ring.restore(there, other.live)
+    assert all(map(torch.equal, other.everything(), wanted))
+    assert other.ring.nbytes == 0
+
+
 def test_a_killed_process_leaves_its_states(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
