@@ -19,7 +19,8 @@ def entry_hooks_removed_on_exception(trainer: Any) -> Iterator[None]:
     """
     Takes off, if an exception leaves a call of `train()`, what that call put on the model before its first callback
     (NEFTune's noise, the hooks of activation checkpointing and of `debug="underflow_overflow"`). The next call puts
-    all of it on again, and noise that is added twice is another training. Hooks of callbacks or of the user stay.
+    all of it on again, and noise that is added twice is another training. Hooks of callbacks or of the user stay, and
+    those of FSDP2: what it has sharded stays sharded, and accelerate does not wrap it again.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -54,4 +55,8 @@ def _hooks_of(model: Any) -> Iterator[tuple[dict[int, Any], int]]:
     for module in model.modules() if isinstance(model, nn.Module) else ():
         for name in _HOOKS:
             hooks = vars(module)[name]
-            yield from ((hooks, key) for key in list(hooks))
+            yield from ((hooks, key) for key, hook in list(hooks.items()) if not _shards(hook))
+
+
+def _shards(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")

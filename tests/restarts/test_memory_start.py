@@ -26,7 +26,7 @@ from self_healing.shared_memory import directory_of
 
 
 pytestmark = pytest.mark.skipif(not shared_memory.ROOT.is_dir(), reason="the system has no shared memory as files")
-RANKS = Path(__file__).parents[1] / "restarted_ranks.py"
+SCRIPTS = Path(__file__).parents[1]
 STORE: Any = torch.distributed.TCPStore
 CLOSE = {"snapshot_interval": 2, "snapshot_verify_steps": 2}
 
@@ -83,6 +83,19 @@ def test_where_the_state_cannot_be_used_the_job_goes_on_from_disk(
     assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-4")
     assert job_result(job)["weights"] == plain["weights"]
     assert not directory_of(job).exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_back_to_the_state_it_was_resumed_from(
+    job: Path, plain: dict[str, Any], start: Callable[..., int]
+) -> None:
+    options = {"config": {**CLOSE, "resume_from_memory": True}, "arguments": {"save_strategy": "no"}}
+    assert start(job, 0, fault="sigkill", step=7, **options) == -9
+    assert start(job, 1, first="corrupted weights", at=2, **options) == 0
+    assert resumed_from_memory(job) == [6]
+    (back,) = (event for event in journal(job, "action") if event["action"] == "roll_back")
+    assert (back["to_step"], back["state"]) == (6, "initial")
+    assert job_result(job)["weights"] == plain["weights"]
 
 
 @pytest.mark.slow
@@ -190,17 +203,22 @@ def test_a_state_from_which_the_process_before_came_no_step_further_is_passed_ov
 
 class Ranks:
     """
-    Two ranks, started as torchrun does, whose store is served here.
+    Ranks, started as torchrun does, whose store is served here.
 
     Args:
         directory (`Path`):
             Of the run.
+        script (`str`, *optional*):
+            What each of them runs.
+        count (`int`, *optional*):
+            How many there are.
         options:
             Of the script.
     """
 
-    def __init__(self, directory: Path, **options: Any) -> None:
+    def __init__(self, directory: Path, script: str = "restarted_ranks.py", count: int = 2, **options: Any) -> None:
         self.directory, self._options = directory, options
+        self._script, self._count, self._seconds = SCRIPTS / script, count, 180 if count == 2 else 400
 
     def start(self, restarts: int, *counts: int) -> list[int]:
         """
@@ -220,27 +238,27 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": store.port,
-            "WORLD_SIZE": 2,
-            "LOCAL_WORLD_SIZE": 2,
+            "WORLD_SIZE": self._count,
+            "LOCAL_WORLD_SIZE": self._count,
             "OMP_NUM_THREADS": 1,
             "GLOO_SOCKET_IFNAME": "lo",
         }
         ranks = []
-        for rank in range(2):
+        for rank in range(self._count):
             place = launcher | {"RANK": rank, "LOCAL_RANK": rank}
             if counts:
                 place["TORCHELASTIC_RESTART_COUNT"] = counts[rank]
             with (self.directory / f"log.{restarts}.{rank}").open("w") as log:
                 ranks.append(
                     subprocess.Popen(
-                        [sys.executable, str(RANKS), str(self.directory), json.dumps(self._options)],
+                        [sys.executable, str(self._script), str(self.directory), json.dumps(self._options)],
                         env=os.environ | {name: str(value) for name, value in place.items()},
                         stdout=log,
                         stderr=log,
                     )
                 )
         try:
-            return [rank.wait(timeout=180) for rank in ranks]
+            return [rank.wait(timeout=self._seconds) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
@@ -250,7 +268,8 @@ class Ranks:
         return "\n".join(f"==== {log.name}\n{log.read_text()[-6000:]}" for log in sorted(self.directory.glob("log.*")))
 
     def results(self) -> list[dict[str, Any]]:
-        return [json.loads((self.directory / f"results.{rank}.json").read_text()) for rank in range(2)]
+        files = [self.directory / f"results.{rank}.json" for rank in range(self._count)]
+        return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.mark.slow
@@ -305,3 +324,37 @@ def test_ranks_of_a_node_that_is_not_told_of_the_restart_go_on_as_the_others(tmp
     assert resumed_from_memory(tmp_path / "run") == [3]
     assert len(json.loads((tmp_path / "run" / "healing_run.json").read_text())["attempts"]) == 2
     assert [result["weights"] == result["plain_weights"] for result in ranks.results()] == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "strategy", "variants"),
+    [
+        (2, "fsdp2", ("changed", "kept", "offloaded", "checkpointing", "bf16", "lora")),
+        (4, "fsdp2", ("hsdp",)),
+    ],
+    ids=["by accelerate", "in replicas"],
+)
+def test_each_way_to_shard_goes_on_from_memory(
+    tmp_path: Path, count: int, strategy: str, variants: tuple[str, ...]
+) -> None:
+    ranks = Ranks(tmp_path, "restarted_variants.py", count, strategy=strategy, variants=variants)
+    try:
+        assert ranks.start(0) == [0] * count, ranks.log()
+        assert ranks.start(1) == [0] * count, ranks.log()
+        assert not any(directory_of(tmp_path / name).exists() for name in variants)
+    finally:
+        for name in variants:
+            shutil.rmtree(directory_of(tmp_path / name), ignore_errors=True)
+    for rank, results in enumerate(ranks.results()):
+        for name, result in results.items():
+            assert result["steps"] == 7
+            assert result["sharded"]
+            assert ("Replicate" in result["placements"]) == (name == "hsdp")
+            assert (result["weights"], result["losses"]) == (result["plain_weights"], result["plain_losses"])
+            assert rank > 0 or resumed_from_memory(tmp_path / name) == [5]
+    if "changed" in variants:
+        resumed_from = journal(tmp_path / "changed", "run_started")[-1]["resumed_from"]
+        assert resumed_from == str(tmp_path / "changed" / "checkpoint-3")
+        log = (tmp_path / "log.1.0").read_text()
+        assert log.count("in shared memory cannot be gone on from: it has no buffer 'added'") == 1
