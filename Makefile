@@ -14,7 +14,7 @@ OLDEST_TESTS := tests/numerics/test_nonfinite.py tests/test_healthy.py tests/ins
 GPU_PYTHON ?= python3
 GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollback/test_rollback.py
 
-.PHONY: demo demo-output dist docs examples matrix smoke test test-slow test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
+.PHONY: demo demo-output dist docs examples matrix smoke test test-slow test-deepspeed test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
@@ -37,9 +37,16 @@ examples: .venv/.installed
 
 # The tests that show what heals where, and the tables of it in the README and in docs; what fails is in them as well.
 matrix: .venv/.installed
-	-.venv/bin/python -m pytest -m heals --ignore-glob='*/ranks/test_faults_*' --junit-xml=outputs/matrix.xml
+	-.venv/bin/python -m pytest -m heals --ignore-glob='*/ranks/test_faults_*' --ignore-glob='*/test_deepspeed.py' \
+		--junit-xml=outputs/matrix.xml
+	-$(MAKE) test-deepspeed DEEPSPEED_OPTIONS=--junit-xml=outputs/deepspeed.xml
 	-.venv/bin/python -m pytest -m "slow or not slow" tests/ranks/test_faults_*.py --junit-xml=outputs/ranks.xml
-	.venv/bin/python tests/matrix.py outputs/matrix.xml outputs/ranks.xml
+	.venv/bin/python tests/matrix.py outputs/matrix.xml outputs/deepspeed.xml outputs/ranks.xml
+
+# ZeRO on two processes, without a GPU: DeepSpeed builds nothing for it, and is built in less than a minute.
+test-deepspeed: .venv-deepspeed/.installed
+	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" .venv-deepspeed/bin/python -m pytest -m slow tests/instrument/test_deepspeed.py \
+		$(DEEPSPEED_OPTIONS)
 
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(OLDEST_TESTS)
@@ -102,6 +109,14 @@ lint: .venv/.installed
 		> .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install torch==2.13.0 -c .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install -e '.[dev]' $(OLDEST) -c .venv-oldest/constraints.txt
+	touch $@
+
+.venv-deepspeed/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/python -m pip install torch==2.13.0 setuptools wheel ninja -c constraints.txt
+	.venv-deepspeed/bin/python -m pip install -e '.[dev]' -c constraints.txt
+	DS_BUILD_OPS=0 PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" \
+		.venv-deepspeed/bin/python -m pip install --no-build-isolation -e '.[dev,deepspeed]' -c constraints.txt
 	touch $@
 
 .venv-docs/.installed: pyproject.toml constraints.txt

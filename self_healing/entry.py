@@ -155,11 +155,8 @@ class Entry:
         on_disk = None if run.attempts.in_memory(resumed_from) else resumed_from
         run.rollback.begin(instrument, not run.numerics.warm, on_disk, self._finite)
         run.last_step.begin()
-        if not instrument.view.can_reexecute:
-            logger.warning(
-                "%s runs the backward pass itself; steps are watched, but not healed.",
-                self._trainer.accelerator.distributed_type,
-            )
+        if instrument.view.only_watched is not None:
+            logger.warning("%s; steps are watched, but not healed.", instrument.view.only_watched)
 
     def attach(self, wrapped: bool) -> None:
         """

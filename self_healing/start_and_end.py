@@ -19,13 +19,13 @@ from .log_safely import log_safely
 
 logger = logging.getLogger("self_healing")
 
-# What is healed, by which setting and with which of its values, and where: in steps, anywhere inside of `train()`, or
-# around it.
+# What is healed, by which setting and with which of its values, and where: in steps, in steps that can be computed in
+# another way, anywhere inside of `train()`, or around it.
 _HEALED = (
     ("NaN/Inf", "on_nonfinite", ("heal", "skip"), "steps"),
     ("spikes", "on_spike", ("heal",), "steps"),
     ("divergence", "on_divergence", ("heal",), "steps"),
-    ("out of memory", "on_oom", ("heal",), "inside"),
+    ("out of memory", "on_oom", ("heal",), "memory"),
     ("bad samples", "on_bad_sample", ("quarantine",), "inside"),
     ("failed saves", "on_save_failure", ("continue",), "inside"),
     ("hangs", "hang_action", ("recover",), "wrapper"),
@@ -105,7 +105,8 @@ def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
     if run.journal.rank != 0:
         return
     config = run.context.config
-    steps_can_be_healed = instrument.view.can_reexecute
+    view = instrument.view
+    possible = {"steps": view.can_reexecute, "memory": view.can_make_room}
     healed, off, needs_wrapper = list[str](), list[str](), list[str]()
     for what, setting, heals, where in _HEALED:
         value = getattr(config, setting)
@@ -113,13 +114,15 @@ def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
             off.append(f"{what} ({setting}={value!r})")
         elif where == "wrapper" and not wrapped:
             needs_wrapper.append(what)
-        elif where != "steps" or steps_can_be_healed:
+        elif possible.get(where, True):
             healed.append(what)
+        elif view.can_reexecute:
+            off.append(f"{what} (under DeepSpeed)")
     preset = "" if config.healing_preset == "default" else f" (preset {config.healing_preset})"
     text = f"on{preset}: heals {', '.join(healed) or 'nothing'}"
     if off:
         text += f"; not {', '.join(off)}"
-    if not steps_can_be_healed:
+    if not view.can_reexecute:
         text += f"; steps are only watched ({instrument.trainer.accelerator.distributed_type})"
     if needs_wrapper:
         text += f"; with SelfHealingTrainer also {', '.join(needs_wrapper)}"

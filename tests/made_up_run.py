@@ -42,6 +42,7 @@ class MadeUpWindow:
 
     size, scaler_active, stop_wanted, rollback_wanted, apart = 1, False, False, False, False
     has_news = False
+    engine = SimpleNamespace(left_out_by_itself=False)
     objective = SimpleNamespace(online=False, name="sft")
 
     def __init__(
@@ -188,6 +189,7 @@ class MadeUpRun:
             step=0,
             device=torch.device("cpu"),
             can_reexecute=True,
+            can_make_room=True,
             can_scale_rate=True,
             scheduled_rate=1e-3,
             learning_rate=1e-3,

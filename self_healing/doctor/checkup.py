@@ -289,7 +289,13 @@ def _of_memory(machine: Machine, place: Place) -> Iterable[Problem]:
 
 def _of_launch(machine: Machine, setting: Setting) -> Iterable[Problem]:
     launch = setting.launch
-    if setting.engine is not None:
+    if setting.engine == "DeepSpeed":
+        yield Problem(
+            "warning",
+            "Under DeepSpeed steps are healed with ZeRO-1, 2 and 3, and only watched with offload and stage 0.",
+            "With FSDP2 (cpu_offload as well) or DDP they are healed.",
+        )
+    elif setting.engine is not None:
         yield Problem(
             "warning",
             f"{setting.engine} runs the backward pass itself: steps are watched and reported, and not healed.",

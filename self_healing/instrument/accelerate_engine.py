@@ -75,6 +75,13 @@ class AccelerateEngine(StepEngine):
         self._rates = rates
         self._reentry = reentry
 
+    def attach(self) -> None:
+        # What the Trainer calls between backward and update is wrapped by the instrument.
+        pass
+
+    def detach(self) -> None:
+        pass
+
     def is_fatal(self, error: Exception) -> bool:
         return self._failsafe.tells_of_lost_device(error)
 
@@ -181,6 +188,10 @@ class AccelerateEngine(StepEngine):
         # The Trainer sets it again at the next micro-batch.
         accelerator.gradient_state._set_sync_gradients(False)
         self._reentry.phase = Phase.STEPPED
+
+    def state_put(self) -> None:
+        # Parameters are what the next forward computes with.
+        pass
 
     @contextlib.contextmanager
     def full_precision(self) -> Iterator[bool]:

@@ -64,7 +64,8 @@ def kept_weights(trainer: Any, at_most: int) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     names = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     held = [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) in names)]
-    if any(hasattr(tensor, "full_tensor") or tensor.is_meta for tensor in held):
+    # Of what FSDP2 or ZeRO-3 shards, this rank has a part.
+    if any(hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id") or tensor.is_meta for tensor in held):
         return {}
     trained = [tensor for tensor in held if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)]
     for chosen in (held, trained):

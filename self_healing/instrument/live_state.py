@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..extents import Search
+from .zero import zero_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class LiveState:
         buffers (`dict[str, torch.Tensor]`):
             Of the model.
         optimizer (`torch.optim.Optimizer`, *optional*):
-            The innermost one; `None` where an engine of its own (DeepSpeed) holds it.
+            The innermost one; `None` where an engine of its own holds it.
         scaler (`dict[str, torch.Tensor]`):
             Of a `GradScaler` that has begun.
         frozen (`dict[str, torch.Tensor]`, *optional*):
@@ -64,7 +65,14 @@ def live_state_of(trainer: Any) -> LiveState:
 
 
 def _changing(trainer: Any, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from trained_tensors(trainer)
+    zero = zero_of(trainer)
+    if zero is None:
+        yield from trained_tensors(trainer)
+    else:
+        # The parameters of the model are views of these, or are gathered from them.
+        yield from zero.partitions().items()
+        yield from _of_following_reference(trainer)
+        return
     if optimizer is not None:
         # A loss with parameters of its own is trained beside the model.
         for group, entry in enumerate(optimizer.param_groups):
@@ -77,6 +85,10 @@ def trained_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad and not parameter.is_meta:
             yield name, parameter
+    yield from _of_following_reference(trainer)
+
+
+def _of_following_reference(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, torch.nn.Module) and getattr(trainer.args, "sync_ref_model", False):
         # It follows the model, so what went into the model went into it.
@@ -91,7 +103,9 @@ def offloaded_tensors(model: torch.nn.Module) -> list[str]:
     return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
 
 
-def nonfinite_tensors(model: torch.nn.Module, optimizer: Any) -> list[str]:
+def nonfinite_tensors(
+    model: torch.nn.Module, optimizer: Any, partitions: Mapping[str, torch.Tensor] | None = None
+) -> list[str]:
     """
     Names what is not finite in all that a checkpoint holds of a model and its optimizer.
 
@@ -101,14 +115,19 @@ def nonfinite_tensors(model: torch.nn.Module, optimizer: Any) -> list[str]:
         optimizer:
             The innermost one: its state, nested where it is, and what its groups hold beside it. Among the settings
             Inf may be meant (Prodigy's `growth_rate` is).
+        partitions (`Mapping[str, torch.Tensor]`, *optional*):
+            What the optimizer updates in place of the parameters (ZeRO).
     """
     search = Search()
+    for name, partition in (partitions or {}).items():
+        search.add(name, partition, inf=True)
     for name, parameter in model.named_parameters():
         search.add(name, parameter, inf=parameter.requires_grad)
     for name, buffer in model.named_buffers():
         # A causal mask kept as a buffer or a frozen parameter holds -inf on purpose: there only NaN is wrong.
         search.add(name, buffer, inf=False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names.update((id(partition), name) for name, partition in (partitions or {}).items())
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
         for number, parameter in enumerate(group["params"]):
             # A loss with parameters of its own is trained beside the model.
@@ -141,8 +160,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def innermost(optimizer: Any) -> Any:
-    """The torch optimizer inside accelerate's wrapper."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+    """The torch optimizer inside accelerate's wrapper, and DeepSpeed's."""
+    while hasattr(getattr(optimizer, "optimizer", None), "param_groups"):
         optimizer = optimizer.optimizer
     return optimizer
 
@@ -186,7 +205,11 @@ def reload_checkpoint(trainer: Any, checkpoint: str) -> None:
     schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
     groups = trainer.optimizer.param_groups
     rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group} for group in groups]
-    trainer._load_from_checkpoint(checkpoint, model=trainer.model)
+    zero = zero_of(trainer)
+    if zero is None:
+        trainer._load_from_checkpoint(checkpoint, model=trainer.model)
+    else:
+        zero.load(checkpoint, strict=not hasattr(trainer.model, "peft_config"))
     trainer._load_optimizer_and_scheduler(checkpoint)
     if trainer.accelerator.scaler is not None:
         trainer._load_scaler(checkpoint)

@@ -56,9 +56,8 @@ class StepEngine(ABC):
 
     - accelerate's own loop ([`AccelerateEngine`]): gradients lie in the parameters, the Trainer measures and clips
       them, and calls `optimizer.step()`.
-    - An engine of its own (DeepSpeed) would step inside the last backward, keep gradients in partitions, and measure
-      their norm itself: there [`compute`] holds the step back, [`discard`] undoes what the engine has counted, and
-      [`step_again`] and [`leave_out`] let it step, or not.
+    - An engine of its own ([`DeepSpeedEngine`]) would step inside the last backward, and keeps gradients to itself:
+      there the step is held back until the Trainer calls `optimizer.step()`.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -70,6 +69,14 @@ class StepEngine(ABC):
     def __init__(self, trainer: Any, view: TrainerView) -> None:
         self.trainer = trainer
         self.view = view
+
+    @abstractmethod
+    def attach(self) -> None:
+        """Wraps what the steps go through, before anything else of the trainer is wrapped."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Gives it back; a step that is held back is taken first."""
 
     # ---- compute ----
 
@@ -241,6 +248,15 @@ class StepEngine(ABC):
             overflowed (`bool`):
                 Whether it was the gradients that were not finite, so that a GradScaler lowers its scale.
         """
+
+    @property
+    def left_out_by_itself(self) -> bool:
+        """Whether an engine of its own has taken the step already, and applied nothing."""
+        return False
+
+    @abstractmethod
+    def state_put(self) -> None:
+        """Called when another state was written over the tensors that training changes."""
 
     # ---- look ----
 

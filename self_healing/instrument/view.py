@@ -24,10 +24,11 @@ from .models import autocast_dtype, fingerprint, models_of
 from .objective import has_own_loss
 from .out_of_memory import with_room
 from .replacing import Replacements
+from .zero import engine_of, why_not_healed, zero_of
 
 
-# What DeepSpeed, XLA and Megatron run is their own backward pass: there steps are only watched.
-_OWN_BACKWARD = (DistributedType.DEEPSPEED, DistributedType.XLA, DistributedType.MEGATRON_LM)
+# XLA and Megatron run the backward pass themselves, and nothing is known of how.
+_OWN_BACKWARD = (DistributedType.XLA, DistributedType.MEGATRON_LM)
 
 
 class TrainerView:
@@ -52,6 +53,9 @@ class TrainerView:
         self.world_size = consensus.world_size()
         # Context and sequence parallelism: each process has some of the tokens of a row.
         self.shares_rows = _spreads_rows(trainer)
+        self.under_deepspeed: bool = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+        # Why steps are only watched, where they are.
+        self.only_watched: str | None = _why_only_watched(trainer)
 
     # ---- where the run is ----
 
@@ -92,8 +96,18 @@ class TrainerView:
 
     @property
     def can_reexecute(self) -> bool:
-        """Whether a step can be computed again. Where accelerate does not own the backward pass it is only watched."""
-        return self._trainer.accelerator.distributed_type not in _OWN_BACKWARD
+        """Whether a step can be computed again; otherwise it is only watched."""
+        return self.only_watched is None
+
+    @property
+    def can_make_room(self) -> bool:
+        """Whether what did not fit in memory can be computed in another way."""
+        return self.can_reexecute and not self.under_deepspeed
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether another process can go on from copies of its tensors: those are the same whatever was computed."""
+        return not (self.has_flat_parameters or self.under_deepspeed)
 
     @property
     def can_scale_rate(self) -> bool:
@@ -104,10 +118,11 @@ class TrainerView:
     @property
     def sharded(self) -> bool:
         """
-        Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP), or
+        Whether all ranks take part in each call of the model: accelerate has sharded its weights (FSDP, ZeRO-3), or
         transformers has while it loaded them.
         """
-        return self._trainer.accelerator.distributed_type == DistributedType.FSDP or is_sharded(self._trainer.model)
+        fsdp = self._trainer.accelerator.distributed_type == DistributedType.FSDP
+        return fsdp or is_sharded(self._trainer.model) or _gathers_weights(self._trainer)
 
     @property
     def has_flat_parameters(self) -> bool:
@@ -119,7 +134,7 @@ class TrainerView:
     @property
     def can_split_calls(self) -> bool:
         """Whether the calls of a model can be split."""
-        return self.can_reexecute and not self.why_not_split
+        return self.can_make_room and not self.why_not_split
 
     @property
     def why_not_split(self) -> str:
@@ -130,6 +145,8 @@ class TrainerView:
         trainer = self._trainer
         if trainer.args.n_gpu > 1:
             return "nn.DataParallel makes replicas of the model for each call"
+        if self.under_deepspeed:
+            return "DeepSpeed's calls are not split"
         if self.has_flat_parameters:
             return (
                 "FSDP1 has the weights in flat parameters, which change with each forward (calls are split with "
@@ -233,12 +250,16 @@ class TrainerView:
 
     def nonfinite_tensors(self) -> list[str]:
         """Names parameters, buffers and optimizer states that hold NaN or Inf."""
-        model, optimizer = self._trainer.model, innermost(self._trainer.optimizer)
-        return with_room(lambda: nonfinite_tensors(model, optimizer), self.device)
+        return self._nonfinite(innermost(self._trainer.optimizer))
 
     def nonfinite_weights(self) -> list[str]:
         """Names parameters and buffers that hold NaN or Inf."""
-        return with_room(lambda: nonfinite_tensors(self._trainer.model, None), self.device)
+        return self._nonfinite(None)
+
+    def _nonfinite(self, optimizer: Any) -> list[str]:
+        model, zero = self._trainer.model, zero_of(self._trainer)
+        partitions = None if zero is None else zero.partitions()
+        return with_room(lambda: nonfinite_tensors(model, optimizer, partitions), self.device)
 
     def offloaded_tensors(self) -> list[str]:
         """Names tensors that can be neither searched nor kept: they lie on no device."""
@@ -268,6 +289,21 @@ class TrainerView:
             for name, value in arguments.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
+
+
+def _why_only_watched(trainer: Any) -> str | None:
+    kind = trainer.accelerator.distributed_type
+    if kind in _OWN_BACKWARD:
+        return f"{kind} runs the backward pass itself"
+    if kind == DistributedType.DEEPSPEED:
+        why = why_not_healed(engine_of(trainer))
+        return None if why is None else f"DeepSpeed runs the backward pass itself, and {why}"
+    return None
+
+
+def _gathers_weights(trainer: Any) -> bool:
+    engine = engine_of(trainer)
+    return engine is not None and bool(engine.zero_optimization_partition_weights())
 
 
 def _spreads_rows(trainer: Any) -> bool:

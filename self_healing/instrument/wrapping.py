@@ -17,9 +17,9 @@ from ..random_state import RandomState
 from .accelerate_engine import AccelerateEngine
 from .best_model import BestModel
 from .bookkeeping import Bookkeeper
+from .deepspeed_engine import DeepSpeedEngine, WatchedDeepSpeed
 from .failsafe import Failsafe
 from .generating import GenerationGuard
-from .gradients import discard_gradients
 from .hooks import Hooks
 from .interception import Interception
 from .leaving import Leaving
@@ -92,7 +92,7 @@ class Instrument:
         self.one_rank = OneRankRetry(trainer, self.view, self.ledger, self._replaced)
         self._rates = rates = Rates(trainer, self.view, hooks)
         self._call = TrainingCall(trainer, self._replaced, self.ledger, hooks, self.heartbeat, heals_exceptions)
-        self.engine: StepEngine = AccelerateEngine(
+        self.engine: StepEngine = self._kind_of_engine(
             trainer,
             self.view,
             replaced=self._replaced,
@@ -126,6 +126,12 @@ class Instrument:
         self.on_detach: list[Callable[[], None]] = []
 
     @property
+    def _kind_of_engine(self) -> type[AccelerateEngine]:
+        if not self.view.under_deepspeed:
+            return AccelerateEngine
+        return DeepSpeedEngine if self.view.can_reexecute else WatchedDeepSpeed
+
+    @property
     def leaves_out_nonfinite(self) -> bool:
         """Whether anything is done about steps that are not finite."""
         return self._heals_exceptions and self.view.can_reexecute
@@ -145,6 +151,7 @@ class Instrument:
     def attach(self) -> None:
         """Wraps the trainer's methods, in `on_train_begin`: optimizer, data loader and running loss exist by then."""
         trainer = self.trainer
+        self.engine.attach()
         # These call all the others: what is raised between them is seen as well.
         self.replace(trainer, "_run_epoch", self.failsafe.watch_the_device)
         self.replace(trainer, "_finalize_training", self.failsafe.watch_the_device)
@@ -187,6 +194,7 @@ class Instrument:
         undoing, self.on_detach = self.on_detach, []
         own = (
             self._replaced.give_back,
+            self.engine.detach,
             self.optimizer_step.detach,
             self.position.release,
             self._worker_deaths.release,
@@ -498,7 +506,11 @@ class Instrument:
         """Has a rank that could not follow the step come to the vote in which the others judge it."""
         if self.failsafe.failure is not None and (self.window is None or not self.window.judged):
             error = self.failsafe.told("the step", self.failsafe.failure)
-            self.failsafe.give_up_together(error, leave_out=lambda: discard_gradients(self.trainer.model))
+            self.failsafe.give_up_together(error, leave_out=self._leave_out)
+
+    def _leave_out(self) -> None:
+        self.engine.discard()
+        self.engine.leave_out(overflowed=False)
 
     def _prediction_step(
         self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any

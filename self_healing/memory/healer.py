@@ -112,7 +112,7 @@ class MemoryHealer(Healer):
     def attach(self, first: bool) -> None:
         """Called with the instrument attached: what earlier processes and entries learned is put to use."""
         instrument = self._instrument
-        if self.config.on_oom == "raise" or not instrument.view.can_reexecute:
+        if self.config.on_oom == "raise" or not instrument.view.can_make_room:
             return
         if first:
             self._file.read()

@@ -117,6 +117,8 @@ class StepJudge(Healer):
     def _look(self, window: Window, signals: StepSignals) -> bool:
         """Looks at a step, and heals it; returns whether it was left as it is."""
         numerics = self.numerics
+        if window.engine.left_out_by_itself:
+            numerics.missing.left_out(window.step)
         if window.stop_wanted:
             self.red_flags.stop(window)
         if numerics.repeatability.owed and signals.finite:

@@ -81,6 +81,7 @@ class StateInPlace:
         if self.instrument.failsafe.device_lost:
             return
         with_room(lambda: self._ring.restore(snapshot, self.live), self.device, give_up=self._give_up_memory)
+        self.instrument.engine.state_put()
         optimizer_in_training_mode(self.instrument.trainer)
 
     def _give_up_memory(self) -> None:

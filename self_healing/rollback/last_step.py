@@ -93,7 +93,7 @@ class LastStep:
         shared, live = self._rollback.shared, self._rollback.ring.taken_of
         if shared is None or live is None or self._rollback.in_place.displaced:
             return None
-        if instrument.view.has_flat_parameters:
+        if not instrument.view.can_hand_over:
             return None
         shared.open(lambda: size_of(live))
         if not shared.active:

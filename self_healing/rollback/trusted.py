@@ -176,7 +176,7 @@ class TrustedStates:
 
     def take_snapshot(self, step: int) -> None:
         """Takes a snapshot between two steps. All ranks have to come."""
-        if self._shared is not None and not self._in_place.instrument.view.has_flat_parameters:
+        if self._shared is not None and self._in_place.instrument.view.can_hand_over:
             self._shared.open(lambda: size_of(self._in_place.live))
         if self._make_room():
             self._take(step)

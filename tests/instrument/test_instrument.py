@@ -104,6 +104,15 @@ class Engine(StepEngine):
         self.divided_by: list[int] = []
         self.fails_once = False
 
+    def attach(self) -> None:
+        self.calls.append("attach")
+
+    def detach(self) -> None:
+        self.calls.append("detach")
+
+    def state_put(self) -> None:
+        self.calls.append("state put")
+
     def compute(
         self,
         call: tuple[Any, Any, tuple[Any, ...], dict[str, Any]],

@@ -65,7 +65,8 @@ class SmallRun:
         )
         view = SimpleNamespace(live_state=self.live, nonfinite_tensors=self.nonfinite, can_reexecute=True)
         failsafe = SimpleNamespace(device_lost=False, tells_of_lost_device=lambda error: False)
-        self.instrument: Any = SimpleNamespace(trainer=trainer, view=view, failsafe=failsafe)
+        engine = SimpleNamespace(state_put=lambda: None)
+        self.instrument: Any = SimpleNamespace(trainer=trainer, view=view, failsafe=failsafe, engine=engine)
 
     def live(self) -> LiveState:
         return LiveState({"weight": self.layer.weight}, {}, self.optimizer, {})

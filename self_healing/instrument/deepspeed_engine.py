@@ -1,0 +1,150 @@
+"""`DeepSpeedEngine`: optimizer steps that DeepSpeed takes; `WatchedDeepSpeed`: those that are left to it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .accelerate_engine import AccelerateEngine
+from .phase import Phase
+from .replacing import Replacements
+from .zero import Zero, engine_of
+
+
+class DeepSpeedEngine(AccelerateEngine):
+    """
+    Runs the optimizer steps of a trainer under ZeRO stage 1, 2 or 3.
+
+    accelerate has DeepSpeed step in the last backward. Here that step is held back until the Trainer calls
+    `optimizer.step()`, which is empty under DeepSpeed: between the two the gradient lies in the partitions of the
+    ranks, and the step can be judged, computed again or left out. It is the same step, before that of the schedule.
+
+    Args:
+        As for [`AccelerateEngine`].
+    """
+
+    def __init__(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(trainer, *args, **kwargs)
+        self._zero = Zero(engine_of(trainer))
+        self._own = Replacements()
+        self._held = self._detaching = False
+        # Whether the step that is held is left out, and if so, whether for an overflow.
+        self._left_out: bool | None = None
+
+    def attach(self) -> None:
+        self._own.wrap(self._zero.engine, "step", self._hold)
+        self._own.wrap(self._zero.optimizer, "get_grad_norm_direct", self._zero.norm_of_group)
+        self._own.wrap(self.trainer.optimizer, "step", self._step)
+        # accelerate gives the norm of the step before, as this one has not been taken.
+        self._own.wrap(self.trainer.accelerator, "clip_grad_norm_", lambda *_, **__: self._zero.norm())
+
+    def detach(self) -> None:
+        if self._held:
+            # Given up between backward and step: the gradient is applied first, or it would be part of the next one.
+            self._detaching = True
+        else:
+            self._own.give_back()
+
+    # ---- the step, held and taken ----
+
+    def _hold(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._held, self._left_out = True, None
+        self._zero.forget_norms()
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        held, self._held = self._held, False
+        if held:
+            self._take()
+        if self._detaching:
+            self._own.give_back()
+        return original(*args, **kwargs)
+
+    def _take(self) -> None:
+        step = self._own.original(self._zero.engine, "step")
+        left_out, self._left_out = self._left_out, None
+        self._reentry.phase = Phase.STEPPING
+        if left_out is None:
+            step()
+        else:
+            with self._zero.leaving_out(left_out):
+                step()
+        self._zero.forget_norms()
+        self._reentry.phase = Phase.STEPPED
+
+    def leave_out(self, overflowed: bool) -> None:
+        self._held, self._left_out = True, overflowed
+
+    def step_again(
+        self, rates: Sequence[Any], scaled_by: float = 1.0, options: Sequence[Mapping[str, Any]] = ()
+    ) -> float | None:
+        with self._zero.uncounted():
+            return super().step_again(rates, scaled_by, options)
+
+    # ---- its gradient ----
+
+    def _gradients_kept(self, model: Any, last: bool, synchronise: bool) -> contextlib.AbstractContextManager[None]:
+        # Between micro-batches of a step DeepSpeed accumulates by itself.
+        return contextlib.nullcontext() if synchronise else self._zero.kept_on_rank()
+
+    def discard(self) -> None:
+        super().discard()
+        self._zero.discard()
+        self._held, self._left_out = False, None
+
+    @property
+    def scaler_active(self) -> bool:
+        return self._zero.scales_loss
+
+    def gradients(self) -> list[torch.Tensor]:
+        return super().gradients() or self._zero.gradients()
+
+    def scale_gradients(self, factor: float) -> None:
+        self._zero.scale_gradients(factor)
+
+    # ---- the state ----
+
+    def state_put(self) -> None:
+        self._zero.gather_anew()
+
+
+class WatchedDeepSpeed(AccelerateEngine):
+    """
+    Watches the optimizer steps of a trainer where DeepSpeed takes them in the last backward, and cannot be kept from
+    it: one that DeepSpeed leaves out by itself is seen as what it is.
+
+    Args:
+        As for [`AccelerateEngine`].
+    """
+
+    def __init__(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(trainer, *args, **kwargs)
+        self._engine = engine_of(trainer)
+        self._own = Replacements()
+
+    def attach(self) -> None:
+        self._own.wrap(self.trainer.accelerator, "clip_grad_norm_", self._norm)
+
+    def detach(self) -> None:
+        self._own.give_back()
+
+    def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        # Of a step that was left out it is the norm of the one before.
+        return math.nan if self._was_left_out else norm
+
+    @property
+    def _was_left_out(self) -> bool:
+        return self._engine is not None and not self._engine.was_step_applied()
+
+    @property
+    def scaler_active(self) -> bool:
+        return self._engine is not None and bool(self._engine.fp16_enabled())
+
+    @property
+    def left_out_by_itself(self) -> bool:
+        # While a loss scaler looks for its scale, that is as it should be.
+        return self._was_left_out and not self.scaler_active

@@ -1,0 +1,252 @@
+"""What DeepSpeed's ZeRO keeps of a step and of the state it trains: measured, discarded, left out, found."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .replacing import Replacements
+
+
+# What a step moves on in the engine itself, beside weights and optimizer state.
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "gas_boundary_ctr")
+# By the class of the optimizer that the engine makes: stages 1 and 2, stage 3. Those derived from them (ZenFlow,
+# SuperOffload, MiCS) keep gradients elsewhere.
+_OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
+# Read against DeepSpeed 0.19.6 to 0.19.8.
+_NEEDED = ("averaged_gradients", "get_grad_norm_direct", "_coalesce_grad_reduction", "_epilogue_ran_this_backward")
+
+
+def engine_of(trainer: Any) -> Any:
+    """Finds the DeepSpeed engine that a trainer trains with; `None` if there is none."""
+    return getattr(getattr(trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+
+
+def why_not_healed(engine: Any) -> str | None:
+    """
+    Says why steps of a DeepSpeed engine are only watched; `None` if they can be healed.
+
+    Args:
+        engine (`deepspeed.DeepSpeedEngine`, *optional*):
+            The engine.
+    """
+    optimizer = getattr(engine, "optimizer", None)
+    if optimizer is None:
+        return "its engine is not known"
+    name = type(optimizer).__name__
+    if name not in _OPTIMIZERS:
+        return f"its optimizer is a {name}, and not one of ZeRO stage 1, 2 or 3"
+    missing = [each for each in _NEEDED if not hasattr(optimizer, each)]
+    if missing or not hasattr(engine, "managed_gradient_accumulation"):
+        return f"this version of it is not known ({', '.join(missing) or 'managed_gradient_accumulation'})"
+
+    def asked(question: str) -> Any:
+        # What a version does not know it does not do.
+        return getattr(engine, question, lambda: None)()
+
+    offloads = (asked("zero_offload_optimizer"), asked("zero_offload_param"))
+    refused = {
+        "it offloads optimizer state or parameters": any(each and each.device != "none" for each in offloads),
+        "its experts are spread over ranks": engine.has_moe_layers,
+        "the caller sets its boundaries of accumulation": not engine.managed_gradient_accumulation(),
+        "it runs a pipeline": engine.pipeline_parallelism,
+        "it spreads layers over ranks": (asked("autotp_size") or 0) > 1 or optimizer.model_parallel_group is not None,
+        "it spreads rows over ranks": getattr(optimizer, "sequence_parallel_size", 1) > 1,
+        "it compiles the backward pass": asked("is_deepcompile_enabled"),
+        "it scales the loss by torch's GradScaler": optimizer.torch_autocast_gradscaler is not None,
+        "it keeps secondary partitions": (asked("zero_hpz_partition_size") or 0) > 1,
+        "it quantizes gradients": asked("zero_quantized_gradients") or asked("zeropp_loco_param") is not None,
+        "Muon moves its momentum in the backward pass": "muon" in type(optimizer.optimizer).__name__.lower(),
+    }
+    return next((why for why, so in refused.items() if so), None)
+
+
+def zero_of(trainer: Any) -> Zero | None:
+    """Knows the engine of a trainer whose steps can be healed under ZeRO; `None` for any other one."""
+    engine = engine_of(trainer)
+    return None if engine is None or why_not_healed(engine) is not None else Zero(engine)
+
+
+class Zero:
+    """
+    Knows one DeepSpeed engine with ZeRO stage 1, 2 or 3, while its step is held back.
+
+    Args:
+        engine (`deepspeed.DeepSpeedEngine`):
+            The engine, one that [`why_not_healed`] says nothing of.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        self.shards_weights = bool(engine.zero_optimization_partition_weights())
+        # By group of parameters: measured before the step, and not once more in it.
+        self._norms: dict[int, torch.Tensor] = {}
+
+    # ---- the gradient ----
+
+    def norm(self) -> torch.Tensor:
+        """
+        Measures the gradient as DeepSpeed does in its step, before it is clipped; NaN if any of it is not finite.
+        Collective.
+        """
+        zero = self.optimizer
+        if self.shards_weights:
+            total = torch.linalg.vector_norm(torch.stack(zero._get_norm_groups()))
+        else:
+            total = zero.scaled_global_norm()
+        # DeepSpeed says -1 of a group that is not finite, and takes that for its norm where there are several groups.
+        bad = torch.stack([norm < 0 for norm in self._norms.values()]).any()
+        return torch.where(bad, torch.full_like(total, math.nan), total / zero.loss_scale)
+
+    def norm_of_group(
+        self, original: Callable[..., Any], gradients: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Wraps the optimizer's `get_grad_norm_direct`: what was measured before the step is not measured again."""
+        if id(params) not in self._norms:
+            self._norms[id(params)] = original(gradients, params, *args, **kwargs)
+        return self._norms[id(params)]
+
+    def forget_norms(self) -> None:
+        """Has the gradient measured anew: it is another one."""
+        self._norms.clear()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's partition of the gradients, once they have been reduced."""
+        return [each for group in self.optimizer.averaged_gradients.values() for each in group or ()]
+
+    def scale_gradients(self, factor: float) -> None:
+        """
+        Multiplies the gradient by a factor, as if after DeepSpeed's own clipping, which is done in the step.
+        Collective where the gradient was not measured before.
+        """
+        clip = float(self.optimizer.clip_grad or 0.0)
+        if clip > 0:
+            factor /= max((float(self.norm()) + 1e-6) / clip, 1.0)
+        torch._foreach_mul_(self.gradients(), factor)
+        self.forget_norms()
+
+    def discard(self) -> None:
+        """Drops what has been computed of a step, reduced or not; the next forward begins it anew."""
+        zero, engine = self.optimizer, self.engine
+        self.forget_norms()
+        if self.shards_weights:
+            zero._overflow_clean_up(zero.loss_scale)
+            for bucket in zero.ipg_buckets.values():
+                bucket.clear_params()
+            zero.params_already_reduced.update(dict.fromkeys(zero.params_already_reduced, False))
+        else:
+            zero.zero_grad(set_to_none=True)
+            zero._release_preflattened_grad_buffers()
+            for gradients in (zero.averaged_gradients, zero.all_grad_tensors):
+                gradients.update(dict.fromkeys(gradients))
+            for bucket in zero.ipg_buckets.values():
+                bucket.clear()
+            zero.extra_large_param_to_reduce.clear()
+            zero._clear_previous_reduced_grads()
+            zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+            zero._release_ipg_buffers()
+        # As its own step does, before the first backward of the next one.
+        zero.micro_step_id = 0 if self.shards_weights else -1
+        zero._epilogue_ran_this_backward = False
+        # Of a backward that has raised.
+        zero._backward_active_depth = 0
+        engine._running_engine_backward = False
+
+    @contextlib.contextmanager
+    def kept_on_rank(self) -> Iterator[None]:
+        """
+        Has each rank keep the gradients that it computes to itself, in the parameters: they have to be discarded
+        before the next step.
+        """
+        # As in `DeepSpeedEngine.coalesce_grad_reduction`, which would reduce them at its end.
+        self.optimizer._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = True
+        try:
+            yield
+        finally:
+            self.optimizer._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = False
+
+    # ---- the step ----
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a loss scaler looks after overflowing gradients (fp16)."""
+        return bool(self.engine.fp16_enabled())
+
+    @contextlib.contextmanager
+    def leaving_out(self, overflowed: bool) -> Iterator[None]:
+        """
+        Has the engine take its next step as one whose gradient has overflowed: nothing is applied, and the step is
+        counted as skipped. The gradient is discarded by then.
+
+        Args:
+            overflowed (`bool`):
+                Whether it did, so that the scale of the loss is lowered, and no schedule moves on.
+        """
+        zero, replaced = self.optimizer, Replacements()
+
+        def skip(*_: Any, **__: Any) -> None:
+            zero.overflow, zero._global_grad_norm = True, math.inf
+            if overflowed:
+                zero._update_scale(True)
+
+        replaced.put(zero, "step", skip)
+        try:
+            yield
+        finally:
+            replaced.give_back()
+            # The Trainer's schedule asks it; and up to DeepSpeed 0.19.6, the next step where it does not check.
+            zero.overflow = overflowed
+        if not overflowed and self.engine.lr_scheduler is not None:
+            self.engine.lr_scheduler.step()
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Has a step that is taken inside counted by nothing: it was counted before, or is an experiment."""
+        engine = self.engine
+        counts = {name: getattr(engine, name) for name in _COUNTERS if hasattr(engine, name)}
+        scheduler, engine.lr_scheduler = engine.lr_scheduler, None
+        try:
+            yield
+        finally:
+            engine.lr_scheduler = scheduler
+            vars(engine).update(counts)
+
+    # ---- the state ----
+
+    def partitions(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the weights, in the precision they are updated in and in that they are computed in."""
+        zero = self.optimizer
+        if self.shards_weights:
+            masters, weights = zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat
+        else:
+            masters, weights = zero.single_partition_of_fp32_groups, zero.bit16_groups_flat
+        found = {f"master weights {index}": tensor for index, tensor in enumerate(masters)}
+        # With ZeRO-3 in single precision they are the same.
+        held = {id(tensor) for tensor in masters}
+        rest = {f"weights {index}": tensor for index, tensor in enumerate(weights) if id(tensor) not in held}
+        return found | rest
+
+    def load(self, checkpoint: str, strict: bool) -> None:
+        """
+        Loads weights and optimizer state of a checkpoint; what the engine counts, and its schedule, stay. Collective.
+
+        Args:
+            checkpoint (`str`):
+                Its directory.
+            strict (`bool`):
+                Whether all weights of the model have to be in it.
+        """
+        from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+
+        with self.uncounted():
+            deepspeed_load_checkpoint(self.engine, checkpoint, load_module_strict=strict)
+
+    def gather_anew(self) -> None:
+        """Drops weights that are gathered on this rank: the next forward gathers them from the partitions."""
+        if self.shards_weights:
+            self.optimizer._partition_all_parameters()

@@ -1,0 +1,115 @@
+"""Under ZeRO steps are judged before DeepSpeed takes them: computed again, thinned out, left out, gone back from."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_distributed import on_two_processes
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed (`make test-deepspeed`)"),
+]
+
+STAGES = [f"{stage}-{precision}" for precision in ("fp32", "bf16") for stage in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(f"zero-{request.param}")
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, directory: Path) -> list[dict[str, Any]]:
+    stage, precision = directory.name.split("-")[1:3]
+    parts = ("stage", "adapter", "rows", "weights")
+    return on_two_processes(directory, stage, precision[:4], *parts, script="two_zero_processes.py")
+
+
+def test_it_is_zero_that_trains(results: list[dict[str, Any]], directory: Path) -> None:
+    stage = int(directory.name.split("-")[1])
+    for rank in results:
+        assert rank["plain"]["stage"] == stage
+        assert rank["plain"]["optimizer"] == (
+            "DeepSpeedZeroOptimizer_Stage3" if stage == 3 else "DeepSpeedZeroOptimizer"
+        )
+    # Each rank has its own partition.
+    assert results[0]["plain"]["state"] != results[1]["plain"]["state"]
+
+
+@pytest.mark.parametrize("kind", ["", "_once", "_lora"], ids=["accumulated", "at once", "LoRA"])
+def test_a_healthy_run_is_the_plain_one(results: list[dict[str, Any]], kind: str) -> None:
+    for rank in results:
+        plain, healthy = rank[f"plain{kind}"], rank[f"healthy{kind}"]
+        for what in ("state", "losses", "norms", "rates", "steps"):
+            assert healthy[what] == plain[what]
+        assert not healthy["incidents"]
+
+
+@pytest.mark.heals("transient", "deepspeed")
+@pytest.mark.parametrize("kind", ["", "_once", "_lora"], ids=["accumulated", "at once", "LoRA"])
+def test_a_nan_on_one_rank_is_undone_bit_for_bit(results: list[dict[str, Any]], kind: str) -> None:
+    assert [rank[f"transient{kind}"]["fired"] for rank in results] == [0, 1]
+    for rank in results:
+        plain, healed = rank[f"plain{kind}"], rank[f"transient{kind}"]
+        for what in ("state", "losses", "norms", "rates", "steps"):
+            assert healed[what] == plain[what]
+    assert results[0][f"transient{kind}"]["incidents"] == [["nonfinite_transient", 0]]
+
+
+@pytest.mark.heals("poison_rows", "deepspeed")
+@pytest.mark.parametrize("where", ["poison", "gradient"], ids=["loss", "gradient"])
+def test_poison_rows_are_dropped(results: list[dict[str, Any]], where: str) -> None:
+    assert sum(rank[where]["fired"] for rank in results)
+    for rank in results:
+        assert rank[where]["finite"]
+        # No step was left out by DeepSpeed.
+        assert rank[where]["steps"][:3] == [4, 4, 0]
+    assert {failure for failure, _ in results[0][where]["incidents"]} == {"nonfinite_poison_rows"}
+    assert all(lost == 0 for _, lost in results[0][where]["incidents"])
+
+
+@pytest.mark.heals("unexplained", "deepspeed")
+def test_a_step_that_nothing_explains_is_left_out_and_counted(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["skipped"]["finite"]
+        assert rank["skipped"]["steps"][:3] == [4, 4, 2]
+        # The schedule goes on, as under any other engine.
+        assert rank["skipped"]["rates"] == rank["plain"]["rates"]
+
+
+@pytest.mark.heals("corrupted_weights", "deepspeed")
+def test_nan_in_the_master_weights_of_one_rank_is_gone_back_from(results: list[dict[str, Any]]) -> None:
+    assert [rank["weights"]["fired"] for rank in results] == [0, 1]
+    for rank in results:
+        for what in ("state", "losses", "rates", "steps"):
+            assert rank["weights"][what] == rank["weights_plain"][what]
+    assert results[0]["weights"]["actions"] == ["roll_back", "replay_steps"]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("watched")
+    return on_two_processes(directory, "2", "fp32", "watched", script="two_zero_processes.py")
+
+
+def test_with_offload_a_healthy_run_is_the_plain_one(watched: list[dict[str, Any]]) -> None:
+    for rank in watched:
+        assert rank["watched"]["state"] == rank["watched_plain"]["state"]
+        assert rank["watched"]["norms"] == rank["watched_plain"]["norms"]
+
+
+def test_with_offload_a_step_that_deepspeed_skips_is_reported_and_counted(watched: list[dict[str, Any]]) -> None:
+    for rank in watched:
+        assert rank["watched_struck"]["steps"][:3] == [4, 4, 1]
+        # Not that of the step before.
+        assert [math.isnan(norm) for norm in rank["watched_struck"]["norms"]] == [False, True, False, False]
+    assert watched[0]["watched_struck"]["incidents"] == [["nonfinite_undiagnosed", 0]]
+    told = "\n".join(watched[0]["watched_struck"]["told"])
+    assert "it offloads optimizer state or parameters; steps are watched, but not healed" in told
+    assert "1 of 4 steps are not in the weights" in told

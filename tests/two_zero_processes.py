@@ -1,0 +1,247 @@
+"""Run by test_deepspeed.py under torchrun: the same struck runs under ZeRO on two processes, on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.training_args
+from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from conftest import (
+    POISON_WORD,
+    TEXTS,
+    OutputFault,
+    PoisonToken,
+    adapter_trainer,
+    build_tokenizer,
+    journal,
+    leave_together,
+    losses,
+    sft_trainer,
+)
+from transformers import TrainerCallback, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from two_sharded_processes import PoisonGradient, inside
+
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.exceptions import UnrecoverableTrainingError
+
+
+def zero_on_the_cpu() -> None:
+    """Has accelerate, transformers and DeepSpeed take the CPU for a device that they train on like any other."""
+    os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", DS_ACCELERATOR="cpu")
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    import deepspeed
+
+    # Or a collective of its own for the CPU is compiled first, for minutes; those of gloo will do.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def config_of(stage: int, **zero: Any) -> dict[str, Any]:
+    """What people write who leave the rest to the Trainer."""
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # Norms and biases stay whole on all ranks under ZeRO-3, matrices do not.
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40, **zero},
+    }
+
+
+def state_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """All that this rank holds of weights and optimizer state, read from DeepSpeed itself."""
+    zero = trainer.accelerator.deepspeed_engine_wrapped.engine.optimizer
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        groups = [*zero.fp32_partitioned_groups_flat, *zero.fp16_partitioned_groups_flat]
+    else:
+        groups = [*zero.single_partition_of_fp32_groups, *zero.bit16_groups_flat]
+    state = {f"group {index}": tensor for index, tensor in enumerate(groups)}
+    for index, moments in enumerate(zero.optimizer.state.values()):
+        state |= {f"{name} {index}": value for name, value in moments.items() if isinstance(value, torch.Tensor)}
+    return {name: tensor.detach().float() for name, tensor in state.items()}
+
+
+def digest_of(state: Mapping[str, torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()[:16]
+
+
+class Told(logging.Handler):
+    """Keeps what the library logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("self_healing").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class NanWeights(TrainerCallback):
+    """A partition of the weights of one rank turns NaN after a step, in the precision that they are updated in."""
+
+    def __init__(self, trainer: Any, rank: int, step: int) -> None:
+        self.fired, self._trainer, self._rank, self._step = 0, trainer, rank, step
+        trainer.add_callback(self)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self._step or torch.distributed.get_rank() != self._rank or self.fired:
+            return
+        self.fired += 1
+        zero = self._trainer.accelerator.deepspeed_engine_wrapped.engine.optimizer
+        sharded = hasattr(zero, "fp32_partitioned_groups_flat")
+        masters = zero.fp32_partitioned_groups_flat if sharded else zero.single_partition_of_fp32_groups
+        masters[0].data[3] = float("nan")
+
+
+class Runs:
+    """Trains the same model again and again, struck by one fault after the other, and notes what became of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.results: dict[str, Any] = {}
+        self._directory = directory
+        self.rank = torch.distributed.get_rank()
+        self.tokenizer = build_tokenizer()
+        self.poison = self.tokenizer.convert_tokens_to_ids(POISON_WORD)
+
+    def run(
+        self,
+        name: str,
+        stage: int,
+        fault: Callable[[Any], Any] = lambda trainer: None,
+        poisoned: tuple[int, ...] = (),
+        healed: bool = True,
+        make: Callable[..., Any] = sft_trainer,
+        healing: HealingConfig | None = None,
+        zero: Mapping[str, Any] | None = None,
+        wrapped: bool = False,
+        **arguments: Any,
+    ) -> Any:
+        for state in (AcceleratorState, GradientState):
+            state._reset_state()
+        unset_hf_deepspeed_config()
+        set_seed(1234)
+        texts = [f"{text} {POISON_WORD}" if index in poisoned else text for index, text in enumerate(TEXTS)]
+        arguments = {"max_steps": 4, "use_cpu": False, "ddp_backend": "gloo", **arguments}
+        trainer = make(
+            self._directory / name,
+            self.tokenizer,
+            texts=texts,
+            callbacks=[SelfHealingCallback(healing or HealingConfig())] if healed and not wrapped else None,
+            deepspeed=config_of(stage, **(zero or {})),
+            **arguments,
+        )
+        struck, stopped, told = fault(trainer), "", Told()
+        try:
+            (SelfHealingTrainer(trainer, healing) if wrapped else trainer).train()
+        except UnrecoverableTrainingError as error:
+            stopped = str(error)
+        logging.getLogger("self_healing").removeHandler(told)
+        state = state_of(trainer)
+        engine = trainer.accelerator.deepspeed_engine_wrapped.engine
+        self.results[name] = {
+            "stage": engine.zero_optimization_stage(),
+            "optimizer": type(engine.optimizer).__name__,
+            "state": digest_of(state),
+            "finite": all(bool(torch.isfinite(tensor).all()) for tensor in state.values()),
+            "losses": losses(trainer),
+            "norms": [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log],
+            "rates": [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log],
+            "steps": [trainer.state.global_step, engine.global_steps, engine.skipped_steps, engine.micro_steps],
+            "fired": getattr(struck, "fired", 0),
+            "stopped": stopped,
+            "told": told.lines,
+            "events": [event["kind"] for event in journal(self._directory / name)],
+            "incidents": [
+                [event["failure"], event["steps_lost"]] for event in journal(self._directory / name, "outcome")
+            ],
+            "diagnosed": [event["evidence"] for event in journal(self._directory / name, "diagnosed")],
+            "actions": [event["action"] for event in journal(self._directory / name, "action")],
+        }
+        torch.distributed.barrier()
+        return trainer
+
+    # ---- the faults ----
+
+    def nan_on_one_rank(self, trainer: Any) -> OutputFault:
+        return OutputFault(inside(trainer.model), lambda forward: forward == 4 and self.rank == 1)
+
+    def poison_token(self, trainer: Any) -> PoisonToken:
+        return PoisonToken(inside(trainer.model), self.poison)
+
+    # ---- the parts ----
+
+    def stage(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16}
+        self.run("plain", healed=False, **same)
+        self.run("healthy", **same)
+        self.run("transient", fault=self.nan_on_one_rank, **same)
+        once = {**same, "gradient_accumulation_steps": 1}
+        self.run("struck_once", fault=self.nan_on_one_rank, healed=False, **once)
+        self.run("plain_once", healed=False, **once)
+        self.run("healthy_once", **once)
+        self.run("transient_once", fault=self.nan_on_one_rank, **once)
+
+    def adapter(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "make": adapter_trainer}
+        self.run("plain_lora", healed=False, **same)
+        self.run("healthy_lora", **same)
+        self.run("transient_lora", fault=self.nan_on_one_rank, **same)
+
+    def rows(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "dropout": 0.0}
+        self.run("poison", fault=self.poison_token, poisoned=(5, 17), **same)
+        self.run(
+            "gradient",
+            fault=lambda trainer: PoisonGradient(trainer.model, self.poison),
+            poisoned=(5, 17),
+            **same,
+        )
+        # Of the second and of the last step all rows are NaN: what is left of them reaches the third, or the end.
+        struck = (1, 3)
+        self.run(
+            "skipped",
+            fault=lambda trainer: OutputFault(trainer.model, lambda _: trainer.state.global_step in struck),
+            **same,
+        )
+
+    def weights(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 6}
+        healing = HealingConfig(snapshot_verify_steps=1)
+        self.run("weights_plain", healed=False, **same)
+        self.run("weights", fault=lambda trainer: NanWeights(trainer, 1, 4), healing=healing, **same)
+
+    def watched(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "zero": {"offload_optimizer": {"device": "cpu"}}}
+        self.run("watched_plain", healed=False, **same)
+        self.run("watched", **same)
+        self.run("watched_struck", fault=self.nan_on_one_rank, **same)
+
+
+def main(directory: Path, stage: str, precision: str, *parts: str) -> None:
+    zero_on_the_cpu()
+    # A deadlock is a failure after this time.
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
+    runs = Runs(directory)
+    for part in parts:
+        getattr(runs, part)(int(stage), precision == "bf16")
+    (directory / f"results.{runs.rank}.json").write_text(json.dumps(runs.results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
+    leave_together()
