@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import build_tokenizer, leave_together, losses, sft_trainer
+from conftest import TEXTS, build_tokenizer, leave_together, losses, sft_trainer
+from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, set_seed
 from two_sharded_processes import sharded_on_the_cpu, whole
@@ -55,19 +56,24 @@ def digest(model: Any) -> str:
     return content.hexdigest()
 
 
-def make(directory: Path) -> Any:
+def make(directory: Path, options: dict[str, Any]) -> Any:
     set_seed(1234)
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1} if options["evaluates"] else {}
     # Dropout is on, and each rank draws its own.
-    return sft_trainer(
+    trainer = sft_trainer(
         directory,
         build_tokenizer(),
         ddp_backend="gloo",
         max_steps=10,
         gradient_accumulation_steps=1,
         save_strategy="steps",
-        save_steps=20,
+        save_steps=options["save_steps"],
         logging_steps=3,
+        trainer_kwargs={"eval_dataset": Dataset.from_dict({"text": TEXTS[:4]})} if evaluates else {},
+        **evaluates,
     )
+    trainer.model.get_input_embeddings().requires_grad_(not options["frozen"])
+    return trainer
 
 
 def main(directory: Path, options: dict[str, Any]) -> None:
@@ -77,7 +83,9 @@ def main(directory: Path, options: dict[str, Any]) -> None:
         os.environ["FSDP_STATE_DICT_TYPE"] = options["states"]
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    trainer = make(directory / "run")
+    trainer = make(directory / "run", options)
+    if options["frozen"] == "drawn anew" and not first:
+        trainer.model.get_input_embeddings().weight.data[0] += 1e-3
     fault, at = options["fault"], options["at"]
 
     def strike(module: Any, args: Any, kwargs: Any) -> None:
@@ -106,7 +114,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
         "sharded": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
         "seconds": time.monotonic() - begun,
     }
-    plain = make(directory / "plain")
+    plain = make(directory / "plain", options)
     plain.train()
     result |= {"plain_weights": digest(plain.model), "plain_losses": losses(plain)}
     (directory / f"results.{rank}.json").write_text(json.dumps(result))

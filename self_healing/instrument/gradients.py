@@ -115,6 +115,20 @@ def _fsdp2_roots(model: torch.nn.Module) -> list[Any]:
     ]
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """
+    Gives back weights that a forward without a backward (an evaluation) has left gathered under FSDP2: accelerate
+    (1.15) has norm and head stay so. Gathered ones are copies: what is written to them is lost. All ranks come here
+    together, because the next forward gathers what is not gathered.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model that is trained.
+    """
+    for module in _fsdp2_modules(model):
+        module.reshard()
+
+
 def _fsdp2_modules(model: torch.nn.Module) -> list[Any]:
     if not torch.distributed.is_available():
         return []

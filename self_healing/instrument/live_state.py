@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..extents import Search
+from .gradients import reshard
 from .zero import zero_of
 
 
@@ -39,7 +40,8 @@ class LiveState:
 
 
 def live_state_of(trainer: Any) -> LiveState:
-    """Collects the tensors that training changes in a trainer."""
+    """Collects the tensors that training changes in a trainer. Between two computations, on all ranks alike."""
+    reshard(trainer.model)
     optimizer = innermost(trainer.optimizer)
     optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     seen: set[int] = set()
@@ -205,6 +207,7 @@ def reload_checkpoint(trainer: Any, checkpoint: str) -> None:
     schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
     groups = trainer.optimizer.param_groups
     rates = [{name: group[name] for name in ("lr", "initial_lr") if name in group} for group in groups]
+    reshard(trainer.model)
     zero = zero_of(trainer)
     if zero is None:
         trainer._load_from_checkpoint(checkpoint, model=trainer.model)

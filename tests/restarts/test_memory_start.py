@@ -217,7 +217,8 @@ class Ranks:
     """
 
     def __init__(self, directory: Path, script: str = "restarted_ranks.py", count: int = 2, **options: Any) -> None:
-        self.directory, self._options = directory, options
+        self.directory = directory
+        self._options = {"save_steps": 20, "evaluates": False, "frozen": "", "states": "SHARDED_STATE_DICT"} | options
         self._script, self._count, self._seconds = SCRIPTS / script, count, 180 if count == 2 else 400
 
     def start(self, restarts: int, *counts: int) -> list[int]:
@@ -287,6 +288,8 @@ class Ranks:
         ("fsdp2", "exception", 5, 5),
         ("fsdp2", "sigkill", 8, 6),
         ("fsdp2 full", "exception", 5, 5),
+        # An evaluation has left the weights of norm and head gathered, when the state is taken.
+        ("fsdp2 evaluated", "sigkill", 6, 6),
     ],
     ids=lambda value: str(value),
 )
@@ -294,7 +297,8 @@ def test_ranks_go_on_from_the_step_that_all_of_them_have(
     tmp_path: Path, strategy: str, fault: str, at: int, goes_on_at: int
 ) -> None:
     states = "FULL_STATE_DICT" if strategy.endswith("full") else "SHARDED_STATE_DICT"
-    ranks = Ranks(tmp_path, strategy=strategy.split()[0], fault=fault, at=at, states=states)
+    evaluates = strategy.endswith("evaluated")
+    ranks = Ranks(tmp_path, strategy=strategy.split()[0], fault=fault, at=at, states=states, evaluates=evaluates)
     try:
         codes = ranks.start(0)
         assert 0 not in codes, ranks.log()
@@ -315,7 +319,7 @@ def test_ranks_go_on_from_the_step_that_all_of_them_have(
 @pytest.mark.slow
 def test_ranks_of_a_node_that_is_not_told_of_the_restart_go_on_as_the_others(tmp_path: Path) -> None:
     """Each node has an agent of torchrun, which counts the restarts that its own processes have caused."""
-    ranks = Ranks(tmp_path, strategy="ddp", fault="sigkill", at=5, states="FULL_STATE_DICT")
+    ranks = Ranks(tmp_path, strategy="ddp", fault="sigkill", at=5)
     try:
         assert 0 not in ranks.start(0), ranks.log()
         assert ranks.start(1, 0, 1) == [0, 0], ranks.log()
@@ -324,6 +328,24 @@ def test_ranks_of_a_node_that_is_not_told_of_the_restart_go_on_as_the_others(tmp
     assert resumed_from_memory(tmp_path / "run") == [3]
     assert len(json.loads((tmp_path / "run" / "healing_run.json").read_text())["attempts"]) == 2
     assert [result["weights"] == result["plain_weights"] for result in ranks.results()] == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_ranks_whose_state_does_not_fit_go_on_from_disk(tmp_path: Path, strategy: str) -> None:
+    """The script has drawn its frozen weights anew: `train()` is left on all ranks, and entered again."""
+    ranks = Ranks(tmp_path, strategy=strategy, fault="sigkill", at=6, save_steps=4, frozen="drawn anew")
+    try:
+        assert 0 not in ranks.start(0), ranks.log()
+        assert ranks.start(1) == [0, 0], ranks.log()
+        assert not directory_of(tmp_path / "run").exists()
+    finally:
+        shutil.rmtree(directory_of(tmp_path / "run"), ignore_errors=True)
+    assert "weights that are not trained" in ranks.log()
+    assert [event["step"] for event in journal(tmp_path / "run", "run_started")] == [0, 4]
+    for result in ranks.results():
+        assert result["sharded"] == (strategy != "ddp")
+        assert result["weights"] == result["plain_weights"]
 
 
 @pytest.mark.slow
