@@ -313,6 +313,13 @@ def _of_launch(machine: Machine, setting: Setting) -> Iterable[Problem]:
             "No launcher was found: a process that is killed, or hangs in native code, is not started again.",
             "torchrun --standalone --nproc-per-node 1 --max-restarts 3 train.py",
         )
+    if setting.keeps_store and setting.ranks > 1 and launch.restarts_left:
+        yield Problem(
+            "warning",
+            "torchrun starts several processes again with the store of the first ones (torch 2.13): they find old "
+            "addresses there, and often not each other (Connection refused).",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with --rdzv-backend c10d or --standalone.",
+        )
     for name in machine.ignored_signals:
         yield Problem(
             "warning",

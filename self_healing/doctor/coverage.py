@@ -32,6 +32,8 @@ class Setting:
             Whether FSDP shards the model.
         by_accelerate (`bool`):
             Whether `accelerate launch` has started it: one process alone as a plain `python`, not started again.
+        keeps_store (`bool`):
+            Whether processes that are started again find what the first ones have left in the store of torchrun.
     """
 
     launch: Launch
@@ -39,6 +41,7 @@ class Setting:
     engine: str | None = None
     sharded: bool = False
     by_accelerate: bool = False
+    keeps_store: bool = False
 
     @classmethod
     def of(cls, launch: Launch, environment: Mapping[str, str]) -> Setting:
@@ -62,7 +65,9 @@ class Setting:
         except ValueError:
             ranks = 1
         by_accelerate = any(name.startswith("ACCELERATE_") for name in environment)
-        return cls(launch, max(ranks, 1), engine, on("ACCELERATE_USE_FSDP"), by_accelerate)
+        # torch 2.13, `DynamicRendezvousHandler.next_rendezvous`: its store is made once, and not for each start.
+        keeps_store = on("TORCHELASTIC_USE_AGENT_STORE")
+        return cls(launch, max(ranks, 1), engine, on("ACCELERATE_USE_FSDP"), by_accelerate, keeps_store)
 
     @property
     def started_again(self) -> bool:

@@ -233,8 +233,10 @@ def _mark(container: Any) -> Any:
 def _unmark(mark: tuple[Any, Any]) -> Any:
     container, content = mark
     if isinstance(container, dict):
+        # First: what is interrupted in between leaves the trainer what it has.
+        restored = {key: _unmark(value) for key, value in content.items()}
         container.clear()
-        container.update({key: _unmark(value) for key, value in content.items()})
+        container.update(restored)
     elif isinstance(container, list):
         del container[content:]
     elif isinstance(container, deque):

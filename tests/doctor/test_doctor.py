@@ -112,6 +112,22 @@ def test_a_process_that_nobody_starts_again_is_told_so() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({}, True),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        ({"WORLD_SIZE": "1"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "3"}, False),
+    ],
+)
+def test_ranks_that_would_find_the_addresses_of_those_before_them_are_told_so(
+    environment: dict[str, str], told: bool
+) -> None:
+    found = judged(**{"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", **environment})
+    assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in problem.to_do for problem in found.problems) is told
+
+
 def test_problems_come_before_warnings() -> None:
     found = judged(replace(WELL, libraries={"trl": None}), replace(PLACE, why_not_writable="no"))
     assert [problem.severity for problem in found.problems] == ["problem", "warning"]

@@ -9,12 +9,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from conftest import assert_same_weights, logged, sft_trainer, weights
 from transformers import TrainerCallback
 
 from self_healing.batch_layout import Layout
-from self_healing.instrument import EarlierSteps, Hooks, Instrument, StepEngine, StepExperiments, TrainingFault, Window
+from self_healing.instrument import (
+    EarlierSteps,
+    Hooks,
+    Instrument,
+    StepEngine,
+    StepExperiments,
+    TrainingFault,
+    Window,
+    bookkeeping,
+)
 from self_healing.instrument.bookkeeping import Bookkeeper
 from self_healing.instrument.row_sources import DataPosition
 from self_healing.objectives import objective_named
@@ -306,3 +316,19 @@ def test_a_step_that_repeats_is_counted_once() -> None:
     assert found.bitwise
     assert engine.calls == ["discard", "compute", "last"]
     assert float(engine.trainer._tr_loss) == 3.0
+
+
+def test_metrics_are_put_back_whole_or_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = {"train": {"reward": [1.0]}, "eval": {"reward": [0.5]}}
+    mark, put_back = bookkeeping._mark(metrics), bookkeeping._unmark
+    metrics["train"]["reward"].append(2.0)
+
+    def interrupted(mark: Any) -> Any:
+        raise TimeoutError
+
+    monkeypatch.setattr(bookkeeping, "_unmark", interrupted)
+    with pytest.raises(TimeoutError):
+        put_back(mark)
+    monkeypatch.undo()
+    assert metrics["train"]["reward"] == [1.0, 2.0]
+    assert put_back(mark) == {"train": {"reward": [1.0]}, "eval": {"reward": [0.5]}}
