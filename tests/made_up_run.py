@@ -235,6 +235,11 @@ class MadeUpRun:
         return window
 
     @property
+    def step(self) -> int:
+        """Of the window it has come to."""
+        return int(self.instrument.view.step)
+
+    @property
     def incidents(self) -> list[tuple[str, str]]:
         """Failure and outcome of each."""
         return [(str(incident.failure.value), incident.outcome) for incident in self.journal.incidents]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import consensus
-from ..classify import classify_exception
+from ..classify import classify_exception, text_of
 from ..failures import Action, FailureType
 from ..files import of_rank
 from ..instrument import (
@@ -105,6 +105,8 @@ class MemoryHealer(Healer):
         self._snapshot_written = False
         # Until the exception has left train(): a smaller batch needs another entry.
         self._claim: Claim | None = None
+        # What to do about the memory that ran out on this rank alone, until its exception has left train().
+        self._told = ""
         self._alloc_retries: int | None = None
 
     # ---- a run begins ----
@@ -302,7 +304,13 @@ class MemoryHealer(Healer):
         if self._opened is not None:
             # Something else went wrong while a smaller size was tried: whether it fits is not known.
             self.run.journal.closed(self._end().incident, "unresolved")
+        told, self._told = self._told, ""
         failure = classify_exception(error)
+        if claim is None and told and failure is FailureType.OUT_OF_MEMORY:
+            evidence = {"message": text_of(error)[:500], "remedy": told}
+            incident = self.run.journal.open(self.run.step, "out_of_memory", evidence)
+            self.run.journal.diagnosed(incident, failure, "out of memory", {})
+            return claim_by_recipe(incident, failure)
         if claim is None or failure is FailureType.OUT_OF_MEMORY:
             return claim
         # The user's code has put an exception of its own in the place of the error.
@@ -323,6 +331,7 @@ class MemoryHealer(Healer):
     def on_success(self) -> None:
         """Ends an open incident: a micro-batch or an evaluation batch has been computed."""
         sizes = self._state.sizes
+        self._told = ""
         if self._claim is not None:
             # The user's code has let the error pass that a smaller batch was to cure.
             claim, self._claim = self._claim, None
@@ -418,23 +427,33 @@ class MemoryHealer(Healer):
 
     def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
         """Writes down what did not fit, so that the next start of the job begins with smaller pieces."""
-        sizes, step = self._state.sizes, self._instrument.view.step
-        told = "Step %d: out of memory in %s on process %d of several, and the others are waiting for it. %s"
         if ran_out.place in ("vLLM", "optimizer step"):
             # No size of a call is to blame.
-            advice = ENGINE_ADVICE if ran_out.place == "vLLM" else OPTIMIZER_ADVICE
-            logger.warning(told, step, ran_out.place, self._args.process_index, advice)
-            return
-        shape = self._shape(ran_out) or self._whole_batch(ran_out)
-        sizes.failed(shape, with_gradients=ran_out.place != "evaluation")
-        sizes.made_together |= bool(self._instrument.one_rank.meets_in_forward)
+            self._told = ENGINE_ADVICE if ran_out.place == "vLLM" else OPTIMIZER_ADVICE
+        else:
+            self._told = self._note_for_the_next_start(ran_out)
+        # Not a warning: of those the terminal shows what the first rank has to say.
+        logger.error(
+            "Step %d: out of memory in %s on process %d of several, and the others are waiting for it. %s",
+            self._instrument.view.step,
+            ran_out.place,
+            self._args.process_index,
+            self._told,
+        )
+
+    def _note_for_the_next_start(self, ran_out: OutOfMemory) -> str:
+        """Writes down what did not fit; says why it is not healed here, and what the next start does."""
+        sizes, one_rank, shape = self._state.sizes, self._instrument.one_rank, self._shape(ran_out)
+        failed = shape or self._whole_batch(ran_out)
+        sizes.failed(failed, with_gradients=ran_out.place != "evaluation")
+        sizes.made_together |= bool(one_rank.meets_in_forward)
         self._file.write()
-        why_not_here = "" if ran_out.alone else self._instrument.one_rank.why_not(ran_out.place)
+        why_not_here = "" if ran_out.alone else one_rank.why_not(ran_out.place)
         here = f"It is not computed again here alone: {why_not_here}. " if why_not_here else ""
         why = self._why_not_split()
         then = f"cannot split it: {why}. {SMALLER_BATCHES}" if why else "splits it."
-        told_of = f"{here}{self._file.path.name} says what did not fit ({shape}), and the next start of the job {then}"
-        logger.warning(told, step, ran_out.place, self._args.process_index, told_of)
+        what = shape or f"{failed.rows} rows"
+        return f"{here}{self._file.path.name} says what did not fit ({what}), and the next start of the job {then}"
 
     def _take_in_sizes(self, rank: int, content: Mapping[str, Any]) -> None:
         """Splits alike from here on what did not fit on another rank: this one would only wait for it."""

@@ -133,7 +133,8 @@ class RunEnding:
         else:
             # What this entry began with need not be the newest.
             older = newest_checkpoint_of(run.run_id, self._output_dir) or path
-        advice = f"{FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
+        remedy = incident.evidence.get("remedy") if incident.failure is failure else None
+        advice = f"{remedy or FAILURE_RECIPES[failure].advice} {where_to_go_on(emergency or older)}"
         attempts.postmortem = self._write_postmortem(
             verdict or describe_exception(error), failure, error, emergency, advice, older
         )

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from made_up_run import MadeUpRun, MadeUpWindow
 
 from self_healing import Action, FailureType, UnrecoverableTrainingError
@@ -289,6 +290,20 @@ def test_an_update_that_ends_the_job_says_nothing_about_sizes(
     memory.healer.oom_on_one_rank(ran_out("optimizer step"))
     assert not memory.state.sizes.limits
     assert "optimizer with smaller state" in caplog.text
+
+
+def test_what_to_do_about_the_memory_of_one_rank_is_in_the_incident_of_its_exception(memory: Memory) -> None:
+    args = memory.run.instrument.trainer.args
+    args.process_index, args.per_device_train_batch_size = 1, 8
+    memory.healer.oom_on_one_rank(ran_out("backward"))
+    assert memory.healer.claim(ValueError("another one")) is None
+    memory.healer.oom_on_one_rank(ran_out("backward"))
+    claim = memory.healer.claim(torch.OutOfMemoryError("CUDA out of memory"))
+    assert claim is not None
+    assert claim.incident.evidence["remedy"].endswith("the next start of the job splits it.")
+    memory.healer.oom_on_one_rank(ran_out("backward"))
+    memory.healer.on_success()
+    assert memory.healer.claim(torch.OutOfMemoryError("CUDA out of memory")) is None
 
 
 @pytest.mark.parametrize("refused", [False, True])
