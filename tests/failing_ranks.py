@@ -21,7 +21,9 @@ from conftest import (
     PoisonToken,
     RaisingForward,
     build_tokenizer,
+    grpo_trainer,
     losses,
+    prompts,
     sft_trainer,
 )
 from failing_call import BESIDE, FailingCall
@@ -35,6 +37,7 @@ from self_healing.detectors.nonfinite import NonFiniteDetector
 from self_healing.instrument.live_state import local
 from self_healing.instrument.reentry import Reentry
 from self_healing.instrument.step_record import StepRecord
+from self_healing.instrument.view import TrainerView
 from self_healing.numerics.judge import StepJudge
 from self_healing.numerics.observer import StepObserver
 from self_healing.rollback import in_place, kept_batches
@@ -310,6 +313,49 @@ def draws_from_nan_alone(directory: Path, rank: int) -> dict[str, Any]:
     return draws_from_nan(directory, rank, ranks=(1,))
 
 
+def build_policy(directory: Path, *callbacks: TrainerCallback, **arguments: Any) -> tuple[Any, SelfHealingCallback]:
+    """Generates what it trains on."""
+    set_seed(1234)
+    healing = SelfHealingCallback(HealingConfig(snapshot_interval=3, snapshot_verify_steps=2))
+    arguments = {"max_steps": STEPS, "gradient_accumulation_steps": 1, "ddp_backend": "gloo", **arguments}
+    callbacks = [healing, *callbacks]
+    return grpo_trainer(directory, build_tokenizer(), dropout=0.0, callbacks=callbacks, **arguments), healing
+
+
+def search_before_generation(directory: Path, rank: int) -> dict[str, Any]:
+    """Weights cannot be searched before rows are generated."""
+    trainer, healing = build_policy(directory)
+    struck = failing(
+        TrainerView, "nonfinite_weights", lambda _: rank == 1 and trainer.state.global_step == 5, RuntimeError("a bug")
+    )
+    with struck:
+        trainer.train()
+    return result_of(trainer, healing)
+
+
+def search_in_an_experiment(directory: Path, rank: int) -> dict[str, Any]:
+    """The same where a step is computed again."""
+    trainer, healing = build_policy(directory)
+    OutputFault(trainer.model, lambda forward: forward == CORRUPTED_AFTER and rank == 1)
+
+    def judged(view: Any) -> bool:
+        window = healing.run.instrument.window
+        return rank == 1 and window is not None and window.judged
+
+    with failing(TrainerView, "nonfinite_weights", judged, RuntimeError("a bug")):
+        trainer.train()
+    return result_of(trainer, healing)
+
+
+def evaluated_policy(directory: Path, rank: int) -> dict[str, Any]:
+    """Weights turn NaN before rows are generated for an evaluation."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": CORRUPTED_AFTER, "per_device_eval_batch_size": 4}
+    rows = {"trainer_kwargs": {"eval_dataset": prompts().take(4)}}
+    trainer, healing = build_policy(directory, Corrupting(rank), **evaluated, **rows)
+    trainer.train()
+    return result_of(trainer, healing)
+
+
 SCENARIOS = (
     votes,
     between_steps,
@@ -326,6 +372,9 @@ SCENARIOS = (
     callback_raises_past_a_collective,
     draws_from_nan,
     draws_from_nan_alone,
+    search_before_generation,
+    search_in_an_experiment,
+    evaluated_policy,
 )
 
 

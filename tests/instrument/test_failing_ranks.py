@@ -51,10 +51,28 @@ def test_a_vote_raises_on_all_ranks_or_on_none(outcomes: dict[str, Any]) -> None
         assert rank["still"] == 2.0
 
 
-@pytest.mark.parametrize("where", ["between_steps", "before_the_vote", "after_the_vote", "at_the_end"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "between_steps",
+        "before_the_vote",
+        "after_the_vote",
+        "at_the_end",
+        "search_before_generation",
+        "search_in_an_experiment",
+    ],
+)
 def test_a_failure_of_our_own_on_one_rank_switches_healing_off_on_both(outcomes: dict[str, Any], where: str) -> None:
     ranks = both(outcomes, where)
     assert [rank["broken"] for rank in ranks] == [True, True]
+    assert trained_alike(ranks)
+
+
+def test_weights_of_one_rank_that_an_evaluation_could_not_generate_with_are_healed_first(
+    outcomes: dict[str, Any],
+) -> None:
+    ranks = both(outcomes, "evaluated_policy")
+    assert [rank["failures"] for rank in ranks] == [["corrupted_state"]] * 2
     assert trained_alike(ranks)
 
 
