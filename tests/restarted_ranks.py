@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,15 @@ class Struck(TrainerCallback):
 
 
 class StruckBeforeUpdate(TrainerCallback):
-    """The second rank fails when its step was found fit, and the first one applies it, with other gradients or not."""
+    """Fails when a step was found fit; a rank that does not applies it, with other gradients or not."""
 
-    def __init__(self, at: int, changes: bool) -> None:
-        self.at, self.changes = at, changes
+    def __init__(self, at: int, ranks: Sequence[int] = (1,), changes: bool = False) -> None:
+        self.at, self.ranks, self.changes = at, ranks, changes
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step != self.at - 1:
             return
-        if torch.distributed.get_rank() == 1:
+        if torch.distributed.get_rank() in self.ranks:
             raise ValueError("before the update")
         if self.changes:
             for parameter in model.parameters():
@@ -96,8 +97,9 @@ def main(directory: Path, options: dict[str, Any]) -> None:
 
     callbacks = {
         "callback": Struck(at),
-        "before_update": StruckBeforeUpdate(at, changes=False),
+        "before_update": StruckBeforeUpdate(at),
         "before_other_update": StruckBeforeUpdate(at, changes=True),
+        "before_no_update": StruckBeforeUpdate(at + 1, ranks=(0, 1)),
     }
     if fault in callbacks:
         if first:

@@ -469,24 +469,21 @@ class Instrument:
             # Outside the handler, so that the exception keeps the cause and context it came with.
             raise fault.error
 
-    def finish_step(self) -> bool:
-        """
-        Applies the step that this rank of several has left by an exception after all of them had found it fit: the
-        others have applied it. Whether its gradients were still theirs is for those to find out who go on from it.
+    @property
+    def owes_update(self) -> bool:
+        """Whether `train()` was left by an exception between a step that was found fit and its update."""
+        window = self.reentry.interrupted
+        return self.attached and window is not None and window.released and self.reentry.phase is Phase.COMPUTING
 
-        Returns:
-            Whether there was such a step.
+    def finish_step(self) -> None:
         """
-        window, trainer = self.reentry.interrupted, self.trainer
-        if self.view.world_size == 1 or window is None or not window.released or not self.attached:
-            return False
-        if self.reentry.phase is not Phase.COMPUTING:
-            return False
+        Applies that step, as the other ranks have that were not left. Whether its gradients were still theirs is for
+        those to find out who go on from it.
+        """
         self.reentry.about_to_step()
         with self._rates.set(self._rates.in_force()):
-            self._replaced.original(trainer.optimizer, "step")()
+            self._replaced.original(self.trainer.optimizer, "step")()
         self.reentry.phase = Phase.STEPPED
-        return True
 
     def _give_up(self, error: Exception, window: Window) -> None:
         """Goes on without this library after a failure in judging a step."""

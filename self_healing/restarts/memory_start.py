@@ -192,8 +192,8 @@ def _same(of_ranks: Sequence[StateFacts]) -> bool:
     Whether a step that some ranks have applied by themselves is the one that the others have: callbacks that change
     gradients may have been called on those alone.
     """
-    weights = {facts.weights for facts in of_ranks}
-    return not any(facts.finished_alone for facts in of_ranks) or (len(weights) == 1 and "" not in weights)
+    weights, alone = {facts.weights for facts in of_ranks}, [facts.finished_alone for facts in of_ranks]
+    return not any(alone) or (not all(alone) and len(weights) == 1 and "" not in weights)
 
 
 def _open(output_dir: str, step: SharedStep, rank: int, device: torch.device) -> MemoryStart:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import consensus
 from ..checkpoints.owed import owing
 from ..instrument import Instrument, Replicas
 from ..instrument.live_state import LiveState
@@ -24,8 +25,8 @@ from .stored_state import AtTheEnd
 
 logger = logging.getLogger("self_healing")
 
-# Seconds in which a device has computed an update for certain.
-_SETTLING = 1.0
+# Seconds in which a device has computed an update for certain, and in which ranks that fail alike have all done so.
+_SETTLING, _TELLING = 1.0, 2.0
 
 
 class LastStep:
@@ -82,12 +83,16 @@ class LastStep:
                 self._journal.event("left_in_memory", step)
 
     def _finish_step(self, instrument: Instrument) -> bool:
-        """Applies a step that the other ranks have applied; whether there was one."""
-        if self._rollback.shared is None or self._rollback.in_place.displaced or instrument.view.sharded:
-            return False
-        finished = instrument.finish_step()
+        """Applies a step that other ranks have applied; whether there was one."""
+        possible = self._rollback.shared is not None and not self._rollback.in_place.displaced
+        finishes = possible and instrument.owes_update and not instrument.view.sharded
+        # What all have raised, all have left, and what their callbacks were to do to the gradients is owed as well.
+        if finishes and consensus.all_fail_alike("a step that was found fit is not applied", _TELLING):
+            finishes = False
+        if finishes:
+            instrument.finish_step()
         _let_settle(instrument.view.device)
-        return finished
+        return finishes
 
     def _leave(self, instrument: Instrument, undisturbed: Callable[[], bool], alone: bool) -> int | None:
         shared, live = self._rollback.shared, self._rollback.ring.taken_of

@@ -284,6 +284,8 @@ class Ranks:
         ("ddp", "before_update", 8, 8),
         # Unless that was another one: nobody can tell which is right.
         ("ddp", "before_other_update", 8, 6),
+        # Nobody has applied it.
+        ("ddp", "before_no_update", 7, 7),
         ("fsdp2", "before_update", 8, 6),
         ("fsdp2", "exception", 5, 5),
         ("fsdp2", "sigkill", 8, 6),
