@@ -84,8 +84,10 @@ class LastStep:
 
     def _finish_step(self, instrument: Instrument) -> bool:
         """Applies a step that other ranks have applied; whether there was one."""
-        possible = self._rollback.shared is not None and not self._rollback.in_place.displaced
-        finishes = possible and instrument.owes_update and not instrument.view.sharded
+        view, rollback = instrument.view, self._rollback
+        leaves = rollback.shared is not None and view.can_hand_over and not rollback.in_place.displaced
+        # With shards, applying it may be a collective, and the weights are not to be compared.
+        finishes = leaves and instrument.owes_update and not view.sharded
         # What all have raised, all have left, and what their callbacks were to do to the gradients is owed as well.
         if finishes and consensus.all_fail_alike("a step that was found fit is not applied", _TELLING):
             finishes = False
