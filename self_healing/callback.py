@@ -33,6 +33,7 @@ from .instrument import (
 )
 from .journal.incident import Incident
 from .journal.terminal import speaking_of
+from .log_safely import log_safely
 from .meeting import meet
 from .numerics.corrupted_state import LOOKED_AT_END
 from .own_files import hide_from_uploads, own_patterns
@@ -87,7 +88,15 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     @property
     def healing_state(self) -> dict[str, Any] | None:
         """The state of detectors, policy and quarantine, as JSON."""
-        return self._saved_state if self.run is None else self.run.state_dict()
+        if self.run is None:
+            return self._saved_state
+        try:
+            return self.run.state_dict()
+        except Exception:
+            # Called by the Trainer in the middle of a save.
+            text = "What healing has learned could not be put into the checkpoint, which is good without it."
+            log_safely(logger, logging.ERROR, "%s Please report this traceback.", text, exc_info=True)
+            return None
 
     @healing_state.setter
     def healing_state(self, state: dict[str, Any] | None) -> None:

@@ -390,8 +390,9 @@ TOLD = (
     *("restarts/memory_start.py", "restarts/outliving.py", "restarts/start.py", "data/quarantine.py"),
 )
 LAUNCHER = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
-# How long a rank waits for another one that does not come to the meeting.
-MEETING_SECONDS = 20
+# How long a rank waits for another one that has failed before it came to the meeting. Only there: the process group is
+# made before, with half an hour.
+MEETING_SECONDS = 45
 # What a pair may take, beside what the recorded one did: in seconds, and that many times as long.
 LEAST_SECONDS, TIMES_AS_LONG = 60.0, 4.0
 
@@ -441,8 +442,7 @@ def fuzz(directory: Path, strategy: str, seeds: Iterable[int]) -> dict[str, Any]
 
         def run(path: Path, rank: int, struck: int = struck, function: str = function, call: int = call) -> Any:
             calls = FailingCall(function, call) if rank == struck else FailingCall()
-            patience = MEETING_SECONDS if "meeting.py" in function else 1800
-            return through_faults(strategy, calls, path, rank, patience)
+            return through_faults(strategy, calls, path, rank, MEETING_SECONDS)
 
         failed = f"seed {seed} ({function}, call {call}, rank {struck})"
         outcome = run_pair(directory / f"seed-{seed}", run, limit, launcher=launcher) | {"failed": failed}

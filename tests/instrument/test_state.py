@@ -24,6 +24,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
+from self_healing.numerics.ladder import RollbackLadder
 
 
 def live_callback(trainer: Any) -> SelfHealingCallback:
@@ -131,3 +132,22 @@ def test_a_run_that_ended_on_its_patience_starts_it_anew_when_resumed(tmp_path: 
     output = SelfHealingTrainer(second, config).train(resume_from_checkpoint=checkpoint)
     assert fault.fired
     assert output.global_step == 10
+
+
+def test_a_checkpoint_is_written_where_what_healing_has_learned_cannot_be(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Any) -> None:
+        raise ValueError("a bug")
+
+    trainer = sft_trainer(
+        tmp_path, tokenizer, max_steps=2, save_strategy="steps", save_steps=1, callbacks=[SelfHealingCallback()]
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(RollbackLadder, "state_dict", fails)
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert "could not be put into the checkpoint" in caplog.text
+    resumed = sft_trainer(tmp_path, tokenizer, max_steps=3, callbacks=[SelfHealingCallback()])
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3

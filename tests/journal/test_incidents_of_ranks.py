@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from self_healing import HealingConfig
 from self_healing.failures import FailureType
+from self_healing.journal import journal as module
 from self_healing.journal.incident import Incident
 from self_healing.journal.journal import Journal
 
@@ -107,13 +107,21 @@ def test_what_becomes_of_an_incident_is_written_by_the_rank_that_has_had_it(tmp_
     assert {each()["incident"] for each in told} == {own.id}
 
 
-def test_incidents_opened_in_several_threads_have_names_of_their_own(tmp_path: Path) -> None:
+def test_incidents_opened_in_two_threads_have_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path, HealingConfig(), "run")
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as threads:
-            opened = list(threads.map(lambda step: journal.open(step, "hang", {}), range(400)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert len({incident.id for incident in opened}) == 400
+    other = threading.Thread(target=journal.open, args=(3, "hang", {}))
+
+    def largest(*numbers: int) -> int:
+        """Called while a thread looks for a number that nobody has."""
+        found = max(*numbers)
+        if other.ident is None:
+            other.start()
+            other.join(0.3)
+        return found
+
+    monkeypatch.setattr(module, "max", largest, raising=False)
+    journal.open(3, "loss_spike", {})
+    other.join()
+    assert sorted(incident.id for incident in journal.incidents) == ["run-001", "run-002"]
