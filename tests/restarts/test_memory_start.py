@@ -219,7 +219,7 @@ class Ranks:
     def __init__(self, directory: Path, script: str = "restarted_ranks.py", count: int = 2, **options: Any) -> None:
         self.directory = directory
         self._options = {"save_steps": 20, "evaluates": False, "frozen": "", "states": "SHARDED_STATE_DICT"} | options
-        self._script, self._count, self._seconds = SCRIPTS / script, count, 180 if count == 2 else 400
+        self._script, self._count, self.seconds = SCRIPTS / script, count, 180
 
     def start(self, restarts: int, *counts: int) -> list[int]:
         """
@@ -259,7 +259,7 @@ class Ranks:
                     )
                 )
         try:
-            return [rank.wait(timeout=self._seconds) for rank in ranks]
+            return [rank.wait(timeout=self.seconds) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
@@ -363,6 +363,8 @@ def test_each_way_to_shard_goes_on_from_memory(
     tmp_path: Path, count: int, strategy: str, variants: tuple[str, ...]
 ) -> None:
     ranks = Ranks(tmp_path, "restarted_variants.py", count, strategy=strategy, variants=variants)
+    # Each of them is trained twice.
+    ranks.seconds = 180 * len(variants)
     try:
         assert ranks.start(0) == [0] * count, ranks.log()
         assert ranks.start(1) == [0] * count, ranks.log()

@@ -222,7 +222,8 @@ def test_what_is_not_finite_is_not_stored(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["the file is cut off", "the file is changed", "a block is cut off", "a block is gone"]
+    "damage",
+    ["the file is cut off", "its end is cut off", "the file is changed", "a block is cut off", "a block is gone"],
 )
 def test_a_torn_state_is_as_if_there_were_none(run: Run, damage: str) -> None:
     run.take()
@@ -236,6 +237,8 @@ def test_a_torn_state_is_as_if_there_were_none(run: Run, damage: str) -> None:
         return
     if damage == "a block is gone":
         block.unlink()
+    elif damage == "its end is cut off":
+        os.truncate(file, file.stat().st_size - 1)
     else:
         os.truncate(file if damage == "the file is cut off" else block, 40)
     assert read_facts(file) is None
