@@ -3,7 +3,8 @@ What a snapshot costs, against a checkpoint: taking and putting back the AdamW s
 
     python benchmarks/snapshots.py
 
-Real trainer, real steps; the four operations are interleaved, round by round, in one process. Bytes, seconds, and the
+Real trainer, real steps; the operations are interleaved, round by round, in one process: a snapshot in memory of the
+process, one in shared memory with all that another process needs to go on from it, and so on. Bytes, seconds, and the
 share of a training step. On a GPU the copy runs beside the next step, so its time is an upper bound of what it costs.
 """
 
@@ -16,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.instrument import reload_checkpoint
+from self_healing.instrument.resume_record import ResumeRecord
+from self_healing.random_state import RandomState
+from self_healing.rollback.copied_state import size_of
+from self_healing.rollback.ring import SnapshotRing
+from self_healing.rollback.shared_states import SharedStates
+from self_healing.shared_memory import remove_states
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,6 +61,8 @@ class Rounds(TrainerCallback):
         self.step_seconds: list[float] = []
         self._step_began = 0.0
         self.nbytes = 0
+        self._shared: SharedStates | None = None
+        self._shared_ring = SnapshotRing()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The first step allocates the moments, the first round the buffers: neither is counted.
@@ -71,6 +81,12 @@ class Rounds(TrainerCallback):
         assert run.instrument is not None
         trainer, ring = run.instrument.trainer, run.rollback.ring
         live = run.instrument.view.live_state()
+        step, output_dir = int(trainer.state.global_step), str(trainer.args.output_dir)
+        if self._shared is None:
+            self._shared = SharedStates(output_dir, "benchmark", 0, 1)
+            self._shared_ring = SnapshotRing(shared=self._shared)
+        shared, shared_ring = self._shared, self._shared_ring
+        shared.open(lambda: size_of(live))
         checkpoint = f"{trainer.args.output_dir}/checkpoint-{trainer.state.global_step}"
 
         def take() -> None:
@@ -78,12 +94,21 @@ class Rounds(TrainerCallback):
             snapshot.wait()
             self.nbytes = snapshot.nbytes
 
+        def take_shared() -> None:
+            record = partial(ResumeRecord.of, trainer, run.instrument.ledger, RandomState.capture(trainer.args.device))
+            snapshot = shared_ring.take(live, step, {})
+            shared.prepare(snapshot, live, record)
+            snapshot.wait()
+            shared.store()
+            assert shared.has(snapshot)
+
         def restore() -> None:
             assert ring.candidate is not None
             ring.restore(ring.candidate, live)
 
         for name, operation in (
             ("snapshot", take),
+            ("shared_snapshot", take_shared),
             ("restore", restore),
             ("save_checkpoint", lambda: trainer._save_checkpoint(trainer.model, trial=None)),
             ("load_checkpoint", lambda: reload_checkpoint(run.instrument.trainer, checkpoint)),
@@ -125,7 +150,10 @@ def measure(size: str, rounds: int, sequence: int, directory: str) -> dict[str, 
         train_dataset=[{"input_ids": row, "labels": row} for row in ids],
         callbacks=[healing, clock],
     )
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        remove_states(directory)
     step = statistics.median(clock.step_seconds)
     seconds = {name: statistics.median(values) for name, values in clock.seconds.items()}
     budget = HealingConfig().snapshot_overhead_budget
@@ -139,6 +167,7 @@ def measure(size: str, rounds: int, sequence: int, directory: str) -> dict[str, 
         "spread": {name: [min(values), max(values)] for name, values in clock.seconds.items()},
         "snapshot_share_of_step": seconds["snapshot"] / step,
         "interval_at_the_default_budget": max(round(seconds["snapshot"] / step / budget), 1),
+        "shared_over_snapshot": seconds["shared_snapshot"] / seconds["snapshot"],
         "snapshot_over_save": seconds["snapshot"] / seconds["save_checkpoint"],
         "restore_over_load": seconds["restore"] / seconds["load_checkpoint"],
         "rounds": rounds,
