@@ -15,10 +15,9 @@ from typing import Any
 from conftest import build_tokenizer, leave_together, sft_trainer
 from transformers import set_seed
 
-from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing import HealingConfig, SelfHealingTrainer, processes
 from self_healing.health import healer
 from self_healing.health.stragglers import StragglerWatch
-from self_healing.ranks import processes
 
 
 def hold_the_gil(seconds: int) -> None:
