@@ -67,6 +67,8 @@ class JointExit:
         self._called_off = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        # Where this rank was when it was clear that it does not end by itself.
+        self._stayed_at: Position | None = None
         self.training_thread = 0
         self._began = time.monotonic()
 
@@ -124,6 +126,7 @@ class JointExit:
         known = time.monotonic()
         while not self._called_off.wait(_GLANCE):
             position, since = self._position(), time.monotonic() - known
+            self._stayed_at = position
             if position.collective is not None and position.seconds >= _IN_COLLECTIVE:
                 return True
             if self._at_the_end():
@@ -149,8 +152,10 @@ class JointExit:
         os._exit(code)
 
     def _write_down(self, failure: Failure, code: int | None) -> None:
-        run, journal, here = self._run, self._run.journal, self._position()
-        everywhere = run.ranks.positions(within=_ASKING)
+        run, journal = self._run, self._run.journal
+        # Since then the collective may have returned, with an exception that waits for this thread in `call_off`.
+        here = self._stayed_at or self._position()
+        everywhere = run.ranks.positions(within=_ASKING) | {run.ranks.rank: here}
         evidence: dict[str, Any] = {
             "rank": failure.rank,
             "failure": failure.failure.value,
@@ -176,6 +181,7 @@ class JointExit:
         why = f"{failure}; this rank {here}"
         if code is None:
             logger.error("Another rank has failed, and this one stays as it is (hang_action). %s", found["diagnosis"])
+            journal.closed(incident, "reported")
             journal.dealt_with(incident)
             return
         logger.error("This rank ends because another one has failed. %s", found["diagnosis"])

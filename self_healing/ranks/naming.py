@@ -51,10 +51,10 @@ def where_all_are(positions: Mapping[int, Position]) -> str:
     first = behind(positions)
     for rank in [*first, *(each for each in sorted(positions) if each not in first)]:
         together.setdefault(str(positions[rank]), []).append(rank)
-    named = "".join(
-        f" {'Rank' if len(ranks) == 1 else 'Ranks'} {', '.join(map(str, ranks))}: {where}."
+    named = " ".join(
+        f"Rank {ranks[0]}: {where}." if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}: each {where}."
         for where, ranks in together.items()
-    ).strip()
+    )
     if not first:
         return named
     return f"The others wait for rank {', '.join(map(str, first))}. {named}"

@@ -56,7 +56,7 @@ def test_the_one_in_no_collective_is_the_one_the_others_wait_for() -> None:
     assert behind(positions) == [1]
     told = where_all_are(positions)
     assert told.startswith("The others wait for rank 1. Rank 1: is at model.py:3, in forward: time.sleep(100)")
-    assert "Ranks 0, 2: waits in all_gather" in told
+    assert "Ranks 0, 2: each waits in all_gather" in told
 
 
 def test_of_ranks_that_wait_for_their_devices_the_one_that_has_come_least_far_is_named() -> None:
