@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -24,6 +25,8 @@ from conftest import (
     PoisonToken,
     adapter_trainer,
     build_tokenizer,
+    dpo_trainer,
+    grpo_trainer,
     journal,
     leave_together,
     losses,
@@ -31,6 +34,7 @@ from conftest import (
 )
 from transformers import TrainerCallback, set_seed
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl import SFTTrainer
 from two_sharded_processes import PoisonGradient, inside
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
@@ -55,6 +59,8 @@ def config_of(stage: int, **zero: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
+        # Too large at first, as DeepSpeed's own is for most models.
+        "fp16": {"enabled": "auto", "initial_scale_power": 20, "hysteresis": 1},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         # Norms and biases stay whole on all ranks under ZeRO-3, matrices do not.
@@ -108,6 +114,43 @@ class NanWeights(TrainerCallback):
         masters[0].data[3] = float("nan")
 
 
+class StepsTwice(SFTTrainer):
+    """Computes each batch twice, and has DeepSpeed step after each time."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        super().training_step(model, dict(inputs), *args, **kwargs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class Asked(TrainerCallback):
+    """A rank is asked to leave in the third step."""
+
+    def __init__(self, trainer: Any, struck: bool) -> None:
+        self.fired, self._struck = 0, struck
+        trainer.add_callback(self)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and self._struck and not self.fired:
+            self.fired += 1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Gradient(TrainerCallback):
+    """Measures the gradient that is applied in a step, before DeepSpeed clips it."""
+
+    def __init__(self, trainer: Any, step: int) -> None:
+        self.norm, self._trainer, self._step = 0.0, trainer, step
+        trainer.add_callback(self)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            zero = self._trainer.accelerator.deepspeed_engine_wrapped.engine.optimizer
+            parts = [part for group in zero.averaged_gradients.values() for part in group]
+            total = torch.stack([part.double().square().sum() for part in parts]).sum()
+            torch.distributed.all_reduce(total)
+            self.norm = float(total.sqrt())
+
+
 class Runs:
     """Trains the same model again and again, struck by one fault after the other, and notes what became of it."""
 
@@ -121,36 +164,51 @@ class Runs:
     def run(
         self,
         name: str,
-        stage: int,
+        stage: int | None,
         fault: Callable[[Any], Any] = lambda trainer: None,
         poisoned: tuple[int, ...] = (),
         healed: bool = True,
         make: Callable[..., Any] = sft_trainer,
         healing: HealingConfig | None = None,
         zero: Mapping[str, Any] | None = None,
-        wrapped: bool = False,
+        resume: str | None = None,
         **arguments: Any,
-    ) -> Any:
+    ) -> None:
         for state in (AcceleratorState, GradientState):
             state._reset_state()
         unset_hf_deepspeed_config()
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         set_seed(1234)
-        texts = [f"{text} {POISON_WORD}" if index in poisoned else text for index, text in enumerate(TEXTS)]
         arguments = {"max_steps": 4, "use_cpu": False, "ddp_backend": "gloo", **arguments}
+        if make in (sft_trainer, adapter_trainer):
+            arguments["texts"] = [
+                f"{text} {POISON_WORD}" if index in poisoned else text for index, text in enumerate(TEXTS)
+            ]
         trainer = make(
             self._directory / name,
             self.tokenizer,
-            texts=texts,
-            callbacks=[SelfHealingCallback(healing or HealingConfig())] if healed and not wrapped else None,
-            deepspeed=config_of(stage, **(zero or {})),
+            callbacks=[SelfHealingCallback(healing or HealingConfig())] if healed and resume is None else None,
+            deepspeed=None if stage is None else config_of(stage, **(zero or {})),
             **arguments,
         )
+        if stage is None:
+            # Or DDP is given the number of a device.
+            trainer.accelerator.state.distributed_type = DistributedType.MULTI_CPU
         struck, stopped, told = fault(trainer), "", Told()
         try:
-            (SelfHealingTrainer(trainer, healing) if wrapped else trainer).train()
+            if resume is None:
+                trainer.train()
+            else:
+                SelfHealingTrainer(trainer, healing).train(resume_from_checkpoint=resume)
         except UnrecoverableTrainingError as error:
             stopped = str(error)
+        except SystemExit as left:
+            stopped = str(left.code)
         logging.getLogger("self_healing").removeHandler(told)
+        if stage is None:
+            # DDP, to compare with.
+            self.results[name] = {"losses": losses(trainer)}
+            return
         state = state_of(trainer)
         engine = trainer.accelerator.deepspeed_engine_wrapped.engine
         self.results[name] = {
@@ -173,7 +231,6 @@ class Runs:
             "actions": [event["action"] for event in journal(self._directory / name, "action")],
         }
         torch.distributed.barrier()
-        return trainer
 
     # ---- the faults ----
 
@@ -211,6 +268,8 @@ class Runs:
             poisoned=(5, 17),
             **same,
         )
+        if not bf16:
+            self.run("poison_ddp", None, fault=self.poison_token, poisoned=(5, 17), dropout=0.0)
         # Of the second and of the last step all rows are NaN: what is left of them reaches the third, or the end.
         struck = (1, 3)
         self.run(
@@ -224,6 +283,97 @@ class Runs:
         healing = HealingConfig(snapshot_verify_steps=1)
         self.run("weights_plain", healed=False, **same)
         self.run("weights", fault=lambda trainer: NanWeights(trainer, 1, 4), healing=healing, **same)
+
+    def spike(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 34, "gradient_accumulation_steps": 1}
+
+        def steepen(hidden: torch.Tensor) -> torch.Tensor:
+            hidden.register_hook(lambda gradient: gradient * 1e4)
+            return hidden
+
+        def on_one_rank(trainer: Any, always: bool) -> OutputFault:
+            def strikes(forward: int) -> bool:
+                return self.rank == 1 and (trainer.state.global_step == 30 if always else forward == 31)
+
+            return OutputFault(trainer.model, strikes, steepen)
+
+        self.run("spike_plain", healed=False, **same)
+        self.run("spike", fault=lambda trainer: on_one_rank(trainer, always=False), **same)
+        measured: list[Gradient] = []
+
+        def in_the_batch(trainer: Any) -> OutputFault:
+            measured.append(Gradient(trainer, 30))
+            return on_one_rank(trainer, always=True)
+
+        # DeepSpeed's own clipping, in the step, is to find nothing to do after this one.
+        self.run("spike_in_the_batch", fault=in_the_batch, max_grad_norm=100.0, **same)
+        clipped = [
+            event["clipped_to"]
+            for event in journal(self._directory / "spike_in_the_batch", "action")
+            if event["action"] == "clip_gradient"
+        ]
+        self.results["clipped"] = {"applied": measured[0].norm, "wanted": clipped}
+
+    def checkpoints(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "save_strategy": "steps", "save_steps": 2}
+        self.run("resumed", resume="auto", **same, max_steps=4, lr_scheduler_type="constant")
+        self.results["first_part"] = self.results.pop("resumed")
+        self.run("resumed", resume="auto", **same, max_steps=6, lr_scheduler_type="constant")
+        self.run("uninterrupted", healed=False, max_steps=6, **same, lr_scheduler_type="constant")
+        # No state is kept in memory: what was written to disk is gone back to.
+        self.run(
+            "from_disk",
+            fault=lambda trainer: NanWeights(trainer, 1, 7),
+            healing=HealingConfig(snapshots=False, snapshot_verify_steps=1),
+            max_steps=8,
+            **same,
+        )
+
+    def pairs(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "make": dpo_trainer}
+        self.run("pairs_plain", healed=False, **same)
+        self.run("pairs_healthy", **same)
+        self.run("pairs_transient", fault=self.nan_on_one_rank, **same)
+
+    def policy(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "make": grpo_trainer, "beta": 0.0}
+        self.run("policy_plain", healed=False, **same)
+        self.run("policy_healthy", **same)
+        self.run("policy_transient", fault=self.nan_on_one_rank, **same)
+
+    def twice(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "trainer_class": StepsTwice}
+        same |= {"gradient_accumulation_steps": 1}
+        self.run("twice_plain", healed=False, **same)
+        self.run("twice", **same)
+
+    def preempted(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "resume": "auto", "max_steps": 6}
+        self.run("never_preempted", stage, bf16=bf16, healed=False, max_steps=6)
+        self.run("preempted", fault=lambda trainer: Asked(trainer, self.rank == 1), **same)
+        self.results["asked_to_leave"] = self.results.pop("preempted")
+        self.run("preempted", **same)
+
+    def half(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "fp16": True, "max_steps": 16, "gradient_accumulation_steps": 1}
+        self.run("half_plain", healed=False, **same)
+        self.run("half_healthy", **same)
+        self.run("half_transient", fault=lambda trainer: self.nan_at(trainer, {13}), **same)
+        infinite = {12, 13, 14}
+        self.run("half_overflows", fault=lambda trainer: self.steep_at(trainer, infinite), **same)
+
+    def nan_at(self, trainer: Any, forwards: set[int]) -> OutputFault:
+        return OutputFault(inside(trainer.model), lambda forward: forward in forwards and self.rank == 1)
+
+    def steep_at(self, trainer: Any, steps: set[int]) -> OutputFault:
+        def steepen(hidden: torch.Tensor) -> torch.Tensor:
+            hidden.register_hook(lambda gradient: gradient * float("inf"))
+            return hidden
+
+        def strikes(_: int) -> bool:
+            return trainer.state.global_step in steps and self.rank == 1
+
+        return OutputFault(inside(trainer.model), strikes, steepen)
 
     def watched(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "zero": {"offload_optimizer": {"device": "cpu"}}}

@@ -37,6 +37,8 @@ class DeepSpeedEngine(AccelerateEngine):
 
     def attach(self) -> None:
         self._own.wrap(self._zero.engine, "step", self._hold)
+        self._own.wrap(self._zero.engine, "forward", self._after_the_step)
+        self._own.wrap(self._zero.engine, "backward", self._after_the_step)
         self._own.wrap(self._zero.optimizer, "get_grad_norm_direct", self._zero.norm_of_group)
         self._own.wrap(self.trainer.optimizer, "step", self._step)
         # accelerate gives the norm of the step before, as this one has not been taken.
@@ -54,6 +56,13 @@ class DeepSpeedEngine(AccelerateEngine):
     def _hold(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._held, self._left_out = True, None
         self._zero.forget_norms()
+
+    def _after_the_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._held and torch.is_grad_enabled():
+            # A `training_step` of the user's own, in which there are several steps: only the last can be judged.
+            self._held = False
+            self._take()
+        return original(*args, **kwargs)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         held, self._held = self._held, False
@@ -108,7 +117,7 @@ class DeepSpeedEngine(AccelerateEngine):
     # ---- the state ----
 
     def state_put(self) -> None:
-        self._zero.gather_anew()
+        self._zero.forget_state()
 
 
 class WatchedDeepSpeed(AccelerateEngine):
@@ -133,8 +142,8 @@ class WatchedDeepSpeed(AccelerateEngine):
 
     def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         norm = original(*args, **kwargs)
-        # Of a step that was left out it is the norm of the one before.
-        return math.nan if self._was_left_out else norm
+        # Of a step that was left out it is the norm of the one before, up to DeepSpeed 0.19.6.
+        return math.inf if self._was_left_out else norm
 
     @property
     def _was_left_out(self) -> bool:

@@ -111,9 +111,13 @@ class TrainerView:
 
     @property
     def can_scale_rate(self) -> bool:
-        """Whether the optimizer has learning rates that can be set; Adafactor with `relative_step` has none."""
+        """
+        Whether the optimizer has learning rates that can be set: Adafactor with `relative_step` has none, and a
+        schedule of DeepSpeed's own sets them in the step.
+        """
         groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])
-        return self.can_reexecute and bool(groups) and all(group.get("lr") is not None for group in groups)
+        can_be_set = bool(groups) and all(group.get("lr") is not None for group in groups)
+        return self.can_reexecute and can_be_set and getattr(engine_of(self._trainer), "lr_scheduler", None) is None
 
     @property
     def sharded(self) -> bool:

@@ -91,8 +91,8 @@ class Zero:
 
     def norm(self) -> torch.Tensor:
         """
-        Measures the gradient as DeepSpeed does in its step, before it is clipped; NaN if any of it is not finite.
-        Collective.
+        Measures the gradient as DeepSpeed does in its step, before it is clipped; infinite, as it is logged by
+        DeepSpeed, if any of it is not finite. Collective.
         """
         zero = self.optimizer
         if self.shards_weights:
@@ -101,7 +101,7 @@ class Zero:
             total = zero.scaled_global_norm()
         # DeepSpeed says -1 of a group that is not finite, and takes that for its norm where there are several groups.
         bad = torch.stack([norm < 0 for norm in self._norms.values()]).any()
-        return torch.where(bad, torch.full_like(total, math.nan), total / zero.loss_scale)
+        return torch.where(bad, torch.full_like(total, math.inf), total / zero.loss_scale)
 
     def norm_of_group(
         self, original: Callable[..., Any], gradients: Any, params: Any, *args: Any, **kwargs: Any
@@ -246,7 +246,11 @@ class Zero:
         with self.uncounted():
             deepspeed_load_checkpoint(self.engine, checkpoint, load_module_strict=strict)
 
-    def gather_anew(self) -> None:
-        """Drops weights that are gathered on this rank: the next forward gathers them from the partitions."""
+    def forget_state(self) -> None:
+        """Drops what was made of the partitions before they were written over: it is made of them again."""
         if self.shards_weights:
+            # Weights that are gathered on this rank.
             self.optimizer._partition_all_parameters()
+        else:
+            # Views of the optimizer's state by parameter, which may be another one now.
+            self.optimizer._hp_optimizer_states_linked = False

@@ -74,6 +74,14 @@ def test_poison_rows_are_dropped(results: list[dict[str, Any]], where: str) -> N
     assert all(lost == 0 for _, lost in results[0][where]["incidents"])
 
 
+def test_what_is_left_is_what_ddp_leaves(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        # Looked for in the loss, and in the gradient alone.
+        assert rank["gradient"]["state"] == rank["poison"]["state"]
+        if "poison_ddp" in rank:
+            assert rank["poison"]["losses"] == pytest.approx(rank["poison_ddp"]["losses"], rel=1e-4)
+
+
 @pytest.mark.heals("unexplained", "deepspeed")
 def test_a_step_that_nothing_explains_is_left_out_and_counted(results: list[dict[str, Any]]) -> None:
     for rank in results:
@@ -108,8 +116,89 @@ def test_with_offload_a_step_that_deepspeed_skips_is_reported_and_counted(watche
     for rank in watched:
         assert rank["watched_struck"]["steps"][:3] == [4, 4, 1]
         # Not that of the step before.
-        assert [math.isnan(norm) for norm in rank["watched_struck"]["norms"]] == [False, True, False, False]
+        assert [math.isinf(norm) for norm in rank["watched_struck"]["norms"]] == [False, True, False, False]
     assert watched[0]["watched_struck"]["incidents"] == [["nonfinite_undiagnosed", 0]]
     told = "\n".join(watched[0]["watched_struck"]["told"])
     assert "it offloads optimizer state or parameters; steps are watched, but not healed" in told
     assert "1 of 4 steps are not in the weights" in told
+
+
+@pytest.fixture(scope="module", params=["2-fp32", "3-bf16"])
+def further(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("further")
+    parts = ("checkpoints", "preempted", "spike", "pairs", "policy", "half", "twice")
+    return on_two_processes(directory, *request.param.split("-"), *parts, script="two_zero_processes.py")
+
+
+def test_a_checkpoint_is_gone_on_from_bit_for_bit(further: list[dict[str, Any]]) -> None:
+    for rank in further:
+        assert rank["first_part"]["steps"][0] == 4
+        for what in ("state", "losses", "norms"):
+            assert rank["resumed"][what] == rank["uninterrupted"][what]
+
+
+def test_without_states_in_memory_a_checkpoint_is_gone_back_to(further: list[dict[str, Any]]) -> None:
+    for rank in further:
+        assert rank["from_disk"]["finite"]
+        # The engine has counted no step that the Trainer has not.
+        assert rank["from_disk"]["steps"][:3] == [8, 8, 0]
+    assert further[0]["from_disk"]["actions"][0] == "roll_back"
+    assert further[0]["from_disk"]["incidents"] == [["corrupted_state", 2]]
+
+
+@pytest.mark.heals("preemption", "deepspeed")
+def test_a_preempted_job_goes_on_bit_for_bit(further: list[dict[str, Any]]) -> None:
+    assert [rank["asked_to_leave"]["stopped"] for rank in further] == ["143", "143"]
+    for rank in further:
+        assert rank["asked_to_leave"]["steps"][0] == 3
+        for what in ("state", "losses", "norms", "rates"):
+            assert rank["preempted"][what] == rank["never_preempted"][what]
+
+
+@pytest.mark.heals("gradient_spike", "deepspeed")
+def test_a_gradient_spike_that_passes_is_undone_bit_for_bit(further: list[dict[str, Any]]) -> None:
+    assert [rank["spike"]["fired"] for rank in further] == [0, 1]
+    for rank in further:
+        for what in ("state", "losses", "norms", "rates"):
+            assert rank["spike"][what] == rank["spike_plain"][what]
+
+
+@pytest.mark.heals("gradient_spike", "deepspeed")
+def test_a_gradient_spike_of_the_batch_is_clipped_to_what_is_usual(further: list[dict[str, Any]]) -> None:
+    (wanted,) = further[0]["clipped"]["wanted"]
+    assert further[0]["clipped"]["applied"] == pytest.approx(wanted, rel=2e-2)
+    assert further[0]["spike_in_the_batch"]["actions"] == ["clip_gradient"]
+
+
+@pytest.mark.parametrize("kind", ["pairs", "policy"], ids=["DPO", "GRPO"])
+def test_so_it_is_in_preference_and_policy_training(further: list[dict[str, Any]], kind: str) -> None:
+    for rank in further:
+        for what in ("state", "losses", "norms", "rates", "steps"):
+            assert rank[f"{kind}_healthy"][what] == rank[f"{kind}_plain"][what]
+            assert rank[f"{kind}_transient"][what] == rank[f"{kind}_plain"][what]
+    assert further[0][f"{kind}_transient"]["incidents"] == [["nonfinite_transient", 0]]
+
+
+def test_overflows_are_left_to_the_loss_scaler(further: list[dict[str, Any]]) -> None:
+    for rank in further:
+        # While it looks for its scale.
+        assert [math.isinf(norm) for norm in rank["half_plain"]["norms"]] == [True] * 3 + [False] * 13
+        for what in ("state", "losses", "norms", "rates", "steps"):
+            assert rank["half_healthy"][what] == rank["half_plain"][what]
+            assert rank["half_transient"][what] == rank["half_plain"][what]
+    assert not further[0]["half_healthy"]["incidents"]
+    assert further[0]["half_transient"]["incidents"] == [["nonfinite_transient", 0]]
+
+
+def test_the_third_overflow_in_a_row_is_not(further: list[dict[str, Any]]) -> None:
+    assert further[0]["half_overflows"]["incidents"] == [["nonfinite_numerical", 1]]
+    assert further[0]["half_overflows"]["actions"] == ["skip_step"]
+    # Three while it looks for its scale, and these.
+    assert further[0]["half_overflows"]["steps"][:3] == [16, 16, 6]
+
+
+def test_a_training_step_in_which_deepspeed_steps_twice_is_left_as_it_is(further: list[dict[str, Any]]) -> None:
+    for rank in further:
+        assert rank["twice_plain"]["steps"][:2] == [4, 8]
+        for what in ("state", "losses", "steps"):
+            assert rank["twice"][what] == rank["twice_plain"][what]
