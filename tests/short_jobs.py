@@ -30,6 +30,7 @@ from two_processes import digest_of
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing.instrument.models import fingerprint
 from self_healing.memory import healer as memory_healer
 
 
@@ -118,6 +119,19 @@ def on_both(first: Callable[..., Any], second: Callable[..., Any]) -> Any:
     return lambda trainer, rank, note: (first, second)[rank](trainer, rank, note)
 
 
+def learned_before(trainer: Any, rank: int, note: Path) -> None:
+    """Each rank has learned something else in an earlier start, of training and of evaluation."""
+    run = Path(trainer.args.output_dir)
+    run.mkdir(parents=True, exist_ok=True)
+    fits, fails = ((3, 4), (2, 3))[rank]
+    sizes = {kind: {"fits": [[fits, 64]], "fails": [[fails, 1]]} for kind in ("train", "forward")}
+    content = {"version": 1, "for": fingerprint(trainer), "checkpointing_activations": False, "sizes": sizes}
+    name = "healing_sizes.json" if rank == 0 else f"healing_sizes.rank{rank}.json"
+    (run / name).write_text(json.dumps(content))
+    torch.distributed.barrier()
+    always("forward", on=rank, fit=fits)(trainer, rank, note)
+
+
 def whatever(trainer: Any, rank: int, note: Path) -> None:
     averaged(trainer)
     always("forward")(trainer, rank, note)
@@ -184,6 +198,7 @@ KINDS: dict[str, Kind] = {
     "both": Kind(on_both(always(on=0), always(fit=1))),
     "both_sharded": Kind(on_both(always("forward", on=0), always("forward", fit=1)), strategy="fsdp2_sharded"),
     "averaged": Kind(whatever),
+    "learned": Kind(learned_before, strategy="fsdp2_sharded", arguments=EVALUATED),
 }
 # As long as a user would notice: the default wait is over three times.
 LONG_STEPS, ROWS, ROWS_THAT_FIT = 200, 6, 4
@@ -242,6 +257,7 @@ def job(directory: Path, rank: int, name: str) -> dict[str, Any]:
         "losses": losses(trainer),
         "steps": trainer.state.global_step,
         "most_rows": max(seen),
+        "calls": len(seen),
     }
 
 

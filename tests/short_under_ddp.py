@@ -76,7 +76,7 @@ class OfAllRanks(SFTTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         tokens = self.accelerator.gather(inputs["attention_mask"].sum().float().reshape(1))
-        tokens /= tokens.sum()
+        tokens /= 100.0
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         self.strike()
         loss, *others = loss if isinstance(loss, tuple) else (loss,)

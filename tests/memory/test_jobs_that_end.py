@@ -96,6 +96,15 @@ def test_what_cannot_be_split_says_so_at_each_start(jobs: dict[str, Starts]) -> 
             assert "Please lower per_device_train_batch_size" in told
 
 
+def test_ranks_of_a_sharded_model_that_have_learned_other_sizes_split_alike(jobs: dict[str, Starts]) -> None:
+    (only,) = jobs["learned"]
+    ranks, (reference,) = comes_to_its_end(only), jobs["plain_sharded"]
+    assert only["struck_at"] == []
+    assert [rank["most_rows"] for rank in ranks] == [2, 2]
+    assert ranks[0]["calls"] == ranks[1]["calls"]
+    assert ranks[0]["sums"] == pytest.approx(reference["ranks"][0]["sums"], rel=1e-4, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "restarts", "struck_at"), [("ddp", 0, [1, 1]), ("fsdp2_full", 1, [1]), ("fsdp2_sharded", 1, [1])]
 )

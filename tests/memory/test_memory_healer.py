@@ -242,6 +242,32 @@ def test_the_next_process_knows_what_did_not_fit(tmp_path: Path, first: bool, sa
     assert Memory(tmp_path, first).state.sizes.limits is recalled
 
 
+def test_what_fitted_on_another_rank_is_weighed_against_what_failed_on_this_one(tmp_path: Path) -> None:
+    """Though the file of the other rank comes first."""
+    ranks = [Memory(tmp_path), Memory(tmp_path)]
+    for rank, (memory, fits, fails) in enumerate(zip(ranks, (8, 2), (16, 4), strict=True)):
+        memory.run.journal.rank = rank
+        memory.state.sizes.failed(CallShape("train", fails, 480))
+        memory.state.sizes.ran(CallShape("train", fits, 400))
+        memory.state.sizes.on_success()
+        memory.healer.on_success()
+    for rank, known in ((0, 8), (1, 2)):
+        started = Memory(tmp_path, first=False)
+        started.run.journal.rank = rank
+        started.healer.attach(first=True)
+        assert started.state.sizes.known_rows(CallShape("train", 16, 400)) == known
+
+
+def test_other_ranks_are_told_of_a_size_that_was_tried_in_vain(memory: Memory) -> None:
+    told: list[str] = []
+    memory.run.news.tell = lambda subject, record: told.append(subject)  # type: ignore[method-assign]
+    sizes = memory.state.sizes
+    sizes.failed(CallShape("train", 8, 16))
+    assert sizes.rows_for(CallShape("train", 8, 16)) == 4
+    assert memory.attempt(4)
+    assert told == ["sizes"]
+
+
 def test_a_file_that_cannot_be_read_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / SIZES_FILE).write_text("{")
     assert not Memory(tmp_path).state.sizes.limits
