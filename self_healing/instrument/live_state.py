@@ -53,7 +53,7 @@ def live_state_of(trainer: Any) -> LiveState:
     frozen = {
         name: local(parameter)
         for name, parameter in trainer.model.named_parameters()
-        if id(parameter) not in seen and not parameter.is_meta
+        if id(parameter) not in seen and not parameter.requires_grad and not parameter.is_meta
     }
     scaler = trainer.accelerator.scaler
     inside = {} if scaler is None else {name: getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")}
