@@ -223,7 +223,7 @@ class Attempts:
         if ending is Ending.FINISHED and self.taken_up:
             # What an earlier process died of is not what became of the run.
             self._run.journal.set_aside_postmortem()
-        record.end_attempt(ending, why, record.newest.last_step)
+        record.end_attempt(ending, why, self._run.step)
         if self.status is not None:
             self.status.end_attempt(ending, record.newest.last_step, why)
         record.postmortem = self.postmortem

@@ -21,7 +21,7 @@ from self_healing.restarts import departure, ending
 from self_healing.restarts.attempts import Attempts
 from self_healing.restarts.lost_device import leave_lost_device, write_down_lost_device
 from self_healing.restarts.record import Attempt, Ending, RunRecord
-from self_healing.restarts.status import RunState, read_status
+from self_healing.restarts.status import RunState, StatusKeeper, read_status
 
 
 def process(directory: Path, step: int = 6, recorded: bool = True, rank: int = 0, **settings: Any) -> Run:
@@ -451,6 +451,19 @@ class TestTheEndOfTheRun:
         assert (tmp_path / "postmortem.json").exists() is not told
         assert record.postmortem == (None if told else str(tmp_path / "postmortem.json"))
         assert any("postmortem" in note for note in getattr(error, "__notes__", [])) is not told
+
+    @pytest.mark.usefixtures("older")
+    def test_the_status_names_the_step_that_the_run_had_come_to(self, tmp_path: Path) -> None:
+        run = process(tmp_path)
+        assert run.attempts.record is not None
+        # As of the last incident.
+        run.attempts.record.newest.last_step = 2
+        run.attempts.status = StatusKeeper(tmp_path)
+        run.attempts.status.begin(run.context.run_id, run.journal.path, 0, 8, marks=False)
+        run.ending.note_exception(KeyboardInterrupt())
+        status = read_status(tmp_path)
+        assert status is not None
+        assert (status.step, record_in(tmp_path).newest.last_step) == (6, 6)
 
     @pytest.mark.usefixtures("older")
     def test_a_bug_is_told_with_the_newest_checkpoint(self, tmp_path: Path) -> None:
