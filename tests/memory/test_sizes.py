@@ -481,6 +481,15 @@ def test_what_fitted_on_another_rank_counts_up_to_half_of_what_failed_here() -> 
     assert same_rank.known_rows(train(8, 400)) == 8
 
 
+def test_what_has_failed_on_another_rank_first_and_then_here_has_failed_here() -> None:
+    first, here = begun(), begun()
+    first.failed(train(4))
+    here.load_state_dict(json.loads(json.dumps(first.state_dict())), own=False)
+    assert here.state_dict()["train"]["elsewhere"] == [(4, 512)]
+    here.failed(train(4))
+    assert here.state_dict()["train"]["elsewhere"] == []
+
+
 def test_a_model_whose_calls_ranks_make_together_is_known_in_the_next_process() -> None:
     sizes, later = begun(), begun()
     sizes.made_together = True
