@@ -176,7 +176,9 @@ class RanksBench(Bench):
             turns[not healed].mine.release()
 
         with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as threads:
-            trainers = {healed: self.trainer(healed, turn, directory) for healed, turn in turns.items()}
+            # Which one is built first may decide where its memory lies.
+            order = (healed_first, not healed_first)
+            trainers = {healed: self.trainer(healed, turns[healed], directory) for healed in order}
             trainers[True].add_callback(own)
             gc.collect()
             dist.barrier()
