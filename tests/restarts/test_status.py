@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from self_healing import HealingConfig, HealingReport, SelfHealingCallback, SelfHealingTrainer
 from self_healing.cli import app
 from self_healing.journal.journal import Journal
+from self_healing.processes import Process
 from self_healing.restarts import status as status_module
 from self_healing.restarts.record import Ending
 from self_healing.restarts.status import RunState, RunStatus, StatusKeeper, read_status
@@ -220,7 +221,8 @@ def test_the_end_of_an_attempt_is_that_of_the_run_as_far_as_it_is_known(
 def test_the_end_of_the_script_is_the_end_of_the_run(tmp_path: Path, forked: bool) -> None:
     keeper = begun(tmp_path, step=13)
     if forked:
-        change(keeper, pid=os.getppid())
+        parent = Process.of(os.getppid())
+        change(keeper, pid=parent.pid, process_began=parent.began)
     keeper._at_exit()
     status = read_status(tmp_path)
     assert status is not None
