@@ -17,7 +17,7 @@ from ..ranks.naming import where_all_are
 from ..run.context import RunContext
 from .bounded import within
 from .collectives import collective_in, unfinished_collectives
-from .stacks import line_of, user_line_of, write_stacks
+from .stacks import current_frames, line_of, user_line_of, write_stacks
 
 
 logger = logging.getLogger("self_healing")
@@ -81,7 +81,7 @@ class JointExit:
 
     def position_before(self, step: int) -> Position:
         """Says where this rank is before its signs of life are watched."""
-        frame = sys._current_frames().get(self.training_thread)
+        frame = current_frames().get(self.training_thread)
         return Position(
             step,
             "before the first step",

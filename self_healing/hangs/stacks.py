@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import linecache
 import os
 import re
@@ -15,6 +16,25 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
+
+
+_READING = threading.Lock()
+
+
+def current_frames() -> dict[int, FrameType]:
+    """
+    Gives the frame of each thread. Without the garbage collector: up to Python 3.11.7 and 3.12.1 a collection in
+    between may hand the GIL over while threads are locked, and a thread that begins or ends then (gloo, autograd)
+    waits for ever, with the GIL (https://github.com/python/cpython/issues/106883).
+    """
+    with _READING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def write_stacks(path: Path, headline: str, training_thread: int, workers: Mapping[int, str]) -> None:
@@ -35,7 +55,7 @@ def write_stacks(path: Path, headline: str, training_thread: int, workers: Mappi
         OSError: If it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    frames = sys._current_frames()
+    frames = current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     order = sorted(frames, key=lambda ident: ident != training_thread)
     with path.open("w", encoding="utf-8") as file:

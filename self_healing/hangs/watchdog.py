@@ -29,7 +29,7 @@ from ..run.claims import Claim, claim_for
 from .bounded import within
 from .collectives import collective_in
 from .exits import HangExits
-from .stacks import line_of, user_line_of, worker_line_in, write_stacks
+from .stacks import current_frames, line_of, user_line_of, worker_line_in, write_stacks
 from .wake_signal import WakeSignal, own_signals
 from .working import compiles, processor_seconds
 
@@ -185,7 +185,7 @@ class Watchdog:
     @property
     def needed(self) -> bool:
         """Whether the run that is watched still goes on."""
-        return self.running and self._still_training(sys._current_frames().get(self._training_thread))
+        return self.running and self._still_training(current_frames().get(self._training_thread))
 
     # ---- the training thread ----
 
@@ -275,7 +275,7 @@ class Watchdog:
         # Before another attempt nothing is counted, and the attempt has all of its time.
         on_purpose = heartbeat.waits_on_purpose
         limit = self._limit(section, counted)[0]
-        frame = sys._current_frames().get(self._training_thread)
+        frame = current_frames().get(self._training_thread)
         return Position(
             self._step(),
             section.name,
@@ -522,7 +522,7 @@ class Watchdog:
     # ---- writing down ----
 
     def _write_down(self, alarm: _Alarm, elapsed: float) -> None:
-        frames = sys._current_frames()
+        frames = current_frames()
         frame = frames.get(self._training_thread)
         evidence: dict[str, Any] = {
             "section": alarm.section,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
 import torch
+
+from .stacks import current_frames
 
 
 _TORCH = Path(torch.__file__).parent
@@ -28,7 +29,7 @@ _AUTOTUNER = (str(Path("triton/runtime/autotuner.py")), "_bench")
 
 def compiles() -> bool:
     """Whether a thread of this process compiles: that of training, or one of autograd on behalf of it."""
-    for frame in list(sys._current_frames().values()):
+    for frame in list(current_frames().values()):
         at = frame
         while at is not None:
             file, name = at.f_code.co_filename, at.f_code.co_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ from conftest import journal
 from self_healing import Action, HealingConfig, Incident
 from self_healing.hangs import watchdog
 from self_healing.hangs.exits import HangExits
-from self_healing.hangs.stacks import line_of
+from self_healing.hangs.stacks import current_frames, line_of
 from self_healing.hangs.watchdog import TrainingHang, Watchdog
 from self_healing.hangs.working import processor_seconds
 from self_healing.instrument.sections import Heartbeat
@@ -630,3 +631,10 @@ def test_a_worker_that_waits_for_work_is_no_reason(watch: Callable[..., Watched]
     watched.signal.workers = {41: idle}
     watched.hang(12.0)
     assert "workers_wait_at" not in watched.incidents[0].evidence
+
+
+def test_stacks_are_read_without_the_garbage_collector_which_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, seen = sys._current_frames, list[bool]()
+    monkeypatch.setattr(sys, "_current_frames", lambda: (seen.append(gc.isenabled()), read())[1])
+    assert threading.get_ident() in current_frames()
+    assert (seen, gc.isenabled()) == ([False], True)
