@@ -114,9 +114,9 @@ lint: .venv/.installed
 .venv-deepspeed/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-deepspeed
 	.venv-deepspeed/bin/python -m pip install torch==2.13.0 setuptools wheel ninja -c constraints.txt
-	.venv-deepspeed/bin/python -m pip install -e '.[dev]' -c constraints.txt
 	DS_BUILD_OPS=0 PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" \
-		.venv-deepspeed/bin/python -m pip install --no-build-isolation -e '.[dev,deepspeed]' -c constraints.txt
+		.venv-deepspeed/bin/python -m pip install --no-build-isolation deepspeed -c constraints.txt
+	.venv-deepspeed/bin/python -m pip install -e '.[dev,deepspeed]' -c constraints.txt
 	touch $@
 
 .venv-docs/.installed: pyproject.toml constraints.txt
