@@ -1,9 +1,10 @@
 """
 What healing costs on two ranks of a run in which nothing goes wrong.
 
-As `overhead.py`, on two processes that train together: both hold the plain trainer and the one with a
-`SelfHealingCallback`, which take turns of some steps. Both ranks have come before a turn begins. A turn holds all that
-a step brings now and then: snapshots, the comparison of weights. So of a duet the ratio of all its steps counts.
+As `overhead.py`, on two processes that train together: both hold a plain trainer and one with a
+`SelfHealingCallback`, which take turns of some steps, and then change their parts. Both ranks have come before a turn
+begins. A turn holds all that a step brings now and then: snapshots, the comparison of weights. So of a duet the ratio
+of all its steps counts.
 
 ```bash
 python benchmarks/ranks.py
@@ -27,7 +28,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,20 +46,40 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
+from trl import SFTTrainer
 
 import self_healing
-from self_healing import consensus
+from self_healing import SelfHealingCallback, consensus
 
 
 RANKS = 2
 # Seconds per step of a turn of the plain trainer, and of the healed one.
 Pair = tuple[float, float]
+
+
 # What a step with healing may take, of one without.
 BOUND = 1.02
 # Turns at the start of a duet that are not counted: a turn is noted from the end of the one before.
 WARM_UP_TURNS = 1
 # The job is ended after so many seconds, whatever became of it, and a collective after so many.
 LIMIT, COLLECTIVE = 1800, 90
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """
+    A duet: seconds per step of each pair of turns.
+
+    Args:
+        clock (`list[Pair]`), cpu (`list[Pair]`):
+            On the clock, and of the training thread's CPU time.
+        share (`dict[str, float]`):
+            What each thread of the package takes of a core.
+    """
+
+    clock: list[Pair]
+    cpu: list[Pair]
+    share: dict[str, float]
 
 
 class BothRanks:
@@ -159,37 +182,52 @@ class RanksBench(Bench):
     def arguments(self, directory: str) -> dict[str, Any]:
         return {**super().arguments(directory), "ddp_backend": "gloo", "ddp_find_unused_parameters": False}
 
-    def rank_duet(self, healed_first: bool) -> tuple[list[Pair], list[Pair], dict[str, float]]:
+    def rank_duets(self) -> Iterator[Timed]:
         """
-        Seconds per step, plain and healed, of each pair of turns: on the clock, and of the thread's CPU time. And the
-        share of a core of our threads.
+        Times two trainers that take turns, one plain and one healed, and again with these parts changed: where the
+        memory of a trainer lies makes its steps up to 5 % slower or faster, and is in the mean of both no more.
         """
-        turns = {healed: RankTurn(self.options.turn, BothRanks) for healed in (False, True)}
-        for healed, turn in turns.items():
-            turn.other = turns[not healed]
-        own = OwnThreads()
-
-        def train(healed: bool) -> None:
-            torch.set_num_threads(self.options.threads)
-            turns[healed].wait()
-            trainers[healed].train()
-            turns[not healed].mine.release()
-
-        with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as threads:
-            # Which one is built first may decide where its memory lies.
-            order = (healed_first, not healed_first)
-            trainers = {healed: self.trainer(healed, turns[healed], directory) for healed in order}
-            trainers[True].add_callback(own)
+        threads = [ThreadPoolExecutor(1) for _ in range(2)]
+        with tempfile.TemporaryDirectory() as directory:
+            trainers = [self.trainer(False, TrainerCallback(), f"{directory}/{number}") for number in range(2)]
             gc.collect()
-            dist.barrier()
-            running = [threads.submit(train, healed) for healed in (False, True)]
-            turns[healed_first].mine.release()
-            for run in running:
-                run.result()
-            sharded = [isinstance(each, DTensor) for each in trainers[True].model.parameters()]
-            assert all(sharded) == any(sharded) == (self.options.strategy == "fsdp2")
-        clock = list(zip(turns[False].seconds, turns[True].seconds, strict=True))
-        return clock, list(zip(turns[False].cpu_seconds, turns[True].cpu_seconds, strict=True)), own.share
+            for healed in range(2):
+                yield self._duet(trainers, threads, healed)
+            for trainer in trainers:
+                sharded = [isinstance(each, DTensor) for each in trainer.model.parameters()]
+                assert all(sharded) == any(sharded) == (self.options.strategy == "fsdp2")
+        for thread in threads:
+            thread.shutdown()
+
+    def _duet(self, trainers: Sequence[SFTTrainer], threads: Sequence[ThreadPoolExecutor], healed: int) -> Timed:
+        turns = [RankTurn(self.options.turn, BothRanks) for _ in trainers]
+        for turn, other in zip(turns, reversed(turns), strict=True):
+            turn.other = other
+        own = OwnThreads()
+        callbacks: list[list[TrainerCallback]] = [[turn] for turn in turns]
+        callbacks[healed] = [SelfHealingCallback(), turns[healed], own]
+
+        def train(number: int) -> None:
+            torch.set_num_threads(self.options.threads)
+            for callback in callbacks[number]:
+                trainers[number].add_callback(callback)
+            turns[number].wait()
+            trainers[number].train()
+            for callback in callbacks[number]:
+                trainers[number].remove_callback(callback)
+            turns[number].other.mine.release()
+
+        dist.barrier()
+        running = [thread.submit(train, number) for number, thread in enumerate(threads)]
+        turns[0].mine.release()
+        for run in running:
+            run.result()
+        plain, with_healing = turns[1 - healed], turns[healed]
+        return Timed(
+            list(zip(plain.seconds, with_healing.seconds, strict=True)),
+            list(zip(plain.cpu_seconds, with_healing.cpu_seconds, strict=True)),
+            own.share,
+        )
 
     def votes(self) -> list[dict[str, Any]]:
         """Counts and times the votes, in a run of its own."""
@@ -223,8 +261,8 @@ def typical_ratio_of(duet: list[Pair]) -> float:
     return statistics.median(healed / plain for plain, healed in duet)
 
 
-def both_orders(values: list[float]) -> list[float]:
-    """The mean of two duets, one in which either trainer begins."""
+def of_both_parts(values: list[float]) -> list[float]:
+    """The mean of two duets, in which each trainer has been the plain one and the healed one."""
     return [statistics.mean(values[first : first + 2]) for first in range(0, len(values), 2)]
 
 
@@ -234,24 +272,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     duets: list[list[Pair]] = []
     cpu_duets: list[list[Pair]] = []
     shares: list[dict[str, float]] = []
-    for number in range(options.duets):
-        duet, cpu_duet, share = bench.rank_duet(healed_first=number % 2 == 1)
-        # Both ranks wait for each other in each step: what one takes longer is in the time of the other as well.
-        of_ranks: list[Any] = [None] * RANKS
-        dist.all_gather_object(of_ranks, duet)
-        duets.append([tuple(map(statistics.mean, zip(*pairs, strict=True))) for pairs in zip(*of_ranks, strict=True)])
-        cpu_duets.append(cpu_duet)
-        shares.append(share)
+    for number in range(options.duets // 2):
+        for timed in bench.rank_duets():
+            # Both ranks wait for each other in each step: what one takes longer is in the time of the other as well.
+            of_ranks: list[Any] = [None] * RANKS
+            dist.all_gather_object(of_ranks, timed.clock)
+            duets.append(
+                [tuple(map(statistics.mean, zip(*pairs, strict=True))) for pairs in zip(*of_ranks, strict=True)]
+            )
+            cpu_duets.append(timed.cpu)
+            shares.append(timed.share)
         if dist.get_rank() == 0:
             plain = 1e3 * statistics.median(plain for plain, _ in duets[-1])
-            seconds = time.monotonic() - began
-            told = f"ratio {ratio_of(duets[-1]):.4f}, {plain:.0f} ms per plain step ({seconds:.0f} s)"
-            print(f"duet {number + 1} of {options.duets}: {told}", flush=True)
+            ratios = " and ".join(f"{ratio_of(duet):.4f}" for duet in duets[-2:])
+            told = f"ratios {ratios}, {plain:.0f} ms per plain step ({time.monotonic() - began:.0f} s)"
+            print(f"pair {number + 1} of {options.duets // 2}: {told}", flush=True)
     pairs = [pair for duet in duets for pair in duet]
-    ratios, typical = both_orders(list(map(ratio_of, duets))), both_orders(list(map(typical_ratio_of, duets)))
+    ratios, typical = of_both_parts(list(map(ratio_of, duets))), of_both_parts(list(map(typical_ratio_of, duets)))
     ratio, interval = median_and_interval(ratios)
     typical_ratio, typical_interval = median_and_interval(typical)
-    cpu_ratio, cpu_interval = median_and_interval(both_orders(list(map(ratio_of, cpu_duets))))
+    cpu_ratio, cpu_interval = median_and_interval(of_both_parts(list(map(ratio_of, cpu_duets))))
     bench.steps = options.profiled
     votes = bench.votes()
     bench.steps = options.profiled
@@ -372,7 +412,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file; by default results/ranks_STRATEGY.json")
     options = parser.parse_args()
     if options.duets < 2 or options.duets % 2:
-        parser.error(f"--duets is {options.duets}, but must be an even number: either run begins in half of them")
+        parser.error(f"--duets is {options.duets}, but must be an even number: they come in pairs")
     if "RANK" not in os.environ:
         raise SystemExit(launch())
     # Two ranks, and two cores are all that most machines have for certain.
