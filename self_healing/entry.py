@@ -150,9 +150,9 @@ class Entry:
             **run.numerics.rate_in_force(),
         )
         run.attempts.tell_status(Path(args.output_dir), max_steps)
-        if resumed_from is not None and run.attempts.in_first_entry:
-            warn_about_the_rate(instrument, resumed_from)
         on_disk = None if run.attempts.in_memory(resumed_from) else resumed_from
+        if resumed_from is not None and run.attempts.in_first_entry:
+            warn_about_the_rate(instrument, on_disk)
         run.rollback.begin(instrument, not run.numerics.warm, on_disk, self._finite)
         run.last_step.begin()
         if instrument.view.only_watched is not None:

@@ -135,7 +135,7 @@ def tell_of_offloaded(instrument: Instrument) -> None:
         )
 
 
-def warn_about_the_rate(instrument: Instrument, resumed_from: str) -> None:
+def warn_about_the_rate(instrument: Instrument, checkpoint: str | None) -> None:
     """Warns that a learning rate in the arguments has no effect on a run that is resumed."""
     asked, kept = float(instrument.trainer.args.learning_rate), instrument.view.initial_rate
     if kept is not None and not math.isclose(asked, kept, rel_tol=1e-6):
@@ -144,5 +144,5 @@ def warn_about_the_rate(instrument: Instrument, resumed_from: str) -> None:
             "begin a new run from the weights of %s.",
             asked,
             kept,
-            resumed_from,
+            checkpoint or "a checkpoint",
         )

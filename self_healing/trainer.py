@@ -17,7 +17,6 @@ from . import consensus
 from .assembly import Run, assemble
 from .callback import SelfHealingCallback, adopt_run
 from .checkpoints.choice import newest_checkpoint_of
-from .checkpoints.marker import step_of
 from .closing_report import ClosingReport
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
@@ -32,10 +31,10 @@ from .meeting import meet
 from .random_state import RandomState
 from .recovery import NextEntry, Recovery
 from .report import HealingReport
-from .restarts.earlier_attempts import take_up
+from .restarts.earlier_attempts import go_on_from_disk, take_up
 from .restarts.outliving import leave_snapshots, let_snapshots_outlive
 from .restarts.record import RunRecord
-from .restarts.start import Start, find_start, note_start
+from .restarts.start import Start, find_start, note_memory_start, note_start
 from .rollback.stored_state import StateUnusable
 from .services.reporting import Reporting
 from .start_and_end import tell_end
@@ -269,12 +268,11 @@ class SelfHealingTrainer:
 
     def _start_from_disk(self, run: Run, error: StateUnusable) -> str | None:
         """Goes on from disk where a state in shared memory turned out not to fit the trainer, on all ranks."""
-        logger.warning("The state in shared memory cannot be gone on from: %s. Going on from disk.", error)
         run_id, args = run.context.run_id, self.trainer.args
         checkpoint = consensus.looked_up_by_first_rank(
             "the newest checkpoint on disk", lambda: newest_checkpoint_of(run_id, args.output_dir), args.device
         )
-        run.attempts.begin_from_older(checkpoint, 0 if checkpoint is None else step_of(checkpoint, default=0))
+        go_on_from_disk(run.context, run.attempts, checkpoint, error)
         return checkpoint
 
     def _enter(self, **kwargs: Any) -> TrainOutput:
@@ -284,9 +282,10 @@ class SelfHealingTrainer:
     @contextlib.contextmanager
     def _resuming(self, resume: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            memory = None if self._run is None else self._run.attempts.memory
-            if memory is not None and memory.checkpoint == resume:
-                stack.enter_context(memory.loading(self.trainer))
+            run = self._run
+            memory = None if run is None else run.attempts.memory
+            if run is not None and memory is not None and memory.checkpoint == resume:
+                stack.enter_context(memory.loading(self.trainer, partial(note_memory_start, run.journal)))
             if resume:
                 stack.enter_context(skipping_any_loader(self.trainer))
             if resume and consensus.world_size() == 1:

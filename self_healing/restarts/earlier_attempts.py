@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..checkpoint_files import STATE_FILE
+from ..checkpoints.marker import step_of
 from ..exceptions import UnrecoverableTrainingError
 from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..own_files import POSTMORTEM_FILE
+from ..rollback.stored_state import StateUnusable
 from ..run.context import RunContext
 from ..run.outcomes import may_be_repeated
 from .attempts import Attempts
 from .record import Attempt, Ending, RunRecord
-from .start import Start
+from .start import Start, note_checkpoint
 
 
 logger = logging.getLogger("self_healing")
@@ -126,7 +128,7 @@ def _judge(run: RunContext, attempts: Attempts, start: Start) -> Refusal | None:
             "Attempt %d of run %s goes on from %s (step %d); the one before ended at step %d: %s.",
             earlier.number + 1,
             run.run_id,
-            start.checkpoint or "the beginning",
+            start.place,
             start.step,
             earlier.last_step,
             (earlier.why or earlier.ending.value).removesuffix("."),
@@ -165,6 +167,37 @@ def _count_repeated_steps(run: RunContext, start: Start, refused: bool) -> None:
         run.journal.acted(incident, Action.RESUME.value, checkpoint=start.checkpoint, from_step=start.step)
         run.outcomes.wait_for(incident)
     run.journal.taken_up(incident, start.step, start.checkpoint)
+
+
+def go_on_from_disk(run: RunContext, attempts: Attempts, checkpoint: str | None, why: StateUnusable) -> None:
+    """
+    Goes on from disk in place of a state in memory that does not fit the trainer, and counts what that costs.
+
+    Args:
+        run ([`RunContext`]), attempts ([`Attempts`]):
+            Of the run.
+        checkpoint (`str`, *optional*):
+            The newest one that can be trusted.
+        why ([`StateUnusable`]):
+            What does not fit.
+    """
+    step = 0 if checkpoint is None else step_of(checkpoint, default=0)
+    came_to = 0 if attempts.record is None else max(attempt.last_step for attempt in attempts.record.attempts[:-1])
+    logger.warning(
+        "The state in shared memory cannot be gone on from: %s. Going on from %s (step %d) instead; %d steps are done "
+        "again.",
+        why,
+        checkpoint or "the beginning",
+        step,
+        max(came_to - step, 0),
+    )
+    if checkpoint is not None and run.journal.rank == 0:
+        note_checkpoint(run.journal, checkpoint, step)
+    incident = next(iter(run.journal.incidents[-1:]), None)
+    if incident is not None and incident.outcome == "open" and incident.steps_repeated < came_to - step:
+        incident.steps_repeated = came_to - step
+        run.journal.taken_up(incident, step, checkpoint)
+    attempts.begin_from_older(checkpoint, step)
 
 
 def _refuse(run: RunContext, attempts: Attempts, start: Start, refused: Refusal) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,6 @@ class MemoryStart:
         # `None` once it was let go of.
         self.state: StoredState | None = state
         self.checkpoint = checkpoint
-        self.nbytes = state.nbytes
 
     def remove_others(self) -> None:
         """Removes what else the process before this one has left: the memory is needed for states of this one."""
@@ -90,9 +89,15 @@ class MemoryStart:
         """Gives it as a snapshot of live tensors, if those are what it was put into."""
         return None if self.state is None else self.state.snapshot_in(live)
 
-    def loading(self, trainer: Any) -> AbstractContextManager[None]:
+    def loading(self, trainer: Any, on_success: Callable[[StoredState], None]) -> AbstractContextManager[None]:
         """
         Lets `train()` of a trainer resume from it.
+
+        Args:
+            trainer ([`~transformers.Trainer`]):
+                The trainer.
+            on_success (`Callable[[StoredState], None]`):
+                Called with the state once it is in place: before, nobody knows whether it fits.
 
         Raises:
             StateUnusable: If it is not there any more; and on all ranks, in `train()`, if it does not fit the trainer
@@ -116,6 +121,7 @@ class MemoryStart:
             if not consensus.all_ranks("the state in shared memory fits", fits, trainer.args.device):
                 raise unusable[0] if unusable else StateUnusable("it does not fit on another rank")
             state.put(live)
+            on_success(state)
 
         return resuming_from(trainer, self.checkpoint, state.record, put)
 

@@ -26,6 +26,7 @@ from ..journal.journal import Journal
 from ..launcher import Launch, launch_of, of_all_ranks
 from ..output_dir import refuse_unwritable
 from ..processes import State, state_of
+from ..rollback.stored_state import StoredState
 from ..shared_memory import directory_of
 from .memory_start import MemoryStart, SharedStep, newest_beyond, open_in_memory, steps_in_memory
 from .record import (
@@ -106,6 +107,11 @@ class Start:
             # It begins where the one before ended. Did that one come further than those before it?
             return self.step <= max((attempt.last_step for attempt in record.attempts[:-1]), default=-1)
         return self.step <= record.newest.first_step
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        return "memory" if self.memory is not None else self.checkpoint or "the beginning"
 
     @property
     def steps_to_repeat(self) -> int:
@@ -251,17 +257,29 @@ def note_start(journal: Journal, start: Start, output_dir: str) -> None:
     for verdict in start.passed_over:
         journal.event("checkpoint_passed_over", verdict.step or 0, path=verdict.path, reason=verdict.reason)
     if start.memory is not None:
-        journal.event("resumed_from_memory", start.step, bytes=start.memory.nbytes)
-        logger.warning(
-            "Resumed from memory at step %d: the process before this one has left its state there (%.2f GB).",
-            start.step,
-            start.memory.nbytes / 1e9,
-        )
-    elif start.checkpoint is not None:
-        standing = standing_of(start.checkpoint)
-        journal.event("checkpoint_chosen", start.step, path=start.checkpoint, standing=standing)
+        return
+    if start.checkpoint is not None:
+        note_checkpoint(journal, start.checkpoint, start.step)
     elif start.passed_over:
         logger.warning("No checkpoint in %s can be resumed from; the run starts anew.", output_dir)
+
+
+def note_checkpoint(journal: Journal, checkpoint: str, step: int) -> None:
+    """Journals the checkpoint that a run goes on from."""
+    journal.event("checkpoint_chosen", step, path=checkpoint, standing=standing_of(checkpoint))
+
+
+def note_memory_start(journal: Journal, state: StoredState) -> None:
+    """Tells on the first rank that a run goes on from a state in shared memory, which has been put in place."""
+    if journal.rank > 0:
+        return
+    step = state.facts.step
+    journal.event("resumed_from_memory", step, bytes=state.nbytes)
+    logger.warning(
+        "Resumed from memory at step %d: the process before this one has left its state there (%.2f GB).",
+        step,
+        state.nbytes / 1e9,
+    )
 
 
 def of_this_job(record: RunRecord, launch: Launch) -> bool:

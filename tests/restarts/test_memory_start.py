@@ -80,7 +80,11 @@ def test_where_the_state_cannot_be_used_the_job_goes_on_from_disk(
             file.write_bytes(content)
     assert start(job, 1, **options) == 0
     assert "in shared memory cannot be gone on from" in job_log(job)
+    assert "Resumed from memory" not in job_log(job)
+    assert resumed_from_memory(job) == []
     assert journal(job, "run_started")[-1]["resumed_from"] == str(job / "checkpoint-4")
+    (incident,) = job_result(job)["incidents"]
+    assert incident["steps_repeated"] == 3
     assert job_result(job)["weights"] == plain["weights"]
     assert not directory_of(job).exists()
 
