@@ -38,6 +38,7 @@ examples: .venv/.installed
 # The tests that show what heals where, and the tables of it in the README and in docs; what fails is in them as well.
 matrix: .venv/.installed
 	-.venv/bin/python -m pytest -m heals --ignore-glob='*/ranks/test_faults_*' --ignore-glob='*/test_deepspeed.py' \
+		--ignore-glob='*/test_zero_checkpoints.py' \
 		--junit-xml=outputs/matrix.xml
 	-$(MAKE) test-deepspeed DEEPSPEED_OPTIONS=--junit-xml=outputs/deepspeed.xml
 	-.venv/bin/python -m pytest -m "slow or not slow" tests/ranks/test_faults_*.py --junit-xml=outputs/ranks.xml
@@ -46,7 +47,7 @@ matrix: .venv/.installed
 # ZeRO on two processes, without a GPU: DeepSpeed builds nothing for it, and is built in less than a minute.
 test-deepspeed: .venv-deepspeed/.installed
 	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" .venv-deepspeed/bin/python -m pytest -m slow tests/instrument/test_deepspeed.py \
-		$(DEEPSPEED_OPTIONS)
+		tests/checkpoints/test_zero_checkpoints.py $(DEEPSPEED_OPTIONS)
 
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(OLDEST_TESTS)

@@ -47,6 +47,28 @@ class ModelNames:
     adapters: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ZeroJob:
+    """
+    How a job uses DeepSpeed, as far as its checkpoints depend on it.
+
+    Args:
+        processes (`int`, *optional*):
+            Ranks that share the optimizer state; `None` if that is not known.
+        stage (`int`):
+            Of ZeRO.
+        bf16 (`bool`):
+            Whether it trains in bf16.
+        universal (`bool`):
+            Whether it is to load a universal checkpoint.
+    """
+
+    processes: int | None
+    stage: int
+    bf16: bool
+    universal: bool
+
+
 def number_of(checkpoint: Path) -> int | None:
     """Returns the step a directory is named after, `None` if its name is not that of a checkpoint."""
     match = _NUMBERED.fullmatch(checkpoint.name)

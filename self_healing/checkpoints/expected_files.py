@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from .deepspeed_folders import is_of_deepspeed
 from .findings import Findings, Unusable, few, json_object_in, reading
 from .stored_tensors import read_header
 
@@ -41,10 +42,8 @@ def weight_files(checkpoint: Path, findings: Findings) -> list[Path]:
         else:
             findings.notes.append(f"{index.name} was not looked at, because a resume reads {whole.name}")
     files += sorted(checkpoint.glob("pytorch_model_fsdp*.bin"))
-    unscanned = _folders(checkpoint, "global_step*")
-    if not files and not unscanned and not sharded_weights(checkpoint):
+    if not files and not is_of_deepspeed(checkpoint) and not sharded_weights(checkpoint):
         raise Unusable("no weights: there is no model.safetensors, adapter_model.safetensors or other file with them")
-    findings.notes += [f"{folder.name} was not scanned" for folder in unscanned]
     return files
 
 
@@ -106,7 +105,7 @@ def other_archives(checkpoint: Path, findings: Findings, ranks: int = 1) -> tupl
     Returns:
         Those of the optimizer, and the others.
     """
-    deepspeed = bool(_folders(checkpoint, "global_step*"))
+    deepspeed = is_of_deepspeed(checkpoint)
     patterns = ("optimizer.pt", "optimizer.bin", "optimizer.pt_*", "rank*-of-*-optimizer.pt")
     optimizers = [file for pattern in patterns for file in sorted(checkpoint.glob(pattern)) if file.is_file()]
     if not optimizers and not sharded_optimizers(checkpoint) and not deepspeed:

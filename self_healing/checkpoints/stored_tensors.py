@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from ..checkpoint_files import crc32_of
 from .findings import Unusable, reading
+from .foreign_objects import load_foreign
 
 
 # Numbers that are looked at once.
@@ -167,7 +168,7 @@ def check_archive(file: Path, expected: int | None) -> None:
         with file.open("rb") as stream:
             if stream.read(4) != b"PK\x03\x04":
                 # The format of torch before 1.6 has no checksums: that it loads is all there is to see.
-                torch.load(file, map_location="cpu", weights_only=True)
+                load_foreign(file)
                 return
         with zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
@@ -240,7 +241,7 @@ def is_bad(tensor: torch.Tensor, masks: bool = False, inf: bool = False) -> bool
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or tensor.layout is not torch.strided:
         return False
-    flat = tensor.reshape(-1)
+    flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), _CHUNK):
         chunk = flat[start : start + _CHUNK]
         try:

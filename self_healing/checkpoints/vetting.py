@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import consensus
 from ..checkpoint_files import MARKER_FILE, ModelNames, number_of
+from .deepspeed_folders import check_deepspeed, is_of_deepspeed
 from .expected_files import (
     check_directory,
     check_indexes,
@@ -83,7 +84,7 @@ def vet(checkpoint: Path, model: ModelNames | None = None) -> Verdict:
     try:
         check_directory(checkpoint)
         step = finished_steps(checkpoint)
-        _examine(checkpoint, marker, model, findings)
+        _examine(checkpoint, step, marker, model, findings)
     except Unusable as refusal:
         return Verdict(str(checkpoint), step, False, str(refusal), standing)
     except Exception as error:
@@ -117,6 +118,9 @@ def vet_weights(checkpoint: Path) -> str | None:
             _check_weights(file, expected, findings)
         for folder in sharded_weights(checkpoint):
             check_shards(folder, findings, masks=True)
+        if is_of_deepspeed(checkpoint):
+            # Which loads the best model by the same files.
+            check_deepspeed(checkpoint, None, {checkpoint / name: each for name, each in checksums.items()}, findings)
     except Unusable as refusal:
         return str(refusal)
     except Exception as error:
@@ -151,7 +155,9 @@ def breach_of_marker(checkpoint: Path) -> str | None:
     return None
 
 
-def _examine(checkpoint: Path, marker: Mapping[str, Any] | None, model: ModelNames | None, findings: Findings) -> None:
+def _examine(
+    checkpoint: Path, step: int, marker: Mapping[str, Any] | None, model: ModelNames | None, findings: Findings
+) -> None:
     """Looks at everything in a checkpoint; what is cheap to see comes first."""
     weights = weight_files(checkpoint, findings)
     for file in weights:
@@ -177,6 +183,8 @@ def _examine(checkpoint: Path, marker: Mapping[str, Any] | None, model: ModelNam
         check_shards(folder, findings, masks=True)
     for folder in sharded_optimizers(checkpoint):
         check_shards(folder, findings)
+    if is_of_deepspeed(checkpoint):
+        check_deepspeed(checkpoint, step, checksums, findings)
     for file in others:
         check_mapping(file)
     for file, checksum in checksums.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
-from ..checkpoint_files import ModelNames
+from ..checkpoint_files import ModelNames, ZeroJob
 
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,22 @@ def names_in_checkpoints(trainer: Any) -> ModelNames | None:
     except Exception:
         logger.debug("What the model calls its tensors is not known.", exc_info=True)
         return None
+
+
+def zero_job_of(trainer: Any) -> ZeroJob | None:
+    """Tells how the trainer uses DeepSpeed, before there is an engine; `None` if it does not."""
+    if not getattr(trainer, "is_deepspeed_enabled", False):
+        return None
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    bf16 = config.get_value("bf16.enabled", False)
+    tensor_parallel = config.get_value("tensor_parallel.autotp_size", 0) or 1
+    return ZeroJob(
+        int(trainer.args.world_size) // int(tensor_parallel),
+        # Without a word of ZeRO it is -1 (accelerate 1.15).
+        max(int(config.get_value("zero_optimization.stage", 0)), 0),
+        bool(trainer.args.bf16 if bf16 == "auto" else bf16),
+        bool(config.get_value("checkpoint.load_universal", False)),
+    )
 
 
 def _names_of_weights(model: torch.nn.Module) -> ModelNames:

@@ -16,11 +16,12 @@ from typing import Any
 from .. import consensus
 from ..checkpoint_files import STATE_FILE, number_of
 from ..checkpoints.choice import CheckpointError, newest_verdict_of, resolve_checkpoint
+from ..checkpoints.deepspeed_jobs import why_of_another_job
 from ..checkpoints.listing import checkpoints_in
 from ..checkpoints.marker import read_marker, standing_of
 from ..checkpoints.vetting import Verdict
 from ..config import HealingConfig
-from ..instrument import names_in_checkpoints
+from ..instrument import names_in_checkpoints, zero_job_of
 from ..instrument.resume_record import loads_more
 from ..journal.journal import Journal
 from ..launcher import Launch, launch_of, of_all_ranks
@@ -235,6 +236,9 @@ def _look_for_start(
     if chosen is None and requested is not None:
         # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
         chosen = resolve_checkpoint(requested, output_dir, passed_over, names_in_checkpoints(trainer))
+    if chosen is not None and (why := why_of_another_job(Path(chosen.path), zero_job_of(trainer))) is not None:
+        # Neither a fresh start nor an older one: this is what the job was to go on from.
+        raise CheckpointError(f"{chosen.path} is whole, and this job cannot go on from it: {why}.")
     path = None if chosen is None else chosen.path
     for doubt in () if chosen is None else chosen.doubts:
         logger.warning("Resuming from %s anyway: %s.", path, doubt)

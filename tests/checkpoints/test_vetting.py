@@ -702,16 +702,6 @@ def test_the_command_names_what_a_resume_takes(plain: Path) -> None:
     assert f"takes {plain / 'checkpoint-2'} (step 2)" in check(str(plain)).output
 
 
-def test_deepspeed_is_accepted_and_said_not_to_be_scanned(plain: Path) -> None:
-    checkpoint = plain / "checkpoint-4"
-    for file in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
-        (checkpoint / file).unlink()
-    (checkpoint / "global_step4").mkdir()
-    assert not vet(checkpoint).usable
-    (checkpoint / "global_step4" / "mp_rank_00_model_states.pt").write_bytes(b"shard")
-    assert (vet(checkpoint).usable, vet(checkpoint).reason) == (True, "complete; global_step4 was not scanned")
-
-
 # ---- the marker ----
 
 

@@ -1,0 +1,433 @@
+"""What DeepSpeed would load from a checkpoint is vetted without DeepSpeed, and compared with the job that loads it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import TrainerState
+from typer.testing import CliRunner
+
+from self_healing.checkpoint_files import ZeroJob
+from self_healing.checkpoints.choice import resolve_checkpoint
+from self_healing.checkpoints.deepspeed_jobs import why_of_another_job
+from self_healing.checkpoints.foreign_objects import load_foreign
+from self_healing.checkpoints.marker import write_marker
+from self_healing.checkpoints.vetting import may_be_loaded, vet
+from self_healing.cli import app
+
+
+# Three matrices of a model; over two ranks the last one does not come out even.
+SHAPES = [OrderedDict(first=torch.Size([4, 4]), second=torch.Size([6])), OrderedDict(odd=torch.Size([5]))]
+
+
+class DeepSpeedWriter:
+    """
+    Writes checkpoints in the format of DeepSpeed 0.19.8 and of the Trainer, without either.
+
+    Args:
+        output_dir (`Path`):
+            Of the run.
+        stage (`int`, *optional*, defaults to 2):
+            Of ZeRO.
+        processes (`int`, *optional*, defaults to 2):
+            How many ranks there are.
+        bf16 (`bool`, *optional*, defaults to `False`):
+            Whether it trains in bf16.
+    """
+
+    def __init__(self, output_dir: Path, stage: int = 2, processes: int = 2, bf16: bool = False) -> None:
+        self.output_dir, self.stage, self.processes, self.bf16 = output_dir, stage, processes, bf16
+
+    def write(self, step: int = 4, counted: int | None = None, as_before: bool = False) -> Path:
+        """Writes a checkpoint of a step, at which DeepSpeed may have counted another number of them."""
+        checkpoint = self.output_dir / f"checkpoint-{step}"
+        counted = step if counted is None else counted
+        folder = checkpoint / f"global_step{counted}"
+        folder.mkdir(parents=True)
+        with deepspeed_classes() as (loss_scaler, stage):
+            for rank in range(self.processes):
+                if rank == 0 or self.stage == 3:
+                    save(self.model_states(counted), folder / self.model_file(rank), as_before)
+                if self.stage:
+                    states = self.optimizer_states(counted, loss_scaler, stage)
+                    save(states, folder / self.optimizer_file(rank), as_before)
+                torch.save({"cpu": torch.random.get_rng_state()}, checkpoint / f"rng_state_{rank}.pth")
+        (checkpoint / "latest").write_text(folder.name)
+        torch.save({"last_epoch": step}, checkpoint / "scheduler.pt")
+        TrainerState(global_step=step).save_to_json(str(checkpoint / "trainer_state.json"))
+        return checkpoint
+
+    def model_file(self, rank: int) -> str:
+        return f"{f'zero_pp_rank_{rank}_' * (self.stage == 3)}mp_rank_00_model_states.pt"
+
+    def optimizer_file(self, rank: int) -> str:
+        return f"{'bf16_' * self.bf16}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+    def model_states(self, step: int) -> dict[str, Any]:
+        names = [(name, shape) for group in SHAPES for name, shape in group.items()]
+        return {
+            "module": OrderedDict((name, torch.ones(0 if self.stage == 3 else shape)) for name, shape in names),
+            "optimizer": None if self.stage else {"state": {0: {"step": torch.tensor(float(step))}}},
+            "param_shapes": SHAPES,
+            "frozen_param_shapes": OrderedDict(frozen=torch.Size([3])) if self.stage == 3 else None,
+            "frozen_param_fragments": OrderedDict(frozen=torch.ones(2)) if self.stage == 3 else None,
+            "lr_scheduler": None,
+            "global_steps": step,
+            "dp_world_size": self.processes,
+            "mp_world_size": 1,
+            "ds_config": {"zero_optimization": {"stage": self.stage}, "never": math.inf},
+        }
+
+    def optimizer_states(self, step: int, loss_scaler: Any, stage: Any) -> dict[str, Any]:
+        lengths = [sum(math.ceil(shape.numel() / self.processes) for shape in group.values()) for group in SHAPES]
+        partitions = [torch.ones(length) for length in lengths]
+        state = {
+            index: {"step": torch.tensor(float(step)), "exp_avg": torch.ones(length)}
+            for index, length in enumerate(lengths)
+        }
+        optimizer = {"state": state, "param_groups": [{"lr": 0.1, "growth_rate": math.inf}]}
+        zero = {"loss_scaler": loss_scaler, "zero_stage": stage(self.stage), "partition_count": self.processes}
+        if self.stage == 3:
+            zero |= {"optimizer_state_dict": optimizer, "fp32_flat_groups": partitions}
+        else:
+            zero |= {"base_optimizer_state": optimizer, "single_partition_of_fp32_groups": partitions}
+        return {"optimizer_state_dict": zero, "ds_version": "0.19.8"}
+
+
+class deepspeed_classes:
+    """Has classes of DeepSpeed's names be there while they are written, and gone when they are read."""
+
+    def __enter__(self) -> tuple[Any, Any]:
+        names = ("", ".runtime", ".runtime.fp16", ".runtime.fp16.loss_scaler", ".runtime.zero", ".runtime.zero.config")
+        modules = {f"deepspeed{name}": types.ModuleType(f"deepspeed{name}") for name in names}
+        scaler = type("LossScaler", (), {"__module__": "deepspeed.runtime.fp16.loss_scaler"})
+        stage = type("ZeroStageEnum", (int,), {"__module__": "deepspeed.runtime.zero.config"})
+        vars(modules[scaler.__module__]).update(LossScaler=scaler)
+        vars(modules[stage.__module__]).update(ZeroStageEnum=stage)
+        self._there = mock.patch.dict(sys.modules, modules)
+        self._there.start()
+        written = scaler()
+        vars(written).update(cur_scale=math.inf)
+        return written, stage
+
+    def __exit__(self, *_: Any) -> None:
+        self._there.stop()
+
+
+def save(content: Any, file: Path, as_before: bool = False) -> None:
+    torch.save(content, file, _use_new_zipfile_serialization=not as_before)
+
+
+def change(file: Path, name: str, at: int, value: float = math.nan) -> None:
+    """Changes one number in a file; its checksums are right."""
+    content = load_foreign(file)
+    found = content
+    for key in name.split("."):
+        found = found[int(key) if key.isdigit() else key]
+    found[at] = value
+    with deepspeed_classes() as (loss_scaler, stage):
+        if "optimizer_state_dict" in content:
+            zero = content["optimizer_state_dict"]
+            zero |= {"loss_scaler": loss_scaler, "zero_stage": stage(2)}
+        # The tensors are read from the file itself.
+        save(content, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+@pytest.fixture(params=[(1, False), (2, True), (3, False), (3, True)], ids=["1", "2-bf16", "3", "3-bf16"])
+def writer(request: pytest.FixtureRequest, tmp_path: Path) -> DeepSpeedWriter:
+    stage, bf16 = request.param
+    return DeepSpeedWriter(tmp_path, stage, bf16=bf16)
+
+
+def reason(checkpoint: Path) -> str:
+    verdict = vet(checkpoint)
+    assert not verdict.usable
+    return verdict.reason
+
+
+# ---- whole ----
+
+
+def test_a_whole_one_is_searched_and_says_who_wrote_it(writer: DeepSpeedWriter) -> None:
+    verdict = vet(writer.write())
+    assert (verdict.usable, verdict.reason) == (True, f"complete; written by 2 processes under ZeRO-{writer.stage}")
+
+
+def test_one_without_zero_has_its_optimizer_state_with_the_weights(tmp_path: Path) -> None:
+    verdict = vet(DeepSpeedWriter(tmp_path, stage=0).write())
+    assert (verdict.usable, verdict.reason) == (True, "complete; written by 2 processes under DeepSpeed without ZeRO")
+
+
+def test_the_format_without_a_zip_archive_is_read_as_well(tmp_path: Path) -> None:
+    checkpoint = DeepSpeedWriter(tmp_path).write(as_before=True)
+    assert vet(checkpoint).reason == "complete; written by 2 processes under ZeRO-2"
+    truncate(checkpoint / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    assert not vet(checkpoint).usable
+
+
+def test_several_steps_of_deepspeed_in_one_of_the_trainer_are_said(tmp_path: Path) -> None:
+    verdict = vet(DeepSpeedWriter(tmp_path).write(4, counted=8))
+    assert verdict.usable
+    assert verdict.doubts == ("DeepSpeed has counted 8 steps, and the Trainer 4",)
+
+
+# ---- the parts of the ranks ----
+
+
+def test_the_optimizer_state_of_a_rank_is_missing(writer: DeepSpeedWriter) -> None:
+    checkpoint = writer.write()
+    name = writer.optimizer_file(1)
+    (checkpoint / "global_step4" / name).unlink()
+    assert reason(checkpoint) == f"global_step4/{name} is missing: the part of rank 1 of 2"
+
+
+def test_the_weights_of_a_rank_are_missing(tmp_path: Path) -> None:
+    writer = DeepSpeedWriter(tmp_path, stage=3, processes=3)
+    checkpoint = writer.write()
+    for name in (writer.model_file(1), writer.optimizer_file(1)):
+        (checkpoint / "global_step4" / name).unlink()
+    assert reason(checkpoint) == f"global_step4/{writer.model_file(1)} is missing: the part of rank 1 of 3, and 1 more"
+
+
+@pytest.mark.parametrize("which", ["model", "optimizer"])
+def test_a_torn_file_of_a_rank(writer: DeepSpeedWriter, which: str) -> None:
+    checkpoint = writer.write()
+    file = writer.model_file(0) if which == "model" else writer.optimizer_file(1)
+    truncate(checkpoint / "global_step4" / file)
+    assert reason(checkpoint).startswith(f"{file} cannot be read (BadZipFile")
+
+
+def test_a_changed_byte_is_found_by_the_marker(writer: DeepSpeedWriter) -> None:
+    checkpoint = writer.write()
+    write_marker(checkpoint, "run", 4, {}, False)
+    file = checkpoint / "global_step4" / writer.optimizer_file(1)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert reason(checkpoint).startswith(f"{file.name} is not what was written")
+
+
+def test_one_that_was_cut_short_while_it_was_written(writer: DeepSpeedWriter) -> None:
+    checkpoint = writer.write()
+    (checkpoint / "latest").unlink()
+    assert reason(checkpoint).startswith("latest is missing: DeepSpeed writes it when all is written")
+    (checkpoint / "trainer_state.json").unlink()
+    assert reason(checkpoint).startswith("trainer_state.json is missing")
+
+
+def test_without_a_schedule_of_deepspeeds_the_trainers_has_to_be_there(tmp_path: Path) -> None:
+    checkpoint = DeepSpeedWriter(tmp_path).write()
+    (checkpoint / "scheduler.pt").unlink()
+    assert reason(checkpoint) == "scheduler.pt is missing: the learning rate's schedule is in no other file"
+
+
+# ---- the folder that is loaded ----
+
+
+def test_latest_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    checkpoint = DeepSpeedWriter(tmp_path).write()
+    (checkpoint / "latest").write_text("global_step6")
+    assert reason(checkpoint) == "global_step6 is missing: latest names it as what to load"
+
+
+def test_latest_names_the_folder_of_another_step(tmp_path: Path) -> None:
+    writer = DeepSpeedWriter(tmp_path)
+    checkpoint = writer.write(4)
+    (writer.write(2) / "global_step2").rename(checkpoint / "global_step2")
+    (checkpoint / "latest").write_text("global_step2")
+    assert reason(checkpoint) == "latest names global_step2, the state of step 2; the Trainer's is of step 4"
+
+
+def test_what_is_not_loaded_is_not_looked_at(tmp_path: Path) -> None:
+    writer = DeepSpeedWriter(tmp_path)
+    checkpoint = writer.write(4)
+    (writer.write(2) / "global_step2").rename(checkpoint / "global_step2")
+    verdict = vet(checkpoint)
+    assert verdict.usable
+    assert "global_step2 was not looked at, because latest names global_step4" in verdict.reason
+
+
+def test_a_folder_with_the_state_of_another_step(writer: DeepSpeedWriter) -> None:
+    checkpoint = writer.write(4)
+    earlier = writer.write(2) / "global_step2"
+    (checkpoint / "global_step4").rename(checkpoint / "gone")
+    earlier.rename(checkpoint / "global_step4")
+    assert reason(checkpoint) == "global_step4 holds the state of step 2"
+
+
+def test_the_optimizer_state_of_one_rank_is_of_another_step(writer: DeepSpeedWriter) -> None:
+    checkpoint, name = writer.write(4), writer.optimizer_file(1)
+    (writer.write(2) / "global_step2" / name).replace(checkpoint / "global_step4" / name)
+    assert reason(checkpoint) == ("global_step4 has optimizer state of different steps (4 of rank 0, 2 of rank 1)")
+
+
+# ---- finite ----
+
+
+def partition_of(stage: int) -> str:
+    return "optimizer_state_dict." + ("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
+
+
+def moments_of(stage: int) -> str:
+    return "optimizer_state_dict." + ("optimizer_state_dict" if stage == 3 else "base_optimizer_state") + ".state"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "Inf"])
+def test_master_weights_of_a_rank_that_are_not_finite(writer: DeepSpeedWriter, value: float) -> None:
+    checkpoint, name = writer.write(), f"{partition_of(writer.stage)}.0"
+    change(checkpoint / "global_step4" / writer.optimizer_file(1), name, 2, value)
+    assert reason(checkpoint) == f"{name} in global_step4/{writer.optimizer_file(1)} holds NaN or Inf"
+
+
+def test_moments_of_a_rank_that_are_not_finite(writer: DeepSpeedWriter) -> None:
+    checkpoint, name = writer.write(), f"{moments_of(writer.stage)}.0.exp_avg"
+    change(checkpoint / "global_step4" / writer.optimizer_file(1), name, 2)
+    assert reason(checkpoint) == f"{name} in global_step4/{writer.optimizer_file(1)} holds NaN or Inf"
+
+
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+    writer = DeepSpeedWriter(tmp_path)
+    checkpoint = writer.write()
+    write_marker(checkpoint, "run", 4, {}, False)
+    assert may_be_loaded(checkpoint)
+    (checkpoint / "healing.json").unlink()
+    change(checkpoint / "global_step4" / writer.model_file(0), "module.odd", 2)
+    write_marker(checkpoint, "run", 4, {}, False)
+    assert reason(checkpoint) == "module.odd in global_step4/mp_rank_00_model_states.pt holds NaN or Inf"
+    # Nor as the best model.
+    assert not may_be_loaded(checkpoint)
+
+
+@pytest.mark.parametrize("which", ["master weights", "moments", "frozen weights"])
+def test_behind_the_end_of_the_weights_zero_3_may_leave_anything(tmp_path: Path, which: str) -> None:
+    writer = DeepSpeedWriter(tmp_path, stage=3)
+    checkpoint = writer.write()
+    if which == "frozen weights":
+        file, name = writer.model_file(1), "frozen_param_fragments.frozen"
+        last = 1
+    else:
+        file, last = writer.optimizer_file(1), 2
+        name = f"{partition_of(3)}.1" if which == "master weights" else f"{moments_of(3)}.1.exp_avg"
+    change(checkpoint / "global_step4" / file, name, last)
+    assert vet(checkpoint).usable
+    change(checkpoint / "global_step4" / file, name, last - 1)
+    assert reason(checkpoint) == f"{name} in global_step4/{file} holds NaN or Inf"
+
+
+# ---- nothing is run ----
+
+
+class Harmful:
+    """Writes a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (self.mark, "run"))
+
+
+def test_no_code_of_a_file_is_run(tmp_path: Path) -> None:
+    writer, mark = DeepSpeedWriter(tmp_path / "run"), tmp_path / "mark"
+    checkpoint = writer.write()
+    file = checkpoint / "global_step4" / writer.model_file(0)
+    save(writer.model_states(4) | {"client": Harmful(mark), "other": {"list": [1, Harmful(mark)]}}, file)
+    assert vet(checkpoint).usable
+    assert not mark.exists()
+
+
+# ---- choosing ----
+
+
+def test_an_older_one_is_chosen_where_a_rank_has_torn_the_newest(writer: DeepSpeedWriter) -> None:
+    older, newest = writer.write(2), writer.write(4)
+    truncate(newest / "global_step4" / writer.optimizer_file(1))
+    passed_over: list[Any] = []
+    chosen = resolve_checkpoint("auto", writer.output_dir, passed_over)
+    assert chosen is not None
+    assert (chosen.path, [verdict.path for verdict in passed_over]) == (str(older), [str(newest)])
+
+
+def test_the_command_says_the_same(writer: DeepSpeedWriter) -> None:
+    older, newest = writer.write(2), writer.write(4)
+    (newest / "global_step4" / writer.optimizer_file(1)).unlink()
+    output = CliRunner().invoke(app, ["check", str(writer.output_dir)]).output
+    assert f"{writer.optimizer_file(1)} is missing: the part of rank 1 of 2" in output
+    assert f"complete; written by 2 processes under ZeRO-{writer.stage}" in output
+    assert f"takes {older} (step 2)" in output
+
+
+# ---- another job ----
+
+
+SAME = ZeroJob(processes=2, stage=2, bf16=False, universal=False)
+
+
+def refused(checkpoint: Path, **other: Any) -> str:
+    job = ZeroJob(**{name: other.get(name, getattr(SAME, name)) for name in ZeroJob.__slots__})
+    why = why_of_another_job(checkpoint, job)
+    assert why is not None
+    return why
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return DeepSpeedWriter(tmp_path).write()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_same_job_goes_on(checkpoint: Path, stage: int) -> None:
+    assert why_of_another_job(checkpoint, ZeroJob(2, stage, False, False)) is None
+
+
+def test_a_job_of_other_size_is_told_what_to_do(checkpoint: Path) -> None:
+    why = refused(checkpoint, processes=4)
+    assert why.startswith("it was written by 2 processes, and this job has 4")
+    assert "start 2 processes, or convert it (python -m deepspeed.checkpoint.ds_to_universal" in why
+    assert f"--input_folder {checkpoint}/global_step4 --output_folder {checkpoint}/global_step4_universal" in why
+
+
+def test_a_job_of_another_stage_is_told_what_to_do(checkpoint: Path) -> None:
+    assert refused(checkpoint, stage=3).startswith("it was written under ZeRO-2, and this job runs ZeRO-3")
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_job_of_other_precision_is_told_what_to_do(tmp_path: Path, bf16: bool) -> None:
+    why = refused(DeepSpeedWriter(tmp_path, bf16=bf16).write(), bf16=not bf16)
+    assert why.endswith(f"What to do: set bf16={bf16}")
+
+
+def test_a_job_without_deepspeed_does_not_start_with_fresh_moments(checkpoint: Path) -> None:
+    why = why_of_another_job(checkpoint, None)
+    assert why is not None
+    assert why.startswith("its optimizer state is DeepSpeed's, and this job runs without DeepSpeed")
+
+
+def test_a_checkpoint_without_deepspeed_is_none_for_a_job_with_it(tmp_path: Path) -> None:
+    assert refused(tmp_path).startswith("it was written without DeepSpeed")
+    assert why_of_another_job(tmp_path, None) is None
+
+
+def test_one_that_was_converted_is_loaded_by_a_job_of_any_size(checkpoint: Path) -> None:
+    assert "there is no latest_universal in it" in refused(checkpoint, universal=True)
+    zero = checkpoint / "global_step4_universal" / "zero" / "odd"
+    zero.mkdir(parents=True)
+    save({"param": torch.ones(5)}, zero / "fp32.pt")
+    (checkpoint / "latest_universal").write_text("global_step4_universal")
+    assert vet(checkpoint).usable
+    assert why_of_another_job(checkpoint, ZeroJob(4, 3, True, True)) is None
+    save({"param": torch.full((5,), math.nan)}, zero / "fp32.pt")
+    assert reason(checkpoint) == "param in global_step4_universal/fp32.pt holds NaN or Inf"

@@ -1,0 +1,137 @@
+"""Checkpoints that DeepSpeed has written itself are vetted, kept, passed over, and gone on from bit for bit."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_distributed import on_two_processes
+
+from self_healing.checkpoints.choice import vet_all
+from self_healing.checkpoints.vetting import vet
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed (`make test-deepspeed`)"),
+]
+
+SCRIPT = "zero_checkpoints.py"
+
+
+@pytest.fixture(scope="module", params=["1-bf16", "2-fp32", "3-bf16"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(f"zero-{request.param}-")
+
+
+@pytest.fixture(scope="module")
+def results(directory: Path) -> list[dict[str, Any]]:
+    parts = ("written", "torn", "adapters", "weights_alone", "preempted")
+    return on_two_processes(directory, *job_of(directory), *parts, script=SCRIPT)
+
+
+def job_of(directory: Path) -> tuple[str, str]:
+    stage, precision = directory.name.split("-")[1:3]
+    return stage, precision
+
+
+@pytest.fixture
+def checkpoint(results: list[dict[str, Any]], directory: Path, tmp_path: Path) -> Path:
+    """One without a marker: what is wrong with it is seen in DeepSpeed's own files."""
+    copied = shutil.copytree(directory / "written" / "checkpoint-8", tmp_path / "checkpoint-8")
+    (copied / "healing.json").unlink()
+    return copied
+
+
+def part_of(checkpoint: Path, rank: int) -> Path:
+    (file,) = checkpoint.rglob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return file
+
+
+def test_they_are_whole_with_and_without_a_marker(checkpoint: Path, directory: Path) -> None:
+    told = f"complete; written by 2 processes under ZeRO-{job_of(directory)[0]}"
+    assert (vet(checkpoint).usable, vet(checkpoint).reason) == (True, told)
+    assert vet(directory / "written" / "checkpoint-8").reason == told
+
+
+def test_the_newest_and_the_verified_ones_are_left_and_whole(results: list[Any], directory: Path) -> None:
+    verdicts = vet_all(directory / "written")
+    places = [str(Path(verdict.path).relative_to(directory / "written")) for verdict in verdicts]
+    # The newest is kept as well until healthy steps have followed it.
+    assert places == ["checkpoint-8", *(f"last-known-good/checkpoint-{step}" for step in (8, 6, 4))]
+    assert all(verdict.usable and verdict.whole for verdict in verdicts)
+    assert [verdict.standing for verdict in verdicts[2:]] == ["verified", "verified"]
+
+
+def test_the_part_of_a_rank_that_is_gone_or_torn(checkpoint: Path) -> None:
+    part = part_of(checkpoint, 1)
+    content = part.read_bytes()
+    part.unlink()
+    assert vet(checkpoint).reason == f"global_step8/{part.name} is missing: the part of rank 1 of 2"
+    part.write_bytes(content[: len(content) // 2])
+    assert not vet(checkpoint).usable
+
+
+@pytest.mark.parametrize("what", ["weights", "moments"])
+def test_nan_in_the_part_of_a_rank(checkpoint: Path, what: str) -> None:
+    part = part_of(checkpoint, 1)
+    content = torch.load(part, weights_only=False)
+    zero = content["optimizer_state_dict"]
+    inner = zero.get("base_optimizer_state") or zero["optimizer_state_dict"]
+    groups = zero.get("single_partition_of_fp32_groups") or zero["fp32_flat_groups"]
+    struck = groups[0] if what == "weights" else inner["state"][0]["exp_avg"]
+    with torch.no_grad():
+        struck[3] = math.nan
+    torch.save(content, part)
+    assert vet(checkpoint).reason.endswith(f"in global_step8/{part.name} holds NaN or Inf")
+
+
+@pytest.mark.heals("damaged_checkpoint", "deepspeed")
+def test_one_that_is_torn_on_one_rank_is_passed_over_bit_for_bit(results: list[Any], directory: Path) -> None:
+    for rank in results:
+        for what in ("state", "losses", "steps"):
+            assert rank["torn"][what] == rank["undisturbed"][what]
+    assert "checkpoint_passed_over" in results[0]["torn"]["events"]
+    assert "checkpoint_passed_over" not in results[0]["undisturbed"]["events"]
+    told = "\n".join(results[0]["torn"]["told"])
+    assert "checkpoint-4 is passed over: " in told
+    assert part_of(directory / "torn" / "checkpoint-2", 1).name in told
+
+
+def test_an_adapter_is_gone_on_from_bit_for_bit(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["lora"]["state"] == rank["lora_at_once"]["state"]
+
+
+@pytest.mark.heals("preemption", "deepspeed")
+def test_what_is_written_at_sigterm_is_gone_on_from_bit_for_bit(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["asked_to_leave"]["stopped"] == "143"
+        assert rank["preempted"]["state"] == rank["never_preempted"]["state"]
+
+
+def test_weights_alone_cannot_be_resumed_from(results: list[dict[str, Any]], directory: Path) -> None:
+    (verdict,) = [each for each in vet_all(directory / "weights_alone") if "last-known-good" not in each.path]
+    assert not verdict.usable
+    # ZeRO-3 has DeepSpeed write its state all the same, without the schedule.
+    missing = "scheduler.pt" if job_of(directory)[0] == "3" else "optimizer.pt"
+    assert verdict.reason.startswith(f"{missing} is missing")
+
+
+def test_a_job_of_another_size_is_told_so_before_the_first_step(results: list[Any], directory: Path) -> None:
+    (result,) = on_two_processes(directory, *job_of(directory), "other_job", script=SCRIPT, processes=1)
+    assert "checkpoint-6 is whole, and this job cannot go on from it" in result["other_job"]
+    assert "it was written by 2 processes, and this job has 1" in result["other_job"]
+
+
+def test_what_is_written_after_an_exception_is_gone_on_from_bit_for_bit(results: list[Any], directory: Path) -> None:
+    # Of a job of one process: with several, the others may not be able to save.
+    (result,) = on_two_processes(directory, *job_of(directory), "raised", script=SCRIPT, processes=1)
+    assert result["left"] == ["raised/checkpoint-3"]
+    assert any("goes on from" in line and "checkpoint-3 (step 3)" in line for line in result["raised"]["told"])
+    assert result["raised"]["state"] == result["never_raised"]["state"]
