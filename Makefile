@@ -14,7 +14,7 @@ OLDEST_TESTS := tests/numerics/test_nonfinite.py tests/test_healthy.py tests/ins
 GPU_PYTHON ?= python3
 GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollback/test_rollback.py
 
-.PHONY: demo demo-output dist docs examples matrix smoke test test-slow test-deepspeed test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
+.PHONY: demo demo-output dist docs examples matrix smoke test test-slow test-deepspeed deepspeed-adam test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
@@ -44,9 +44,15 @@ matrix: .venv/.installed
 	-.venv/bin/python -m pytest -m "slow or not slow" tests/ranks/test_faults_*.py --junit-xml=outputs/ranks.xml
 	.venv/bin/python tests/matrix.py outputs/matrix.xml outputs/deepspeed.xml outputs/ranks.xml
 
+# Of DeepSpeed's operations the one that offload on a GPU takes: minutes, so it is not built by itself.
+deepspeed-adam: .venv-deepspeed/.installed
+	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv-deepspeed/extensions" PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" \
+		.venv-deepspeed/bin/python -c "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+
 # ZeRO on two processes, without a GPU: DeepSpeed builds nothing for it, and is built in less than a minute.
 test-deepspeed: .venv-deepspeed/.installed
-	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" .venv-deepspeed/bin/python -m pytest -m slow tests/instrument/test_deepspeed.py \
+	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv-deepspeed/extensions" \
+		.venv-deepspeed/bin/python -m pytest -m slow tests/instrument/test_deepspeed.py \
 		tests/checkpoints/test_zero_checkpoints.py $(DEEPSPEED_OPTIONS)
 
 test-oldest: .venv-oldest/.installed

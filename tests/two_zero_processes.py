@@ -52,7 +52,7 @@ def zero_on_the_cpu() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def config_of(stage: int, **zero: Any) -> dict[str, Any]:
+def config_of(stage: int, on_cpu_adam: bool = False, **zero: Any) -> dict[str, Any]:
     """What people write who leave the rest to the Trainer."""
     return {
         "train_micro_batch_size_per_gpu": "auto",
@@ -62,19 +62,26 @@ def config_of(stage: int, **zero: Any) -> dict[str, Any]:
         # Too large at first, as DeepSpeed's own is for most models.
         "fp16": {"enabled": "auto", "initial_scale_power": 20, "hysteresis": 1},
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
+        "zero_force_ds_cpu_optimizer": on_cpu_adam,
         # Norms and biases stay whole on all ranks under ZeRO-3, matrices do not.
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40, **zero},
     }
 
 
+def masters_of(zero: Any) -> list[torch.Tensor]:
+    """This rank's partition of the weights, in the precision that they are updated in."""
+    sharded = hasattr(zero, "fp32_partitioned_groups_flat")
+    masters: list[torch.Tensor] = (
+        zero.fp32_partitioned_groups_flat if sharded else zero.single_partition_of_fp32_groups
+    )
+    return masters
+
+
 def state_of(trainer: Any) -> dict[str, torch.Tensor]:
     """All that this rank holds of weights and optimizer state, read from DeepSpeed itself."""
     zero = trainer.accelerator.deepspeed_engine_wrapped.engine.optimizer
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        groups = [*zero.fp32_partitioned_groups_flat, *zero.fp16_partitioned_groups_flat]
-    else:
-        groups = [*zero.single_partition_of_fp32_groups, *zero.bit16_groups_flat]
+    sharded = hasattr(zero, "fp16_partitioned_groups_flat")
+    groups = [*masters_of(zero), *(zero.fp16_partitioned_groups_flat if sharded else zero.bit16_groups_flat)]
     state = {f"group {index}": tensor for index, tensor in enumerate(groups)}
     for index, moments in enumerate(zero.optimizer.state.values()):
         state |= {f"{name} {index}": value for name, value in moments.items() if isinstance(value, torch.Tensor)}
@@ -108,10 +115,7 @@ class NanWeights(TrainerCallback):
         if state.global_step != self._step or torch.distributed.get_rank() != self._rank or self.fired:
             return
         self.fired += 1
-        zero = self._trainer.accelerator.deepspeed_engine_wrapped.engine.optimizer
-        sharded = hasattr(zero, "fp32_partitioned_groups_flat")
-        masters = zero.fp32_partitioned_groups_flat if sharded else zero.single_partition_of_fp32_groups
-        masters[0].data[3] = float("nan")
+        masters_of(self._trainer.accelerator.deepspeed_engine_wrapped.engine.optimizer)[0].data[3] = float("nan")
 
 
 class StepsTwice(SFTTrainer):
@@ -136,19 +140,26 @@ class Asked(TrainerCallback):
 
 
 class Gradient(TrainerCallback):
-    """Measures the gradient that is applied in a step, before DeepSpeed clips it."""
+    """Measures the gradient that is applied in a step, before DeepSpeed clips it, and what DeepSpeed takes it for."""
 
     def __init__(self, trainer: Any, step: int) -> None:
-        self.norm, self._trainer, self._step = 0.0, trainer, step
+        self.norm, self.taken_for, self._trainer, self._step = 0.0, 0.0, trainer, step
         trainer.add_callback(self)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._step:
             zero = self._trainer.accelerator.deepspeed_engine_wrapped.engine.optimizer
-            parts = [part for group in zero.averaged_gradients.values() for part in group]
+            parts = [part for group in zero.averaged_gradients.values() for part in group or ()]
+            # Where it is offloaded.
+            parts = parts or [master.grad for master in masters_of(zero)]
             total = torch.stack([part.double().square().sum() for part in parts]).sum()
             torch.distributed.all_reduce(total)
             self.norm = float(total.sqrt())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step + 1:
+            engine = self._trainer.accelerator.deepspeed_engine_wrapped.engine
+            self.taken_for = float(engine.get_global_grad_norm())
 
 
 class Runs:
@@ -157,6 +168,10 @@ class Runs:
     def __init__(self, directory: Path) -> None:
         self.results: dict[str, Any] = {}
         self._directory = directory
+        # What all runs have in `zero_optimization` beside the stage.
+        self._zero: dict[str, Any] = {}
+        # Whether accelerate puts DeepSpeed's optimizer for the CPU in the place of torch's.
+        self._on_cpu_adam = False
         self.rank = torch.distributed.get_rank()
         self.tokenizer = build_tokenizer()
         self.poison = self.tokenizer.convert_tokens_to_ids(POISON_WORD)
@@ -188,7 +203,7 @@ class Runs:
             self._directory / name,
             self.tokenizer,
             callbacks=[SelfHealingCallback(healing or HealingConfig())] if healed and resume is None else None,
-            deepspeed=None if stage is None else config_of(stage, **(zero or {})),
+            deepspeed=None if stage is None else config_of(stage, self._on_cpu_adam, **self._zero, **(zero or {})),
             **arguments,
         )
         if stage is None:
@@ -213,7 +228,8 @@ class Runs:
         engine = trainer.accelerator.deepspeed_engine_wrapped.engine
         self.results[name] = {
             "stage": engine.zero_optimization_stage(),
-            "optimizer": type(engine.optimizer).__name__,
+            "optimizer": [type(engine.optimizer).__name__, type(engine.optimizer.optimizer).__name__],
+            "offloaded": any(getattr(engine.optimizer, name, False) for name in ("cpu_offload", "offload_optimizer")),
             "state": digest_of(state),
             "finite": all(bool(torch.isfinite(tensor).all()) for tensor in state.values()),
             "losses": losses(trainer),
@@ -241,6 +257,16 @@ class Runs:
         return PoisonToken(inside(trainer.model), self.poison)
 
     # ---- the parts ----
+
+    def offloaded(self, stage: int, bf16: bool) -> None:
+        """Has the parts after this one keep optimizer state, and weights where they are sharded, in host memory."""
+        on_host = {"device": "cpu"}
+        self._zero = {"offload_optimizer": on_host} | ({"offload_param": on_host} if stage == 3 else {})
+
+    def cpu_adam(self, stage: int, bf16: bool) -> None:
+        """Has the parts after this one offload with DeepSpeed's own optimizer, as they do on a GPU."""
+        self.offloaded(stage, bf16)
+        self._on_cpu_adam = True
 
     def stage(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16}
@@ -284,6 +310,12 @@ class Runs:
         self.run("weights_plain", healed=False, **same)
         self.run("weights", fault=lambda trainer: NanWeights(trainer, 1, 4), healing=healing, **same)
 
+    def late_weights(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 26, "gradient_accumulation_steps": 1}
+        healing = HealingConfig(snapshot_verify_steps=1, snapshot_interval=8)
+        self.run("late_weights_plain", healed=False, **same)
+        self.run("late_weights", fault=lambda trainer: NanWeights(trainer, 1, 25), healing=healing, **same)
+
     def spike(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 34, "gradient_accumulation_steps": 1}
 
@@ -312,7 +344,10 @@ class Runs:
             for event in journal(self._directory / "spike_in_the_batch", "action")
             if event["action"] == "clip_gradient"
         ]
-        self.results["clipped"] = {"applied": measured[0].norm, "wanted": clipped}
+        self.results["clipped"] = {
+            "applied": [measured[0].norm, measured[0].taken_for],
+            "wanted": clipped,
+        }
 
     def checkpoints(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "save_strategy": "steps", "save_steps": 2}
@@ -376,7 +411,9 @@ class Runs:
         return OutputFault(inside(trainer.model), strikes, steepen)
 
     def watched(self, stage: int, bf16: bool) -> None:
-        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "zero": {"offload_optimizer": {"device": "cpu"}}}
+        # In stages 1 and 2 DeepSpeed keeps it in host memory, whatever is asked for.
+        place = {"device": "nvme", "nvme_path": str(self._directory)}
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "zero": {"offload_optimizer": place}}
         self.run("watched_plain", healed=False, **same)
         self.run("watched", **same)
         self.run("watched_struck", fault=self.nan_on_one_rank, **same)

@@ -292,7 +292,7 @@ def _of_launch(machine: Machine, setting: Setting) -> Iterable[Problem]:
     if setting.engine == "DeepSpeed":
         yield Problem(
             "warning",
-            "Under DeepSpeed steps are healed with ZeRO-1, 2 and 3, and only watched with offload and stage 0.",
+            "Under DeepSpeed steps are healed with ZeRO-1, 2 and 3, and only watched with NVMe offload and stage 0.",
             "With FSDP2 (cpu_offload as well) or DDP they are healed.",
         )
     elif setting.engine is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .accelerate_engine import AccelerateEngine
+from .native_adam import NativeAdam
 from .phase import Phase
 from .replacing import Replacements
 from .zero import Zero, engine_of
@@ -30,6 +31,8 @@ class DeepSpeedEngine(AccelerateEngine):
     def __init__(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(trainer, *args, **kwargs)
         self._zero = Zero(engine_of(trainer))
+        inner = self._zero.optimizer.optimizer
+        self._adam = NativeAdam(inner) if NativeAdam.is_in(inner) else None
         self._own = Replacements()
         self._held = self._detaching = False
         # Whether the step that is held is left out, and if so, whether for an overflow.
@@ -39,7 +42,7 @@ class DeepSpeedEngine(AccelerateEngine):
         self._own.wrap(self._zero.engine, "step", self._hold)
         self._own.wrap(self._zero.engine, "forward", self._after_the_step)
         self._own.wrap(self._zero.engine, "backward", self._after_the_step)
-        self._own.wrap(self._zero.optimizer, "get_grad_norm_direct", self._zero.norm_of_group)
+        self._own.wrap(self._zero.optimizer, self._zero.measure, self._zero.norm_of_group)
         self._own.wrap(self.trainer.optimizer, "step", self._step)
         # accelerate gives the norm of the step before, as this one has not been taken.
         self._own.wrap(self.trainer.accelerator, "clip_grad_norm_", lambda *_, **__: self._zero.norm())
@@ -118,6 +121,8 @@ class DeepSpeedEngine(AccelerateEngine):
 
     def state_put(self) -> None:
         self._zero.forget_state()
+        if self._adam is not None:
+            self._adam.count_again()
 
 
 class WatchedDeepSpeed(AccelerateEngine):

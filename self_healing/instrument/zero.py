@@ -19,6 +19,8 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 # Read against DeepSpeed 0.19.6 to 0.19.8.
 _NEEDED = ("averaged_gradients", "get_grad_norm_direct", "_coalesce_grad_reduction", "_epilogue_ran_this_backward")
+# Of one that offloads.
+_NEEDED_OFFLOADED = ("norm_for_param_grads", "complete_grad_norm_calculation_for_cpu_offload", "reset_cpu_buffers")
 
 
 def engine_of(trainer: Any) -> Any:
@@ -40,7 +42,9 @@ def why_not_healed(engine: Any) -> str | None:
     name = type(optimizer).__name__
     if name not in _OPTIMIZERS:
         return f"its optimizer is a {name}, and not one of ZeRO stage 1, 2 or 3"
-    missing = [each for each in _NEEDED if not hasattr(optimizer, each)]
+    offloads = _offloads(optimizer)
+    needed = _NEEDED + _NEEDED_OFFLOADED if offloads else _NEEDED
+    missing = [each for each in needed if not hasattr(optimizer, each)]
     if missing or not hasattr(engine, "managed_gradient_accumulation"):
         return f"this version of it is not known ({', '.join(missing) or 'managed_gradient_accumulation'})"
 
@@ -48,9 +52,12 @@ def why_not_healed(engine: Any) -> str | None:
         # What a version does not know it does not do.
         return getattr(engine, question, lambda: None)()
 
-    offloads = (asked("zero_offload_optimizer"), asked("zero_offload_param"))
+    places = [each.device for each in (asked("zero_offload_optimizer"), asked("zero_offload_param")) if each]
     refused = {
-        "it offloads optimizer state or parameters": any(each and each.device != "none" for each in offloads),
+        "it offloads to NVMe": "nvme" in places,
+        "it offloads a part of the optimizer state": offloads and asked("zero_partial_offload") not in (None, 1.0),
+        "it offloads weights that are updated in half precision": offloads
+        and getattr(optimizer, "master_weights_and_grads_dtype", torch.float32) != torch.float32,
         "its experts are spread over ranks": engine.has_moe_layers,
         "the caller sets its boundaries of accumulation": not engine.managed_gradient_accumulation(),
         "it runs a pipeline": engine.pipeline_parallelism,
@@ -63,6 +70,11 @@ def why_not_healed(engine: Any) -> str | None:
         "Muon moves its momentum in the backward pass": "muon" in type(optimizer.optimizer).__name__.lower(),
     }
     return next((why for why, so in refused.items() if so), None)
+
+
+def _offloads(optimizer: Any) -> bool:
+    """Whether what is updated lies in host memory: stages 1 and 2 name it one way, stage 3 another."""
+    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
 def zero_of(trainer: Any) -> Zero | None:
@@ -84,6 +96,8 @@ class Zero:
         self.engine = engine
         self.optimizer = engine.optimizer
         self.shards_weights = bool(engine.zero_optimization_partition_weights())
+        # Whether gradients, optimizer state and the weights that are updated lie in host memory.
+        self.offloads = _offloads(engine.optimizer)
         # By group of parameters: measured before the step, and not once more in it.
         self._norms: dict[int, torch.Tensor] = {}
 
@@ -103,12 +117,16 @@ class Zero:
         bad = torch.stack([norm < 0 for norm in self._norms.values()]).any()
         return torch.where(bad, torch.full_like(total, math.inf), total / zero.loss_scale)
 
-    def norm_of_group(
-        self, original: Callable[..., Any], gradients: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Wraps the optimizer's `get_grad_norm_direct`: what was measured before the step is not measured again."""
+    @property
+    def measure(self) -> str:
+        """Names the method of the optimizer that measures the gradient of one group of parameters."""
+        return "complete_grad_norm_calculation_for_cpu_offload" if self.offloads else "get_grad_norm_direct"
+
+    def norm_of_group(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Wraps that method: what was measured before the step is not measured again."""
+        params = args[0] if self.offloads else args[1]
         if id(params) not in self._norms:
-            self._norms[id(params)] = original(gradients, params, *args, **kwargs)
+            self._norms[id(params)] = original(*args, **kwargs)
         return self._norms[id(params)]
 
     def forget_norms(self) -> None:
@@ -117,6 +135,9 @@ class Zero:
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's partition of the gradients, once they have been reduced."""
+        if self.offloads:
+            # It stays there after the step, when it is nobody's any more.
+            return self._in_host_memory() if self.optimizer.norm_for_param_grads else []
         return [each for group in self.optimizer.averaged_gradients.values() for each in group or ()]
 
     def scale_gradients(self, factor: float) -> None:
@@ -128,7 +149,17 @@ class Zero:
         if clip > 0:
             factor /= max((float(self.norm()) + 1e-6) / clip, 1.0)
         torch._foreach_mul_(self.gradients(), factor)
+        if self.offloads:
+            # Taken when the gradient was copied to host memory, and what its norm is made of.
+            norms = self.optimizer.norm_for_param_grads
+            norms.update({name: norm * factor for name, norm in norms.items()})
         self.forget_norms()
+
+    def _in_host_memory(self) -> list[torch.Tensor]:
+        if not self.shards_weights:
+            # Copies of the device that may still be under way.
+            self.optimizer._wait_for_offload_copies()
+        return [master.grad for master in self._masters() if master.grad is not None]
 
     def discard(self) -> None:
         """Drops what has been computed of a step, reduced or not; the next forward begins it anew."""
@@ -150,6 +181,8 @@ class Zero:
             zero._clear_previous_reduced_grads()
             zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
             zero._release_ipg_buffers()
+            if self.offloads:
+                zero.reset_cpu_buffers()
         # As its own step does, before the first backward of the next one.
         zero.micro_step_id = 0 if self.shards_weights else -1
         zero._epilogue_ran_this_backward = False
@@ -220,16 +253,20 @@ class Zero:
 
     def partitions(self) -> dict[str, torch.Tensor]:
         """This rank's part of the weights, in the precision they are updated in and in that they are computed in."""
-        zero = self.optimizer
-        if self.shards_weights:
-            masters, weights = zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat
-        else:
-            masters, weights = zero.single_partition_of_fp32_groups, zero.bit16_groups_flat
+        zero, masters = self.optimizer, self._masters()
+        weights = zero.fp16_partitioned_groups_flat if self.shards_weights else zero.bit16_groups_flat
         found = {f"master weights {index}": tensor for index, tensor in enumerate(masters)}
         # With ZeRO-3 in single precision they are the same.
         held = {id(tensor) for tensor in masters}
         rest = {f"weights {index}": tensor for index, tensor in enumerate(weights) if id(tensor) not in held}
         return found | rest
+
+    def _masters(self) -> list[torch.Tensor]:
+        zero = self.optimizer
+        masters: list[torch.Tensor] = (
+            zero.fp32_partitioned_groups_flat if self.shards_weights else zero.single_partition_of_fp32_groups
+        )
+        return masters
 
     def load(self, checkpoint: str, strict: bool) -> None:
         """

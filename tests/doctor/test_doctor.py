@@ -89,7 +89,7 @@ def test_a_machine_that_is_well_has_no_problems() -> None:
         (WELL, replace(PLACE, hard_links=False), {}, "warning", "no hard links"),
         (replace(WELL, memory_free=GIB), replace(PLACE, checkpoint_bytes=GIB), {}, "warning", "two snapshots"),
         (replace(WELL, shared_memory=64 << 20), PLACE, {}, "warning", "/dev/shm has 64.0 MiB"),
-        (WELL, PLACE, {"ACCELERATE_USE_DEEPSPEED": "true"}, "warning", "only watched with offload and stage 0"),
+        (WELL, PLACE, {"ACCELERATE_USE_DEEPSPEED": "true"}, "warning", "only watched with NVMe offload and stage 0"),
         (WELL, PLACE, {"TORCHELASTIC_MAX_RESTARTS": "0"}, "warning", "torchrun will not start this job again"),
         (replace(WELL, ignored_signals=["SIGTERM"]), PLACE, {}, "warning", "SIGTERM is ignored"),
         (replace(WELL, unknown={"driver": "OSError: gone"}), PLACE, {}, "warning", "determined (OSError: gone)"),
