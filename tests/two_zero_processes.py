@@ -187,6 +187,7 @@ class Runs:
         healing: HealingConfig | None = None,
         zero: Mapping[str, Any] | None = None,
         resume: str | None = None,
+        scale: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         for state in (AcceleratorState, GradientState):
@@ -199,11 +200,14 @@ class Runs:
             arguments["texts"] = [
                 f"{text} {POISON_WORD}" if index in poisoned else text for index, text in enumerate(TEXTS)
             ]
+        config = None if stage is None else config_of(stage, self._on_cpu_adam, **self._zero, **(zero or {}))
+        if config is not None:
+            config["fp16"] |= scale or {}
         trainer = make(
             self._directory / name,
             self.tokenizer,
             callbacks=[SelfHealingCallback(healing or HealingConfig())] if healed and resume is None else None,
-            deepspeed=None if stage is None else config_of(stage, self._on_cpu_adam, **self._zero, **(zero or {})),
+            deepspeed=config,
             **arguments,
         )
         if stage is None:
@@ -231,6 +235,7 @@ class Runs:
             "optimizer": [type(engine.optimizer).__name__, type(engine.optimizer.optimizer).__name__],
             "offloaded": any(getattr(engine.optimizer, name, False) for name in ("cpu_offload", "offload_optimizer")),
             "state": digest_of(state),
+            "loss_scaler": {name: str(value) for name, value in vars(engine.optimizer.loss_scaler).items()},
             "finite": all(bool(torch.isfinite(tensor).all()) for tensor in state.values()),
             "losses": losses(trainer),
             "norms": [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log],
@@ -396,6 +401,14 @@ class Runs:
         self.run("half_transient", fault=lambda trainer: self.nan_at(trainer, {13}), **same)
         infinite = {12, 13, 14}
         self.run("half_overflows", fault=lambda trainer: self.steep_at(trainer, infinite), **same)
+
+    def half_weights(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "fp16": True, "max_steps": 12, "gradient_accumulation_steps": 1}
+        # It grows every third step, and never as far as to overflow.
+        same["scale"] = {"initial_scale_power": 6, "loss_scale_window": 3}
+        healing = HealingConfig(snapshot_verify_steps=1, snapshot_interval=4)
+        self.run("half_weights_plain", healed=False, **same)
+        self.run("half_weights", fault=lambda trainer: NanWeights(trainer, 1, 10), healing=healing, **same)
 
     def nan_at(self, trainer: Any, forwards: set[int]) -> OutputFault:
         return OutputFault(inside(trainer.model), lambda forward: forward in forwards and self.rank == 1)

@@ -30,6 +30,8 @@ class LiveState:
             Of a `GradScaler` that has begun.
         frozen (`dict[str, torch.Tensor]`, *optional*):
             Parameters of the model that are not trained: in no snapshot, because they stay as they are.
+        loss_scaler (`dict`, *optional*):
+            What DeepSpeed's knows, in plain values: its own attributes, which are written to.
     """
 
     parameters: dict[str, torch.Tensor]
@@ -37,6 +39,7 @@ class LiveState:
     optimizer: torch.optim.Optimizer | None
     scaler: dict[str, torch.Tensor]
     frozen: dict[str, torch.Tensor] = field(default_factory=dict)
+    loss_scaler: dict[str, Any] = field(default_factory=dict)
 
 
 def live_state_of(trainer: Any) -> LiveState:
@@ -55,7 +58,7 @@ def live_state_of(trainer: Any) -> LiveState:
         for name, parameter in trainer.model.named_parameters()
         if id(parameter) not in seen and not parameter.requires_grad and not parameter.is_meta
     }
-    scaler = trainer.accelerator.scaler
+    scaler, zero = trainer.accelerator.scaler, zero_of(trainer)
     inside = {} if scaler is None else {name: getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")}
     return LiveState(
         parameters,
@@ -63,6 +66,7 @@ def live_state_of(trainer: Any) -> LiveState:
         optimizer,
         {name: value for name, value in inside.items() if isinstance(value, torch.Tensor)},
         frozen,
+        {} if zero is None else zero.loss_scaler(),
     )
 
 

@@ -268,6 +268,10 @@ class Zero:
         )
         return masters
 
+    def loss_scaler(self) -> dict[str, Any]:
+        """What the loss scaler knows, to be read and written to; empty where the loss is not scaled."""
+        return vars(self.optimizer.loss_scaler) if self.scales_loss else {}
+
     def load(self, checkpoint: str, strict: bool) -> None:
         """
         Loads weights and optimizer state of a checkpoint; what the engine counts, and its schedule, stay. Collective.

@@ -63,6 +63,7 @@ class Snapshot:
     parameters: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
+    loss_scaler: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     states: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
     pool: dict[tuple[Any, ...], Place] = field(default_factory=dict)
@@ -108,6 +109,7 @@ class Snapshot:
         # forward pass changes, and the scale, which may change where a step is left out.
         self.buffers = writer.save(live.buffers, ("buffer",), may_be_infinite=True)
         self.scaler = writer.save(live.scaler, ("scaler",))
+        self.loss_scaler = writer.save(live.loss_scaler, ("loss_scaler",))
         at_once = by_device(writer.pending())
         self._save_rest(live, writer)
         beside = by_device(writer.pending())
@@ -193,6 +195,8 @@ class Snapshot:
             for name, tensor in tensors.items():
                 if name in kept:
                     put_back(tensor, kept[name])
+        if self.loss_scaler:
+            put_back(live.loss_scaler, self.loss_scaler)
         if live.optimizer is None:
             return
         for group, settings in zip(live.optimizer.param_groups, self.groups, strict=False):

@@ -151,7 +151,7 @@ def test_with_offload_to_nvme_a_step_that_deepspeed_skips_is_reported_and_counte
 
 @pytest.fixture(scope="module", params=["2-fp32", "3-bf16", "2-fp32-offloaded", "3-bf16-offloaded"])
 def further(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    parts = ("checkpoints", "preempted", "spike", "pairs", "policy", "half", "twice")
+    parts = ("checkpoints", "preempted", "spike", "pairs", "policy", "half", "half_weights", "twice")
     return run_parts(tmp_path_factory.mktemp("further"), request.param, *parts)
 
 
@@ -213,6 +213,13 @@ def test_overflows_are_left_to_the_loss_scaler(further: list[dict[str, Any]]) ->
             assert rank["half_transient"][what] == rank["half_plain"][what]
     assert not further[0]["half_healthy"]["incidents"]
     assert further[0]["half_transient"]["incidents"] == [["nonfinite_transient", 0]]
+
+
+def test_the_loss_scaler_is_gone_back_with(further: list[dict[str, Any]]) -> None:
+    for rank in further:
+        for what in ("loss_scaler", "state", "losses", "norms", "rates", "steps"):
+            assert rank["half_weights"][what] == rank["half_weights_plain"][what]
+    assert further[0]["half_weights"]["actions"] == ["roll_back", "replay_steps"]
 
 
 def test_the_third_overflow_in_a_row_is_not(further: list[dict[str, Any]]) -> None:
