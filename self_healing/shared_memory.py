@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -10,11 +11,15 @@ import stat
 from functools import lru_cache
 from pathlib import Path
 
-import psutil
+
+with contextlib.suppress(ImportError):
+    # On Windows there is neither this nor /dev/shm.
+    import fcntl
 
 
 # In memory, until the machine is started again or they are removed.
 ROOT = Path("/dev/shm")
+_LOCK = "in-use"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -62,10 +67,49 @@ def free_shared_memory() -> int:
     return found.f_bavail * found.f_frsize
 
 
+def hold(directory: Path) -> int:
+    """
+    Marks a directory as in use until this process ends, by a lock: ids of processes are given out again, and those of
+    a container that shares this memory say nothing here.
+
+    Returns:
+        `int`: the file descriptor, which holds the lock until it is closed.
+
+    Raises:
+        OSError: If that is not possible, or another process has it.
+    """
+    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        # Of this process alone, and not of those that it forks, which may outlive it.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def holder_of(directory: Path) -> int | None:
+    """Gives the id of the other process that uses a directory, as that one counts (0 if not known), if any does."""
+    try:
+        descriptor = os.open(directory / _LOCK, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return int(os.pread(descriptor, 20, 0) or 0)
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
 def processes_using(output_dir: str | os.PathLike[str]) -> list[int]:
-    """Lists processes that keep states of runs of an `output_dir` there: their ids, in order."""
-    numbers = {int(file.name.split("-")[0]) for file in directory_of(output_dir).glob("*/*.block")}
-    return sorted(number for number in numbers if psutil.pid_exists(number))
+    """Lists other processes that keep states of runs of an `output_dir` there: their ids, in order."""
+    holders = (holder_of(each) for each in directory_of(output_dir).glob("*"))
+    return sorted({each for each in holders if each is not None})
 
 
 def bytes_in(path: Path) -> int:

@@ -353,8 +353,21 @@ def test_clean_frees_what_a_killed_run_has_left(left_behind: Path) -> None:
 
 def test_clean_leaves_a_run_alone_that_still_trains(left_behind: Path) -> None:
     place = shared_memory.directory_of(left_behind) / "run-rank0-of-1"
-    (place / f"{os.getpid()}-1.block").write_bytes(b"")
-    result = run("clean", str(left_behind))
+    holds = "import sys, pathlib; from self_healing.shared_memory import hold; hold(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", f"{holds}; print(flush=True); input()", str(place)]
+    trains = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with trains:
+        assert trains.stdout is not None
+        trains.stdout.readline()
+        result = run("clean", str(left_behind))
+        trains.kill()
     assert result.exit_code == 1
-    assert f"is in use by process {os.getpid()}" in result.output
+    assert f"is in use by process {trains.pid}" in result.output
     assert place.is_dir()
+
+
+def test_clean_is_not_kept_away_by_a_process_that_has_been_given_an_old_number(left_behind: Path) -> None:
+    place = shared_memory.directory_of(left_behind) / "run-rank0-of-1"
+    (place / f"{os.getpid()}-1.block").write_bytes(b"")
+    assert run("clean", str(left_behind)).exit_code == 0
+    assert not place.is_dir()

@@ -19,7 +19,7 @@ from ..instrument.resume_record import resuming_from
 from ..rollback.shared_states import rank_directory
 from ..rollback.snapshots import Snapshot
 from ..rollback.stored_state import SUFFIX, StateFacts, StateUnusable, StoredState, open_state, read_facts
-from ..shared_memory import directory_of, is_own, this_boot
+from ..shared_memory import directory_of, holder_of, is_own, this_boot
 
 
 logger = logging.getLogger("self_healing")
@@ -168,12 +168,15 @@ def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.d
 
 
 def remove_other_states(output_dir: str, run: str, world_size: int) -> None:
-    """Removes what earlier runs, or another number of processes, have left in shared memory for an `output_dir`."""
+    """
+    Removes what earlier runs, or another number of processes, have left in shared memory for an `output_dir`. What is
+    in use stays: a container that shares this memory may have a directory of the same name.
+    """
     directory, own = directory_of(output_dir), f"-of-{world_size}"
     if not is_own(directory):
         return
     for each in directory.iterdir():
-        if not (each.name.startswith(f"{run}-rank") and each.name.endswith(own)):
+        if not (each.name.startswith(f"{run}-rank") and each.name.endswith(own)) and holder_of(each) is None:
             shutil.rmtree(each, ignore_errors=True)
     with suppress(OSError):
         directory.rmdir()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..instrument.live_state import LiveState
 from ..instrument.resume_record import ResumeRecord
-from ..shared_memory import directory_of, free_shared_memory, is_own, make_directory, this_boot
+from ..shared_memory import directory_of, free_shared_memory, hold, is_own, make_directory, this_boot
 from .host_copies import DeviceCopies
 from .host_memory import HostBlock
 from .snapshots import Snapshot
@@ -87,6 +87,7 @@ class SharedStates:
             return
         try:
             make_directory(self.directory)
+            weakref.finalize(self, os.close, hold(self.directory))
         except OSError as error:
             self._give_up(error)
         else:

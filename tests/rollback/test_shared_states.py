@@ -145,6 +145,26 @@ def test_a_killed_process_leaves_its_states(tmp_path: Path) -> None:
     assert not directory_of(tmp_path).exists()
 
 
+def test_what_another_process_uses_is_not_removed_until_it_is_gone(tmp_path: Path) -> None:
+    """In another container, which counts its processes itself, and has a directory of the same name."""
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        run = Run(tmp_path)
+        run.take()
+        os.write(tells, b".")
+        signal.pause()
+    try:
+        os.read(told, 1)
+        remove_other_states(str(tmp_path), "another", 1)
+        assert [each.step for each in steps_in_memory(str(tmp_path), 0, CPU)] == [1]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    remove_other_states(str(tmp_path), "another", 1)
+    assert not directory_of(tmp_path).exists()
+
+
 @pytest.mark.slow
 def test_whatever_a_process_is_killed_in_what_it_leaves_is_of_one_step(tmp_path: Path) -> None:
     later = random.Random(0)
@@ -404,7 +424,7 @@ def test_memory_that_turns_out_to_be_short_stops_nothing(run: Run, monkeypatch: 
     run.take()
     assert run.ring.candidate is not None
     assert run.steps == []
-    assert list(run.shared.directory.iterdir()) == []
+    assert [file.name for file in run.shared.directory.iterdir()] == ["in-use"]
 
 
 def test_a_long_log_is_not_pickled_again_for_each_state(run: Run) -> None:
