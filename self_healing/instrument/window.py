@@ -18,6 +18,7 @@ from .kept_step import Control, Recording, nbytes_of
 from .row_sources import DataPosition
 from .step_engine import Call, StepEngine
 from .step_record import StepRecord, as_tensor
+from .uneven_rows import gathering_uneven_rows
 
 
 _T = TypeVar("_T")
@@ -107,7 +108,11 @@ class Window(StepRecord):
         self.rewind()
         losses: list[torch.Tensor] = []
         computed = rows.computed(self.size)
-        with self.engine.accumulating(None if self.objective.counts_own_tokens else rows.micro_batches):
+        uneven = keep is not None and self.engine.view.world_size > 1
+        with (
+            self.engine.accumulating(None if self.objective.counts_own_tokens else rows.micro_batches),
+            gathering_uneven_rows(self._trainer.accelerator) if uneven else contextlib.nullcontext(),
+        ):
             for index in range(self.size):
                 if index not in computed:
                     self._advance_without(index)
