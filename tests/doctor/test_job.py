@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed
+from started_ranks import StartedRanks
 
 from self_healing.doctor.checkup import judge
 from self_healing.doctor.coverage import Setting
@@ -19,32 +15,14 @@ from self_healing.doctor.machine import Machine, Place
 from self_healing.launcher import launch_of
 
 
-SCRIPT = Path(__file__).parents[1] / "looked_at_job.py"
-store_class: Any = torch.distributed.TCPStore
-
-
 def doctor(directory: Path, fault: str, *options: str) -> list[tuple[int, str, str]]:
-    """Exit code, and what was printed, of each of two ranks."""
-    store = store_class("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    meeting |= {"WORLD_SIZE": 2, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1, "COLUMNS": 120}
-    told_to_all = os.environ | {name: str(value) for name, value in meeting.items()}
-    begun = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), fault, "doctor", str(directory), *options],
-            env=told_to_all | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    """Exit code, what was printed, and the whole log of each of two ranks."""
+    ranks = StartedRanks(directory / "logs", 2, "looked_at_job.py", fault, "doctor", directory, *options, COLUMNS=120)
     try:
-        told = [each.communicate(timeout=180) for each in begun]
+        codes = ranks.join(180)
     finally:
-        for each in begun:
-            each.kill()
-    return [(each.returncode, *texts) for each, texts in zip(begun, told, strict=True)]
+        ranks.end()
+    return [(code, ranks.printed(rank), ranks.log(rank)) for rank, code in enumerate(codes)]
 
 
 def test_a_rank_that_computes_wrong_is_named_in_one_table_and_all_exit_with_1(tmp_path: Path) -> None:

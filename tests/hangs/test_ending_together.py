@@ -2,73 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import torch.distributed
 from conftest import journal
+from started_ranks import StruckRanks
 
 
-SCRIPT = Path(__file__).parents[1] / "ending_together.py"
 # From the fault to the end of the last rank, in seconds.
 BOUND = 10.0
 # A hang is noticed after four seconds, and left after one more.
 SOON = {"hang_floor_seconds": 4.0, "hang_grace_seconds": 1.0, "hang_learning_steps": 1, "launcher_restarts": "yes"}
-store_class: Any = torch.distributed.TCPStore
 
 
-class Job:
-    """
-    Two ranks, started as torchrun does, whose store is served here: nothing but themselves ends them.
-
-    Args:
-        directory (`Path`):
-            Of the run.
-        options:
-            Of the script.
-    """
+class Job(StruckRanks):
+    """Two ranks, one of which fails."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        self.directory = directory
-        directory.mkdir()
-        self._store = store_class("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ranks = [self._start(rank, options) for rank in range(2)]
-
-    def _start(self, rank: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
-        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-        besides = {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
-        with (self.directory.parent / f"log.{rank}").open("w") as log:
-            return subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(self.directory), json.dumps(options)],
-                env=os.environ | {name: str(value) for name, value in (place | store | besides).items()},
-                stdout=log,
-                stderr=log,
-            )
-
-    def struck(self) -> float:
-        """Waits for the fault, and gives its time."""
-        path = self.directory / "struck"
-        for _ in range(2400):
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                return float(json.loads(path.read_text())["time"])
-            time.sleep(0.1)
-        raise AssertionError(f"no fault in four minutes: {self.log(0)}")
+        super().__init__(directory, 2, "ending_together.py", **options)
 
     def end_of(self, rank: int, within: float = 60.0) -> tuple[int, float]:
         """Waits for the end of a rank, and gives its exit code and how long after the fault that was."""
         struck = self.struck()
-        code = self.ranks[rank].wait(timeout=within)
+        code = self.processes[rank].wait(timeout=within)
         return code, time.time() - struck
 
     def postmortem(self, rank: int) -> Any:
@@ -77,17 +39,6 @@ class Job:
 
     def result(self, rank: int) -> Any:
         return json.loads((self.directory / f"results.{rank}.json").read_text())
-
-    def log(self, rank: int) -> str:
-        return (self.directory.parent / f"log.{rank}").read_text()
-
-    def end(self) -> None:
-        for rank in self.ranks:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for child in psutil.Process(rank.pid).children(recursive=True):
-                    child.kill()
-            rank.kill()
-            rank.wait()
 
 
 @pytest.fixture
@@ -163,8 +114,8 @@ def test_a_rank_that_exits_in_the_middle_of_the_run_ends_the_others_with_its_cod
 def test_a_stopped_rank_that_goes_on_ends_as_well(job: Any) -> None:
     two = job(fault="stop", config={"launcher_restarts": "yes"})
     assert two.end_of(0)[0] == 75
-    os.kill(two.ranks[1].pid, signal.SIGCONT)
-    assert two.ranks[1].wait(timeout=30) != 0
+    os.kill(two.processes[1].pid, signal.SIGCONT)
+    assert two.processes[1].wait(timeout=30) != 0
 
 
 @pytest.mark.slow
@@ -205,7 +156,7 @@ def test_a_hang_on_one_rank_is_named_by_all_and_ends_them(job: Any) -> None:
 @pytest.mark.heals("service", "ddp")
 def test_a_rank_that_asks_a_service_again_is_waited_for(job: Any) -> None:
     two = job(fault="busy", busy_seconds=12, config=SOON)
-    assert [rank.wait(timeout=240) for rank in two.ranks] == [0, 0]
+    assert two.join() == [0, 0]
     assert [two.result(rank)["steps"] for rank in (0, 1)] == [6, 6]
     assert not (two.directory / "hangs").exists()
 
@@ -214,7 +165,7 @@ def test_a_rank_that_asks_a_service_again_is_waited_for(job: Any) -> None:
 def test_nobody_is_given_up_when_training_has_ended(job: Any) -> None:
     # One of the two is busy for a while, and the other one waits for it.
     two = job(after=8.0, config=SOON)
-    assert [rank.wait(timeout=240) for rank in two.ranks] == [0, 0]
+    assert two.join() == [0, 0]
     for rank in (0, 1):
         assert "failed first" not in two.log(rank)
 
@@ -223,13 +174,13 @@ def test_nobody_is_given_up_when_training_has_ended(job: Any) -> None:
 def test_a_job_that_was_stopped_as_a_whole_goes_on(job: Any) -> None:
     two = job(steps=40, config=SOON)
     while not (two.directory / "checkpoint-4").exists():
-        assert two.ranks[0].poll() is None, two.log(0)
+        assert two.processes[0].poll() is None, two.log(0)
         time.sleep(0.1)
     for number, pause in ((signal.SIGSTOP, 15.0), (signal.SIGCONT, 0.0)):
-        for rank in two.ranks:
+        for rank in two.processes:
             os.kill(rank.pid, number)
         time.sleep(pause)
-    assert [rank.wait(timeout=240) for rank in two.ranks] == [0, 0]
+    assert two.join() == [0, 0]
     assert [two.result(rank)["steps"] for rank in (0, 1)] == [40, 40]
 
 
@@ -240,8 +191,8 @@ def test_what_a_launcher_sends_to_those_that_are_left_is_no_preemption(job: Any)
     two.struck()
     while "this one stays as it is" not in two.log(0):
         time.sleep(0.1)
-    os.kill(two.ranks[0].pid, signal.SIGTERM)
-    assert two.ranks[0].wait(timeout=60) == 143
+    os.kill(two.processes[0].pid, signal.SIGTERM)
+    assert two.processes[0].wait(timeout=60) == 143
     (attempt,) = json.loads((two.directory / "healing_run.json").read_text())["attempts"]
     assert attempt["ending"] == "restart"
     assert "ValueError: only here" in attempt["why"]

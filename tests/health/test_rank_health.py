@@ -4,62 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed
+from started_ranks import StruckRanks
 
 
-SCRIPT = Path(__file__).parents[1] / "unlike_ranks.py"
 LIMIT = 10.0
 # Of a busy machine, in which a thread has to wait for its turn.
 SLACK = 5.0
-store_class: Any = torch.distributed.TCPStore
 
 
-class Job:
-    """
-    Ranks that train together, and whose store is served here.
-
-    Args:
-        directory (`Path`), ranks (`int`):
-            Of the run, and how many there are.
-        options:
-            Of the script.
-    """
+class Job(StruckRanks):
+    """Ranks, one of which does not answer for a while, or is slower."""
 
     def __init__(self, directory: Path, ranks: int, **options: Any) -> None:
-        self.directory = directory
-        directory.mkdir()
         options = {"config": {"collective_timeout_check_seconds": LIMIT}, **options}
-        self._store = store_class("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ranks = [self._start(rank, ranks, options) for rank in range(ranks)]
-
-    def _start(self, rank: int, ranks: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
-        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-        besides = {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
-        with (self.directory.parent / f"log.{rank}").open("w") as log:
-            return subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(self.directory), json.dumps(options)],
-                env=os.environ | {name: str(value) for name, value in (place | store | besides).items()},
-                stdout=log,
-                stderr=log,
-            )
-
-    def join(self, seconds: float = 240.0) -> list[int]:
-        """Waits for the end of all, and gives their exit codes."""
-        until = time.monotonic() + seconds
-        return [rank.wait(timeout=max(until - time.monotonic(), 1.0)) for rank in self.ranks]
-
-    def struck(self) -> float:
-        return float(json.loads((self.directory / "struck").read_text())["time"])
+        super().__init__(directory, ranks, "unlike_ranks.py", **options)
 
     def events(self, rank: int, symptom: str) -> list[dict[str, Any]]:
         """What a rank has written down of the incidents of a kind."""
@@ -69,14 +33,6 @@ class Job:
             ids = {each["incident"] for each in told if each.get("symptom") == symptom}
             return [each for each in told if each.get("incident") in ids]
         return []
-
-    def log(self, rank: int) -> str:
-        return (self.directory.parent / f"log.{rank}").read_text()
-
-    def end(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.wait()
 
 
 @pytest.fixture

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed
 from conftest import Starter, job_log, job_result, journal, sft_trainer
+from started_ranks import StartedRanks
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -26,8 +23,6 @@ from self_healing.shared_memory import directory_of
 
 
 pytestmark = pytest.mark.skipif(not shared_memory.ROOT.is_dir(), reason="the system has no shared memory as files")
-SCRIPTS = Path(__file__).parents[1]
-STORE: Any = torch.distributed.TCPStore
 CLOSE = {"snapshot_interval": 2, "snapshot_verify_steps": 2}
 
 
@@ -207,7 +202,7 @@ def test_a_state_from_which_the_process_before_came_no_step_further_is_passed_ov
 
 class Ranks:
     """
-    Ranks, started as torchrun does, whose store is served here.
+    Ranks that are started again and again, each time with another store.
 
     Args:
         directory (`Path`):
@@ -223,7 +218,7 @@ class Ranks:
     def __init__(self, directory: Path, script: str = "restarted_ranks.py", count: int = 2, **options: Any) -> None:
         self.directory = directory
         self._options = {"save_steps": 20, "evaluates": False, "frozen": "", "states": "SHARDED_STATE_DICT"} | options
-        self._script, self._count, self.seconds = SCRIPTS / script, count, 180
+        self._script, self._count, self.seconds = script, count, 180
 
     def start(self, restarts: int, *counts: int) -> list[int]:
         """
@@ -235,42 +230,24 @@ class Ranks:
             counts (`int`):
                 How often each rank is told it was. Defaults to as often.
         """
-        store = STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        launcher = {
-            "TORCHELASTIC_RUN_ID": "job",
-            "TORCHELASTIC_RESTART_COUNT": restarts,
-            "TORCHELASTIC_MAX_RESTARTS": 3,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": store.port,
-            "WORLD_SIZE": self._count,
-            "LOCAL_WORLD_SIZE": self._count,
-            "OMP_NUM_THREADS": 1,
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        ranks = []
-        for rank in range(self._count):
-            place = launcher | {"RANK": rank, "LOCAL_RANK": rank}
-            if counts:
-                place["TORCHELASTIC_RESTART_COUNT"] = counts[rank]
-            with (self.directory / f"log.{restarts}.{rank}").open("w") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, str(self._script), str(self.directory), json.dumps(self._options)],
-                        env=os.environ | {name: str(value) for name, value in place.items()},
-                        stdout=log,
-                        stderr=log,
-                    )
-                )
+        ranks = StartedRanks(
+            self.directory / f"logs.{restarts}",
+            self._count,
+            self._script,
+            self.directory,
+            json.dumps(self._options),
+            TORCHELASTIC_RUN_ID="job",
+            TORCHELASTIC_RESTART_COUNT=counts or restarts,
+            TORCHELASTIC_MAX_RESTARTS=3,
+        )
         try:
-            return [rank.wait(timeout=self.seconds) for rank in ranks]
+            return ranks.join(self.seconds)
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+            ranks.end()
 
     def log(self) -> str:
-        return "\n".join(f"==== {log.name}\n{log.read_text()[-6000:]}" for log in sorted(self.directory.glob("log.*")))
+        logs = sorted(self.directory.glob("logs.*/*"))
+        return "\n".join(f"==== {log.relative_to(self.directory)}\n{log.read_text()[-6000:]}" for log in logs)
 
     def results(self) -> list[dict[str, Any]]:
         files = [self.directory / f"results.{rank}.json" for rank in range(self._count)]
@@ -386,5 +363,5 @@ def test_each_way_to_shard_goes_on_from_memory(
     if "changed" in variants:
         resumed_from = journal(tmp_path / "changed", "run_started")[-1]["resumed_from"]
         assert resumed_from == str(tmp_path / "changed" / "checkpoint-3")
-        log = (tmp_path / "log.1.0").read_text()
+        log = (tmp_path / "logs.1" / "err.0").read_text()
         assert log.count("in shared memory cannot be gone on from: it has no buffer 'added'") == 1
