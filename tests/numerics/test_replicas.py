@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from self_healing.instrument.replicas import (
     DIGEST_PARTS,
@@ -11,6 +12,7 @@ from self_healing.instrument.replicas import (
     are_apart,
     digest_of,
     factors_of,
+    sum_of_all,
     sum_of_bits,
     unlike,
 )
@@ -44,6 +46,21 @@ def test_every_bit_of_a_weight_counts(dtype: torch.dtype) -> None:
 def test_what_has_no_elements_and_what_is_transposed_is_no_trouble() -> None:
     assert sum_of_bits(torch.empty(0)) == 0
     assert sum_of_bits(torch.ones(4, 6).t()) == sum_of_bits(torch.ones(6, 4))
+
+
+def test_the_sum_of_all_tells_which_tensor_is_which_and_which_part_of_one() -> None:
+    one, other = torch.ones(3, 2), torch.full((3, 2), 2.0)
+    tensors = (
+        {"a": one, "b": other},
+        {"a": other, "b": one},
+        {"a": one, "c": other},
+        {"a": one},
+        # Quantised ones are made of several.
+        {"a": TwoTensor(one, other)},
+        {"a": TwoTensor(other, one)},
+        {"a": TwoTensor(one, one)},
+    )
+    assert len({int(sum_of_all(each, torch.device("cpu"))) for each in tensors}) == len(tensors)
 
 
 def sums_of_ranks() -> dict[int, torch.Tensor]:

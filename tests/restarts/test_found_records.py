@@ -144,6 +144,12 @@ def test_what_the_ranks_know_of_their_launch_is_put_together(
     assert found.started_again == (restarts > 0)
 
 
+@pytest.mark.parametrize("requeued", [(False, False), (True, False), (False, True)])
+def test_a_job_was_requeued_if_any_rank_knows_of_it(requeued: tuple[bool, ...]) -> None:
+    launches = [Launch("torchrun", int(each), 3, requeued=each) for each in requeued]
+    assert of_all_ranks(launches).requeued == any(requeued)
+
+
 class TestARecord:
     def read(self, directory: Path, **changes: Any) -> RunRecord:
         """What is read of a record that was changed by hand; a field that is `...` is left out."""

@@ -299,9 +299,10 @@ def test_beside_other_frozen_weights_a_state_is_not_put(run: Run, tmp_path: Path
         again.frozen["frozen"][3] += 1e-6
     elif other == "one more":
         again.frozen["more"] = torch.ones(1)
+    elif other == "another name":
+        again.frozen = {"renamed" if name == "frozen" else name: each for name, each in again.frozen.items()}
     else:
-        frozen = again.frozen.pop("frozen")
-        again.frozen |= {"renamed": frozen} if other == "another name" else {}
+        del again.frozen["frozen"]
     with pytest.raises(StateUnusable, match="weights that are not trained"):
         state.check(again.live)
 
