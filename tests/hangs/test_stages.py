@@ -633,8 +633,43 @@ def test_a_worker_that_waits_for_work_is_no_reason(watch: Callable[..., Watched]
     assert "workers_wait_at" not in watched.incidents[0].evidence
 
 
-def test_stacks_are_read_without_the_garbage_collector_which_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("collects", [True, False])
+def test_stacks_are_read_without_the_garbage_collector_which_is_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
     read, seen = sys._current_frames, list[bool]()
     monkeypatch.setattr(sys, "_current_frames", lambda: (seen.append(gc.isenabled()), read())[1])
-    assert threading.get_ident() in current_frames()
-    assert (seen, gc.isenabled()) == ([False], True)
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert threading.get_ident() in current_frames()
+        assert (seen, gc.isenabled()) == ([False], collects)
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_two_threads_that_read_stacks_at_once_leave_the_garbage_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one would find it off, and the first one would put it on again while the second one reads."""
+    read, seen = sys._current_frames, list[bool]()
+    first_reads, second_has_come = threading.Event(), threading.Event()
+
+    def frames() -> Any:
+        if not first_reads.is_set():
+            first_reads.set()
+            # Unless it is kept waiting.
+            second_has_come.wait(0.5)
+        else:
+            second_has_come.set()
+            first.join(2.0)
+        seen.append(gc.isenabled())
+        return read()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    assert gc.isenabled()
+    first, second = (threading.Thread(target=current_frames) for _ in range(2))
+    first.start()
+    assert first_reads.wait(5.0)
+    second.start()
+    for each in (first, second):
+        each.join(5.0)
+    assert (seen, gc.isenabled()) == ([False, False], True)

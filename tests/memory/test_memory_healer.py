@@ -16,7 +16,7 @@ from self_healing import Action, FailureType, UnrecoverableTrainingError
 from self_healing.instrument import OutOfMemory
 from self_healing.memory.healer import MemoryHealer
 from self_healing.memory.remedies import MemoryRemedies, MemoryState
-from self_healing.memory.sizes_file import SIZES_FILE
+from self_healing.memory.sizes_file import SIZES_FILE, SizesFile
 from self_healing.memory.splitting import CallShape, KnownSizes
 
 
@@ -266,6 +266,22 @@ def test_other_ranks_are_told_of_a_size_that_was_tried_in_vain(memory: Memory) -
     assert sizes.rows_for(CallShape("train", 8, 16)) == 4
     assert memory.attempt(4)
     assert told == ["sizes"]
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_what_another_rank_tells_is_split_here_and_has_failed_there(tmp_path: Path, meets: bool) -> None:
+    here, there = Memory(tmp_path), Memory(tmp_path)
+    takers: dict[str, Any] = {}
+    here.run.news.on = takers.__setitem__  # type: ignore[method-assign]
+    here.healer.attach(first=False)
+    here.run.instrument.one_rank.meets_in_forward = meets
+    there.state.sizes.failed(CallShape("train", 8, 16))
+    takers["sizes"](1, SizesFile(there.healer.run, there.state).content())
+    assert here.state.sizes.known_rows(CallShape("train", 8, 16)) == 4
+    assert here.state.sizes.state_dict()["train"]["elsewhere"] == [(8, 16)]
+    # A forward that was seen to be a meeting of ranks is not split.
+    assert here.state.sizes.made_together == meets
+    assert json.loads((tmp_path / SIZES_FILE).read_text())["sizes"]["train"]["fails"] == [[8, 16]]
 
 
 def test_a_file_that_cannot_be_read_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -490,6 +490,36 @@ def test_what_has_failed_on_another_rank_first_and_then_here_has_failed_here() -
     assert here.state_dict()["train"]["elsewhere"] == []
 
 
+def test_what_has_failed_here_has_failed_here_whoever_else_tells_of_it_and_after_a_restart() -> None:
+    here, other, later = begun(), begun(), begun()
+    for sizes in (here, other):
+        sizes.failed(train(4))
+    here.load_state_dict(json.loads(json.dumps(other.state_dict())), own=False)
+    later.load_state_dict(json.loads(json.dumps(here.state_dict())))
+    assert [sizes.state_dict()["train"]["elsewhere"] for sizes in (here, later)] == [[], []]
+
+
+def test_what_has_failed_since_a_size_was_written_down_counts_more() -> None:
+    sizes = begun()
+    sizes.failed(train(16))
+    sizes.ran(train(8))
+    sizes.on_success()
+    written = json.loads(json.dumps(sizes.state_dict()))
+    sizes.failed(train(8))
+    sizes.load_state_dict(written)
+    assert sizes.known_rows(train(8)) == 4
+
+
+def test_of_what_fitted_on_another_rank_half_a_row_is_none() -> None:
+    here, other = begun(), begun()
+    here.failed(train(2, 100))
+    other.failed(train(8, 900))
+    other.ran(train(4, 900))
+    other.on_success()
+    here.load_state_dict(json.loads(json.dumps(other.state_dict())), own=False)
+    assert here.state_dict()["train"]["fits"] == []
+
+
 def test_a_model_whose_calls_ranks_make_together_is_known_in_the_next_process() -> None:
     sizes, later = begun(), begun()
     sizes.made_together = True
@@ -511,6 +541,16 @@ def test_how_long_is_waited_outlives_the_process() -> None:
     on_another_rank = begun(probe_steps=4)
     on_another_rank.load_state_dict(json.loads(json.dumps(sizes.state_dict())), own=False)
     assert on_another_rank.state_dict()["train"]["wait"] == sizes.state_dict()["train"]["wait"] > 4
+
+
+def test_the_longest_wait_of_all_ranks_counts() -> None:
+    usual = begun().state_dict()
+    long = {**usual, "train": {**usual["train"], "wait": 40, "try_wait": 8}}
+    for states in ((usual, long), (long, usual)):
+        merged = begun()
+        for state in states:
+            merged.load_state_dict(state, own=False)
+        assert (merged.state_dict()["train"]["wait"], merged.state_dict()["train"]["try_wait"]) == (40, 8)
 
 
 def test_with_room_to_spare_what_failed_is_tried_again_though_a_failure_ends_the_job() -> None:

@@ -382,8 +382,8 @@ class KnownSizes:
             fits, fails, elsewhere = (
                 [(int(r), int(n)) for r, n in known.get(name, [])] for name in ("fits", "fails", "elsewhere")
             )
-            before, failed_there = set(frontier.fails) - frontier.elsewhere, set(fails) - set(elsewhere)
-            frontier.elsewhere.update(elsewhere if own else set(fails) - before)
+            failed_there = set(fails) - set(elsewhere)
+            frontier.elsewhere.update(elsewhere if own else set(fails) - set(frontier.fails))
             for rows, length in fails:
                 frontier.fail(rows, length)
             if not own:
