@@ -185,10 +185,22 @@ def read_record(path: Path = RECORD) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
+def _cases_in(results: Path) -> Iterator[ElementTree.Element]:
+    """Reads the tests in a file of results; of a run that was broken off, the last one has no name."""
+    try:
+        cases = list(ElementTree.parse(results).iter("testcase"))
+    except ElementTree.ParseError as error:
+        raise MatrixError(f"{results} is not complete ({error}); let its tests run to their end") from None
+    for case in cases:
+        if not {"classname", "name"} <= case.attrib.keys():
+            raise MatrixError(f"{results} is not complete: its run was broken off; let its tests run to their end")
+        yield case
+
+
 def outcomes_in(results: Path) -> dict[str, str]:
     """Reads what pytest has written with `--junit-xml`: of a test with parameters, the worst counts."""
     worst: dict[str, str] = {}
-    for case in ElementTree.parse(results).iter("testcase"):
+    for case in _cases_in(results):
         # "tests.memory.test_memory.TestForward": as far as it is a file, a path.
         parts = case.attrib["classname"].split(".")
         modules = next(n for n, part in enumerate(parts, start=1) if part.startswith("test_"))
@@ -202,7 +214,7 @@ def outcomes_in(results: Path) -> dict[str, str]:
 def rank_cells_in(results: Path) -> dict[str, dict[str, str]]:
     """Reads what became of each fault under each strategy; of one that is known not to be healed also why."""
     found = {}
-    for case in ElementTree.parse(results).iter("testcase"):
+    for case in _cases_in(results):
         name = case.attrib["name"].partition("[")[2].removesuffix("]")
         if ".ranks.test_faults_" not in case.attrib["classname"] or not name:
             continue

@@ -158,6 +158,18 @@ def test_of_a_test_with_parameters_the_worst_outcome_counts(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.parametrize(
+    "left",
+    ['<testsuites><testsuite><testcase time="0.1"/></testsuite></testsuites>', "<testsuites><testsuite>", ""],
+    ids=["in a test", "while it is written", "before it is written"],
+)
+def test_results_of_a_run_that_was_broken_off_are_named_and_not_used(tmp_path: Path, left: str) -> None:
+    (tmp_path / "results.xml").write_text(left)
+    for read in (outcomes_in, rank_cells_in):
+        with pytest.raises(MatrixError, match=r"results\.xml is not complete"):
+            read(tmp_path / "results.xml")
+
+
 def test_a_row_of_the_readme_is_shown_where_each_of_its_faults_on_a_rank_has_passed() -> None:
     passed = {f"{fault}-{strategy}": {"outcome": "passed"} for fault in SIGKILLS for strategy in STRATEGIES}
     assert cells([], {"cpu": {"ranks": passed}}, "killed")["fsdp2"] == "✅"
