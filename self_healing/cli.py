@@ -7,7 +7,6 @@ What a command needs is imported when it runs, so that one that needs little doe
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import shlex
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -330,6 +329,7 @@ def doctor(
     """
     from .doctor.checkup import check_up
     from .doctor.job import is_in_job
+    from .processes import end_at_once
 
     # A run makes its output_dir, but neither a disk nor a mount that is not there.
     if not os.path.exists(directory) and not os.path.exists(directory.parent):
@@ -345,8 +345,10 @@ def doctor(
         from .doctor.ranks import look_at_job
 
         job = look_at_job()
+        # Threads of gloo outlive the process group, and what they free while the interpreter ends aborts the process
+        # (torch 2.13, https://github.com/pytorch/pytorch/pull/179291).
         if job.rank != 0:
-            _end_rank(0 if job.works else 1)
+            end_at_once(0 if job.works else 1)
     found = check_up(directory, job=job)
     if as_json:
         import json
@@ -361,20 +363,9 @@ def doctor(
 
         print_checkup(found, Console(highlight=False))
     if job is not None:
-        _end_rank(0 if found.works else 1)
+        end_at_once(0 if found.works else 1)
     if not found.works:
         raise typer.Exit(1)
-
-
-def _end_rank(code: int) -> NoReturn:
-    """
-    Ends a process that was in a process group: threads of gloo outlive the group, and what they free while the
-    interpreter ends aborts the process (torch 2.13, https://github.com/pytorch/pytorch/pull/179291).
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
 
 
 @app.command()

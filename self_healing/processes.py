@@ -1,14 +1,17 @@
-"""Whether a process of this machine is the one that it was, and runs, is stopped, or is gone."""
+"""Whether a process of this machine is the one that it was, and runs, is stopped, or is gone; ends this one."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -117,3 +120,19 @@ def machine() -> str:
         with contextlib.suppress(OSError):
             parts.append(os.readlink(path) if "ns" in Path(path).parts else Path(path).read_text().strip())
     return " ".join(parts)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """
+    Ends this process with what it has logged and printed, and without Python's own end: what that frees may abort the
+    process, or keep it.
+
+    Args:
+        code (`int`):
+            Exit code.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import logging
 import os
-import sys
 import threading
 import time
+
+from ..processes import end_at_once
 
 
 # Time the interpreter may take to end with a lost device, in seconds.
@@ -43,10 +42,5 @@ def end_process_with(code: int, error: BaseException, within: float = _LAST_WORD
 @atexit.register
 def _end() -> None:
     """Ends the process before the interpreter frees anything, and after functions registered later than this one."""
-    if not _last:
-        return
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(_last[0][0])
+    if _last:
+        end_at_once(_last[0][0])
