@@ -45,7 +45,7 @@ class DeepSpeedEngine(AccelerateEngine):
         self._own.wrap(self._zero.optimizer, self._zero.measure, self._zero.norm_of_group)
         self._own.wrap(self.trainer.optimizer, "step", self._step)
         # accelerate gives the norm of the step before, as this one has not been taken.
-        self._own.wrap(self.trainer.accelerator, "clip_grad_norm_", lambda *_, **__: self._zero.norm())
+        self._own.wrap(self.trainer.accelerator, "clip_grad_norm_", self._norm)
 
     def detach(self) -> None:
         if self._held:
@@ -66,6 +66,12 @@ class DeepSpeedEngine(AccelerateEngine):
             self._held = False
             self._take()
         return original(*args, **kwargs)
+
+    def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._held:
+            return self._zero.norm()
+        # No rank has computed a gradient: rows are not generated with weights that are not finite.
+        return torch.zeros((), device=self.trainer.accelerator.device)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         held, self._held = self._held, False
