@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import save_fsdp_optimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .. import consensus
 from ..classify import could_not_be_written, describe_exception
 from .replacing import Replacements
+from .zero import engine_of
+from .zero_saving import saves_in_known_order, writes_of
 
 
 # What `_save_checkpoint` is made of before it writes the state of the Trainer, last of all.
@@ -27,9 +30,9 @@ class SavingTogether:
     Has the processes of a run agree on whether a checkpoint could be written.
 
     A rank whose disk refuses a part goes on with the next one, in which the others may wait for it (FSDP gathers
-    weights and optimizer state one after the other), until all have written what they can. Then all of them raise, or
-    none; before that neither the state of the Trainer is written, without which no checkpoint is taken for complete,
-    nor an older one rotated away.
+    weights and optimizer state one after the other, DeepSpeed has barriers), until all have written what they can.
+    Then all of them raise, or none; before that neither the state of the Trainer is written, without which no
+    checkpoint is taken for complete, nor an older one rotated away.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -46,10 +49,9 @@ class SavingTogether:
     def possible(self) -> bool:
         """Whether it is known in which order its processes wait for each other while they save."""
         trainer = self._trainer
-        by_itself = getattr(trainer, "is_deepspeed_enabled", False) or getattr(
-            trainer, "is_distributed_loading_by_transformers", False
-        )
-        return not by_itself
+        if getattr(trainer, "is_deepspeed_enabled", False):
+            return saves_in_known_order(engine_of(trainer))
+        return not getattr(trainer, "is_distributed_loading_by_transformers", False)
 
     def save(self, save: Callable[..., None], checkpoint: Path, *args: Any, **kwargs: Any) -> None:
         """
@@ -73,6 +75,11 @@ class SavingTogether:
         for name in _PARTS:
             last = name == ("_save_rng_state" if with_rng else "save_model")
             replacements.wrap(self._trainer, name, self._last_part if last else self._part)
+        engine = engine_of(self._trainer)
+        if engine is not None:
+            for holder, name in [*writes_of(engine), (self._trainer, "_save")]:
+                replacements.wrap(holder, name, self._part)
+            replacements.wrap(engine, "save_checkpoint", self._part_of_engine)
         not_rotated: Exception | None = None
         try:
             self._attempt(lambda: save(*args, **kwargs))
@@ -97,6 +104,13 @@ class SavingTogether:
 
     def _part(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return self._attempt(lambda: original(*args, **kwargs))
+
+    def _part_of_engine(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        written = self._part(original, *args, **kwargs)
+        if written is None:
+            # It was the file `latest`, of the first rank alone: the others wait for it in what comes next.
+            torch.distributed.barrier()
+        return written
 
     def _last_part(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = self._part(original, *args, **kwargs)
