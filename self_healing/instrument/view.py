@@ -256,6 +256,11 @@ class TrainerView:
         """Names parameters, buffers and optimizer states that hold NaN or Inf."""
         return self._nonfinite(innermost(self._trainer.optimizer))
 
+    def own_part_of(self, tensors: Sequence[str]) -> list[str]:
+        """Gives those of some tensors that are not made of the parts of all ranks in each step, as ZeRO does."""
+        zero = zero_of(self._trainer)
+        return [name for name in tensors if zero is None or zero.is_own(name)]
+
     def nonfinite_weights(self) -> list[str]:
         """Names parameters and buffers that hold NaN or Inf."""
         return self._nonfinite(None)

@@ -272,6 +272,11 @@ class Zero:
         """What the loss scaler knows, to be read and written to; empty where the loss is not scaled."""
         return vars(self.optimizer.loss_scaler) if self.scales_loss else {}
 
+    def is_own(self, name: str) -> bool:
+        """Whether a tensor of that name is this rank's part of the state, and not gathered from those of all ranks."""
+        own = ("master weights ", "optimizer:", *(["weights "] if self.shards_weights else []))
+        return name.startswith(own)
+
     def load(self, checkpoint: str, strict: bool) -> None:
         """
         Loads weights and optimizer state of a checkpoint; what the engine counts, and its schedule, stay. Collective.

@@ -37,7 +37,7 @@ class CorruptedStateHealer(NumericsHealer):
         found = instrument.view.nonfinite_tensors()
         if self.config.on_nonfinite != "heal" or not self.on_any_rank("the state is not finite", bool(found)):
             return
-        with self._open(window.step, found[:20] or tensors, bool(found)) as opened:
+        with self._open(window.step, found[:20] or tensors, found) as opened:
             context = HealingContext(opened.incident, instrument, window)
             self._climb.take_rung(context, FailureType.CORRUPTED_STATE)
 
@@ -51,7 +51,7 @@ class CorruptedStateHealer(NumericsHealer):
         if not self.on_any_rank(LOOKED_AT_END, bool(found)):
             return
         best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
-        with self._open(step, found[:20], bool(found)) as opened:
+        with self._open(step, found[:20], found) as opened:
             incident = opened.incident
             in_weights = any(not name.startswith("optimizer:") for name in found)
             if best is not None and not self.on_any_rank("the best model is not finite", in_weights):
@@ -118,7 +118,7 @@ class CorruptedStateHealer(NumericsHealer):
         if self._told_of_state:
             # Nothing could be done about it at the save before this one.
             return False
-        with self._open(self.instrument.view.step, found[:20], bool(found)) as opened:
+        with self._open(self.instrument.view.step, found[:20], found) as opened:
             return self._heal_before_a_save(opened)
 
     def _heal_before_a_save(self, opened: OpenIncident) -> bool:
@@ -152,9 +152,9 @@ class CorruptedStateHealer(NumericsHealer):
             opened.close("resolved")
         return True
 
-    def _open(self, step: int, tensors: list[str], here: bool) -> OpenIncident:
+    def _open(self, step: int, tensors: list[str], nonfinite: list[str]) -> OpenIncident:
         """Every rank has to come, also one whose own state is finite."""
-        ranks = self.ranks_where("the state is not finite here", here)
+        ranks = self.ranks_with(nonfinite)
         opened = self.incident(step, "nonfinite_state", {"tensors": tensors})
         opened.diagnosed(FailureType.CORRUPTED_STATE, Cause.CORRUPTED_STATE, ranks)
         return opened

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import consensus
@@ -69,6 +69,12 @@ class NumericsHealer:
         """Evidence of the ranks on which something is so; none on one process. Every rank has to come."""
         found = consensus.ranks_where(question, flag, self.instrument.view.device)
         return {"ranks": found} if found and consensus.world_size() > 1 else {}
+
+    def ranks_with(self, nonfinite: Sequence[str]) -> dict[str, list[int]]:
+        """Evidence of the ranks whose state is not finite, and not only gathered from others. As [`ranks_where`]."""
+        own = self.instrument.view.own_part_of(nonfinite)
+        source = self.ranks_where("its own part of the state is not finite here", bool(own))
+        return source or self.ranks_where("the state is not finite here", bool(nonfinite))
 
     def clip(self, window: Window, signals: StepSignals, clipped_to: float = math.inf) -> None:
         """Clips the gradient of a step that is about to be applied by what is usual, if that is asked for."""

@@ -65,11 +65,12 @@ class NonfiniteHealer(NumericsHealer):
         # Before it is computed again. The gradient has been summed over ranks, and says no more whose it was.
         losses_are_finite = all(math.isfinite(float(loss)) for loss in window.losses)
         diagnosis = self._diagnose(window)
-        here = {
-            FailureType.CORRUPTED_STATE: bool(diagnosis.evidence.get("tensors")),
-            FailureType.NONFINITE_POISON_ROWS: bool(diagnosis.poison),
-        }.get(diagnosis.failure, not losses_are_finite)
-        ranks = self.ranks_where("it is not finite here", here)
+        if diagnosis.failure is FailureType.CORRUPTED_STATE:
+            ranks = self.ranks_with(diagnosis.evidence["tensors"])
+        else:
+            poisoned = diagnosis.failure is FailureType.NONFINITE_POISON_ROWS
+            here = bool(diagnosis.poison) if poisoned else not losses_are_finite
+            ranks = self.ranks_where("it is not finite here", here)
         opened.diagnosed(diagnosis.failure, diagnosis.cause, {**diagnosis.evidence, **ranks})
         context = HealingContext(incident, self.instrument, window, diagnosis)
         if diagnosis.failure is FailureType.CORRUPTED_STATE:
