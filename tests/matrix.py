@@ -74,7 +74,20 @@ COLUMNS = {
 UNNOTICEABLE = "it cannot be noticed: "
 
 # Of faults on one of several ranks: how the model is trained there, and by the name of each fault what it is.
-STRATEGIES = {"ddp": "DDP", "fsdp2_full": "FSDP2, full", "fsdp2_sharded": "FSDP2, sharded"}
+STRATEGIES = {
+    "ddp": "DDP",
+    "fsdp2_full": "FSDP2, full",
+    "fsdp2_sharded": "FSDP2, sharded",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+}
+# Those of a column of the README.
+STRATEGIES_OF = {
+    "ddp": ("ddp",),
+    "fsdp2": ("fsdp2_full", "fsdp2_sharded"),
+    "deepspeed": ("zero1", "zero2", "zero3"),
+}
 RANK_FAULTS = {
     "Healed while all ranks train on": {
         "none": "Nothing: bitwise the run of the plain trainer",
@@ -115,7 +128,19 @@ RANK_FAULTS = {
 
 # Rows of the README that the table of ranks shows as well: by its faults, and what is done in place of healing them.
 _ENDS = "ends the job; the next start goes on from the newest good checkpoint"
-SHOWN_ON_RANKS = {
+SHOWN_ON_RANKS: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "transient": (("transient_nan",), None),
+    "poison_rows": (("poison_rows_loss", "poison_rows_gradient"), None),
+    "corrupted_weights": (("nan_weights",), None),
+    "gradient_spike": (("gradient_spike",), None),
+    "bad_sample": (("bad_sample",), None),
+    "service": (("reward_retried",), None),
+    "connection": (
+        ("evaluation_retried", "callback_retried"),
+        "in callbacks and `compute_metrics`; elsewhere it ends the job",
+    ),
+    "disk": (("full_disk_rank_0", "full_disk_rank_1"), None),
+    "damaged_checkpoint": (("torn_weights", "torn_rank_part"), None),
     "hang": (("hang",), _ENDS),
     "native_hang": (("native_hang",), None),
     "killed": (("sigkill", "sigkill_while_saving"), None),
@@ -262,17 +287,18 @@ def shown(fault: str, column: str, marked: list[Proof], record: Mapping[str, Any
     outcomes = record.get(device, {}).get("outcomes", {})
     if column == "gpu" and not outcomes:
         return {"state": "not run"}
+    cells = record.get(device, {}).get("ranks", {})
+    on_ranks, done_instead = SHOWN_ON_RANKS.get(fault, ((), None))
     for each in columns:
         of_cell = [proof for proof in marked if (proof.fault, proof.column) == (fault, each)]
-        if of_cell and all(outcomes.get(proof.test) == "passed" for proof in of_cell):
+        names = [f"{one}-{strategy}" for one in on_ranks for strategy in STRATEGIES_OF.get(each, ())]
+        if of_cell:
+            # What was not run takes nothing from what another test shows.
+            names = [name for name in names if name in cells]
+        told = [outcomes.get(proof.test) for proof in of_cell] + [cells.get(name, {}).get("outcome") for name in names]
+        if told and all(outcome == "passed" for outcome in told):
             partly = next((proof.partly for proof in of_cell if proof.partly is not None), None)
-            return _as_shown(partly)
-    faults, partly = SHOWN_ON_RANKS.get(fault, ((), None))
-    strategies = [strategy for strategy in STRATEGIES if strategy.partition("_")[0] == column]
-    cells = record.get(device, {}).get("ranks", {})
-    needed = [cells.get(f"{each}-{strategy}", {}) for each in faults for strategy in strategies]
-    if needed and all(each.get("outcome") == "passed" for each in needed):
-        return _as_shown(partly)
+            return _as_shown(partly or (done_instead if names else None))
     return {"state": "not shown"}
 
 

@@ -23,7 +23,7 @@ from ending_together import hold_connections, strike_rank
 from forked_pairs import run_pair
 from short_of_memory import Short
 from short_under_ddp import averaged
-from struck_job import STATE_DICTS
+from strategies import STATE_DICTS
 from transformers import set_seed
 from trl import SFTTrainer
 from two_processes import digest_of

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,12 @@ from ending_together import hold_connections, strike_rank
 from failing_ranks import digest_of
 from forked_pairs import run_pair
 from restarted_job import minutes_in_native_code
-from torch.distributed.tensor import DTensor
+from strategies import arguments_of, prepare, trained_as, whole_weights
 from transformers import TrainerCallback, set_seed
-from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
 
 
-STATE_DICTS = {"fsdp2_full": "FULL_STATE_DICT", "fsdp2_sharded": "SHARDED_STATE_DICT"}
 # A checkpoint every so many steps; the fault comes when so many are finished, or while a checkpoint is evaluated or
 # written.
 SAVE_STEPS, STRUCK_AFTER, EVALUATED_AFTER, SAVED_AFTER = 3, 7, 8, 6
@@ -62,23 +61,27 @@ class At(TrainerCallback):
         setattr(self, event, act)
 
 
-def half_of_a_part(trainer: Any, strike: Callable[[], None]) -> None:
+def half_of_a_part(trainer: Any, strategy: str, strike: Callable[[], None]) -> None:
     """The process dies when half of its part of a checkpoint is written."""
-    original, args = trainer._save_optimizer_and_scheduler, trainer.args
+    original, rank = trainer._save_optimizer_and_scheduler, trainer.args.process_index
 
     def save(output_dir: str) -> None:
         if trainer.state.global_step == SAVED_AFTER:
-            sharded = "SHARDED" in os.environ.get("FSDP_STATE_DICT_TYPE", "")
-            of_first = "optimizer.bin" if isinstance(next(trainer.model.parameters()), DTensor) else "optimizer.pt"
-            own = of_first if args.process_index == 0 else f"rng_state_{args.process_index}.pth"
-            Path(output_dir, f"optimizer_0/__{args.process_index}_0.distcp" if sharded else own).write_bytes(b"half")
+            precision = "bf16_" if trainer.args.bf16 else ""
+            own = {
+                "ddp": "optimizer.pt" if rank == 0 else f"rng_state_{rank}.pth",
+                "fsdp2_full": "optimizer.bin" if rank == 0 else f"rng_state_{rank}.pth",
+                "fsdp2_sharded": f"optimizer_0/__{rank}_0.distcp",
+            }.get(strategy, f"global_step{SAVED_AFTER}/{precision}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+            Path(output_dir, own).parent.mkdir(exist_ok=True)
+            Path(output_dir, own).write_bytes(b"half")
             strike()
         original(output_dir)
 
     trainer._save_optimizer_and_scheduler = save
 
 
-def put_in(trainer: Any, fault: str | None, strike: Callable[[str], None]) -> None:
+def put_in(trainer: Any, strategy: str, fault: str | None, strike: Callable[[str], None]) -> None:
     """Has a fault come to a trainer."""
 
     def in_model(module: Any, args: Any, kwargs: dict[str, Any], what: Callable[[], None], training: bool) -> None:
@@ -110,7 +113,7 @@ def put_in(trainer: Any, fault: str | None, strike: Callable[[str], None]) -> No
 
         trainer.data_collator = broken
     elif fault == "sigkill_while_saving":
-        half_of_a_part(trainer, lambda: strike("kill"))
+        half_of_a_part(trainer, strategy, lambda: strike("kill"))
     elif fault == "sigterm":
         trainer.add_callback(At("on_substep_end", STRUCK_AFTER, lambda: strike("sigterm")))
     else:
@@ -135,7 +138,7 @@ def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, s
         directory (`Path`), rank (`int`):
             The run directory's parent, and the rank.
         strategy (`str`):
-            `"ddp"`, `"fsdp2_full"` or `"fsdp2_sharded"`.
+            One of `STRATEGIES`.
         fault (`str`, *optional*), on (`int`):
             What strikes, and which rank.
         start (`int`):
@@ -143,9 +146,7 @@ def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, s
         options:
             `dropout`, and `trainer`, which is `"sft"` or `"grpo"`.
     """
-    if strategy != "ddp":
-        sharded_on_the_cpu("fsdp2")
-        os.environ["FSDP_STATE_DICT_TYPE"] = STATE_DICTS[strategy]
+    prepare(strategy)
     output_dir = directory / "run"
     struck = False
 
@@ -170,7 +171,7 @@ def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, s
         "max_steps": STEPS,
         "save_strategy": "steps",
         "save_steps": SAVE_STEPS,
-        "ddp_backend": "gloo",
+        **arguments_of(strategy),
         "ddp_timeout": 1800,
         "callbacks": [Told(directory / f"steps.{rank}")],
     }
@@ -197,13 +198,13 @@ def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, s
     if struck_now and fault == "oom_above_4_rows":
         short_of_memory(trainer, strike)
     elif struck_now and start == 0 and fault not in (None, "reward"):
-        put_in(trainer, fault, strike)
+        put_in(trainer, strategy, fault, strike)
     # As where a machine is lost together with its memory.
     on_disk = {"resume_from_memory": False} if fault == "sigkill_while_saving" else {}
     SelfHealingTrainer(trainer, HealingConfig(**SETTINGS, **on_disk)).train()
-    weights = {name: whole(value) for name, value in trainer.model.state_dict().items()}
+    weights = whole_weights(trainer)
     return {
-        "sharded": all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
+        "trained_as": trained_as(trainer),
         "weights": digest_of(weights),
         "sums": [float(value.double().sum()) for value in weights.values()],
         "losses": losses(trainer),
@@ -231,4 +232,7 @@ def serve() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if find_spec("deepspeed") is not None:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed  # noqa: F401
     serve()

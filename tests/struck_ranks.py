@@ -6,7 +6,6 @@ fault on one of two ranks.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -30,17 +29,15 @@ from conftest import (
     sft_trainer,
 )
 from datasets import Dataset
-from torch.distributed.tensor import DTensor
+from strategies import arguments_of, own_weights, prepare, trained_as, whole_weights
 from transformers import TrainerCallback, set_seed
 from trl import SFTTrainer
 from two_processes import digest_of
-from two_sharded_processes import PoisonGradient, sharded_on_the_cpu, whole
+from two_sharded_processes import PoisonGradient
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.instrument.live_state import local
 
 
-STRATEGIES = {"ddp": "", "fsdp2_full": "FULL_STATE_DICT", "fsdp2_sharded": "SHARDED_STATE_DICT"}
 # Of a run; what is usual of its gradients is known after thirty. A fault strikes in the step after so many.
 STEPS, LONGER, POLICY_STEPS, AFTER = 14, 36, 10, 8
 # A checkpoint is written every so many.
@@ -56,15 +53,16 @@ Strike = Callable[[Any], Any]
 class Changing(TrainerCallback):
     """Weights of a layer are others on this rank after a step."""
 
-    def __init__(self, change: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, trainer: Any, change: Callable[[torch.Tensor], Any]) -> None:
         self.fired = 0
-        self._change = change
+        self._trainer, self._change = trainer, change
+        trainer.add_callback(self)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == AFTER:
             self.fired += 1
-            for parameter in getattr(model, "module", model).model.layers[1].parameters():
-                self._change(local(parameter.data))
+            for weight in own_weights(self._trainer, self._trainer.model.model.layers[1]):
+                self._change(weight)
 
 
 class RaisingRows(torch.utils.data.Dataset):
@@ -106,10 +104,12 @@ class Runs:
     Args:
         directory (`Path`):
             Each run has one of its own in it.
+        strategy (`str`):
+            One of `STRATEGIES`.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, strategy: str) -> None:
+        self.directory, self.strategy = directory, strategy
         self.rank = torch.distributed.get_rank()
         self.tokenizer = build_tokenizer()
         self.poison = self.tokenizer.convert_tokens_to_ids(POISON_WORD)
@@ -157,7 +157,7 @@ class Runs:
                 "compute_metrics": compute_metrics,
             },
             **{
-                "ddp_backend": "gloo",
+                **arguments_of(self.strategy),
                 "max_steps": STEPS,
                 "gradient_accumulation_steps": 1,
                 "lr_scheduler_type": "constant",
@@ -179,9 +179,9 @@ class Runs:
             self.directory / name,
             self.tokenizer,
             reward_funcs=reward,
-            ddp_backend="gloo",
             max_steps=POLICY_STEPS,
             gradient_accumulation_steps=1,
+            **arguments_of(self.strategy),
         )
         struck = strike(trainer) if self.rank == 1 else None
         return self.result(name, trainer, struck or reward)
@@ -195,12 +195,13 @@ class Runs:
             SelfHealingTrainer(trainer, config, sleep=waits.append).train(resume_from_checkpoint=resume or None)
         else:
             trainer.train()
-        weights = {each: whole(value) for each, value in trainer.model.state_dict().items()}
+        weights = whole_weights(trainer)
         saved = [path.name for path in (self.directory / name).glob(f"checkpoint-{SAVE_EVERY}/*")]
+        in_parts = {"pytorch_model_fsdp_0", f"global_step{SAVE_EVERY}"} & {*saved}
         return {
             "directory": str(self.directory / name),
-            "sharded": all(isinstance(each, DTensor) for each in trainer.model.parameters()),
-            "saved_as": ("shards" if "pytorch_model_fsdp_0" in saved else "whole") if saved else None,
+            "trained_as": trained_as(trainer),
+            "saved_as": ("parts" if in_parts else "whole") if saved else None,
             "weights": digest_of(weights),
             "finite": all(bool(torch.isfinite(each).all()) for each in weights.values()),
             "steps": trainer.state.global_step,
@@ -236,12 +237,14 @@ def spike(trainer: Any) -> OutputFault:
     return OutputFault(trainer.model, lambda forward: forward == 31, steepen)
 
 
-def called_back(callback: Any) -> Strike:
-    def strike(trainer: Any) -> Any:
-        trainer.add_callback(callback)
-        return callback
+def changing(change: Callable[[torch.Tensor], Any]) -> Strike:
+    return lambda trainer: Changing(trainer, change)
 
-    return strike
+
+def lost_in_a_callback(trainer: Any) -> RaisingAt:
+    callback = RaisingAt("on_step_end", AFTER)
+    trainer.add_callback(callback)
+    return callback
 
 
 def turn_nan(weight: torch.Tensor) -> None:
@@ -290,8 +293,9 @@ def torn(runs: Runs, name: str, tear: Callable[[Path], None]) -> dict[str, Any]:
 
 def cut_weights(checkpoint: Path) -> None:
     """Of the second rank where each has a part."""
-    names = ("pytorch_model_fsdp_0/__1_0.distcp", "pytorch_model_fsdp.bin", "model.safetensors")
-    file = next(checkpoint / name for name in names if (checkpoint / name).exists())
+    names = ("global_step*/*zero_pp_rank_1_*_optim_states.pt", "pytorch_model_fsdp_0/__1_0.distcp")
+    whole = ("pytorch_model_fsdp.bin", "model.safetensors")
+    file = next(found for name in (*names, *whole) for found in checkpoint.glob(name))
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
@@ -309,15 +313,15 @@ RUNS: dict[str, Callable[[Runs, str], dict[str, Any]]] = {
     "transient_nan": lambda runs, name: runs.train(name, nan_in_the_loss),
     "poison_rows_loss": lambda runs, name: poison_rows(runs, name, PoisonToken),
     "poison_rows_gradient": lambda runs, name: poison_rows(runs, name, PoisonGradient),
-    "nan_weights": lambda runs, name: runs.train(name, called_back(Changing(turn_nan))),
-    "nan_policy": lambda runs, name: runs.train_policy(name, strike=called_back(Changing(turn_nan))),
+    "nan_weights": lambda runs, name: runs.train(name, changing(turn_nan)),
+    "nan_policy": lambda runs, name: runs.train_policy(name, strike=changing(turn_nan)),
     "gradient_spike": lambda runs, name: runs.train(name, spike, max_steps=LONGER),
-    "drifting_replica": lambda runs, name: runs.train(name, called_back(Changing(drift))),
+    "drifting_replica": lambda runs, name: runs.train(name, changing(drift)),
     "bad_sample": lambda runs, name: runs.train(name, raising_rows),
     "full_disk_rank_0": lambda runs, name: full_disk(runs, name, 0),
     "full_disk_rank_1": lambda runs, name: full_disk(runs, name, 1),
     "evaluation_retried": evaluation,
-    "callback_retried": lambda runs, name: runs.train(name, called_back(RaisingAt("on_step_end", AFTER))),
+    "callback_retried": lambda runs, name: runs.train(name, lost_in_a_callback),
     "reward_retried": lambda runs, name: runs.train_policy(name, away=runs.rank == 1),
     "torn_weights": lambda runs, name: torn(runs, name, cut_weights),
     "torn_rank_part": lambda runs, name: torn(runs, name, drop_part_of_rank),
@@ -325,12 +329,10 @@ RUNS: dict[str, Callable[[Runs, str], dict[str, Any]]] = {
 
 
 def main(directory: Path, strategy: str, *faults: str) -> None:
-    if strategy != "ddp":
-        os.environ["FSDP_STATE_DICT_TYPE"] = STRATEGIES[strategy]
-        sharded_on_the_cpu("fsdp2")
+    prepare(strategy)
     # A deadlock is a failure after this time.
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=90))
-    runs = Runs(directory)
+    runs = Runs(directory, strategy)
     for fault in faults:
         runs.see(fault)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matrix import (
@@ -95,13 +96,13 @@ def test_the_doctor_says_what_the_readme_says(column: str) -> None:
     assert doctor == [(re.sub(r"\[(.*?)\]\(.*?\)", r"\1", what), sign) for what, sign in readme]
 
 
-def cells(marked: list[Proof], record: dict[str, object], fault: str) -> dict[str, str]:
+def cells(marked: list[Proof], record: dict[str, Any], fault: str) -> dict[str, str]:
     row = list(FAULTS).index(fault)
     line = table(marked, record).splitlines()[2 + row]
     return dict(zip(COLUMNS, (cell.strip() for cell in line.split("|")[2:-1]), strict=True))
 
 
-def record(**outcomes: str) -> dict[str, object]:
+def record(**outcomes: str) -> dict[str, Any]:
     return {"cpu": {"outcomes": outcomes}}
 
 
@@ -178,6 +179,17 @@ def test_a_row_of_the_readme_is_shown_where_each_of_its_faults_on_a_rank_has_pas
     assert cells([], {"cpu": {"ranks": passed}}, "killed")["ddp"] == "✅"
 
 
+def test_a_fault_on_a_rank_that_has_not_passed_is_enough_to_doubt_what_a_marked_test_shows() -> None:
+    marked, told = [Proof("a", "transient", "deepspeed", None)], record(a="passed")
+    assert cells(marked, told, "transient")["deepspeed"] == "✅"
+    told["cpu"]["ranks"] = {f"transient_nan-zero{stage}": {"outcome": "passed"} for stage in (1, 2, 3)}
+    assert cells(marked, told, "transient")["deepspeed"] == "✅"
+    told["cpu"]["ranks"]["transient_nan-zero3"] = {"outcome": "not healed", "why": "nobody knows"}
+    assert cells(marked, told, "transient")["deepspeed"] == "❌"
+    told["cpu"] |= {"outcomes": {"a": "failed"}, "ranks": {}}
+    assert cells(marked, told, "transient")["deepspeed"] == "❌"
+
+
 RANKS_XML = """<testsuites><testsuite>
 <testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[none-ddp]"/>
 <testcase classname="tests.ranks.test_faults_healed_in_place" name="test_x[bad_sample-ddp]"><failure/></testcase>
@@ -194,8 +206,8 @@ def test_a_cell_of_the_table_of_ranks_is_what_became_of_its_test(tmp_path: Path)
     rendered = ranks_tables({"cpu": {"ranks": rank_cells_in(tmp_path / "results.xml")}}).splitlines()
     (nothing,) = (line for line in rendered if line.startswith("| Nothing"))
     (samples,) = (line for line in rendered if line.startswith("| Samples"))
-    assert nothing.endswith("| ✅ | – | – |")
-    assert samples.endswith("| ❌ | ❌ 1 | ○ 2 |")
+    assert nothing.endswith("| ✅ | – | – | – | – | – |")
+    assert samples.endswith("| ❌ | ❌ 1 | ○ 2 | – | – | – |")
     assert rendered[-1].endswith(" 1: nobody knows. 2: it cannot be noticed: there is nothing to see.")
 
 
