@@ -430,6 +430,11 @@ class Runs:
         self.run("watched_plain", healed=False, **same)
         self.run("watched", **same)
         self.run("watched_struck", fault=self.nan_on_one_rank, **same)
+        same |= {"max_steps": 40, "gradient_accumulation_steps": 1}
+        self.run("watched_nan", fault=lambda trainer: NanWeights(trainer, 1, 4), **same)
+        # Steps could be healed, but are not to be.
+        healing = HealingConfig(on_nonfinite="warn")
+        self.run("warned", fault=lambda trainer: NanWeights(trainer, 1, 4), healing=healing, **{**same, "zero": {}})
 
 
 def main(directory: Path, stage: str, precision: str, *parts: str) -> None:

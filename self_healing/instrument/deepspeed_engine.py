@@ -34,7 +34,7 @@ class DeepSpeedEngine(AccelerateEngine):
         inner = self._zero.optimizer.optimizer
         self._adam = NativeAdam(inner) if NativeAdam.is_in(inner) else None
         self._own = Replacements()
-        self._held = self._detaching = False
+        self._held = self._detaching = self._left_out_by_itself = False
         # Whether the step that is held is left out, and if so, whether for an overflow.
         self._left_out: bool | None = None
 
@@ -91,7 +91,13 @@ class DeepSpeedEngine(AccelerateEngine):
             with self._zero.leaving_out(left_out):
                 step()
         self._zero.forget_norms()
+        self._left_out_by_itself = left_out is None and self._zero.left_out_by_itself
         self._reentry.phase = Phase.STEPPED
+
+    @property
+    def left_out_by_itself(self) -> bool:
+        # Not while it is held: then it is that of the step before.
+        return not self._held and self._left_out_by_itself
 
     def leave_out(self, overflowed: bool) -> None:
         self._held, self._left_out = True, overflowed
@@ -162,7 +168,7 @@ class WatchedDeepSpeed(AccelerateEngine):
 
     @property
     def scaler_active(self) -> bool:
-        return self._engine is not None and bool(self._engine.fp16_enabled())
+        return self._engine is not None and bool(self._engine.fp16_enabled() and self._engine.dynamic_loss_scale())
 
     @property
     def left_out_by_itself(self) -> bool:

@@ -210,6 +210,11 @@ class Zero:
         """Whether a loss scaler looks after overflowing gradients (fp16)."""
         return bool(self.engine.fp16_enabled())
 
+    @property
+    def left_out_by_itself(self) -> bool:
+        """Whether the engine applied nothing in its last step, and not because it looks for the scale of the loss."""
+        return not self.engine.was_step_applied() and not self.optimizer.dynamic_loss_scale
+
     @contextlib.contextmanager
     def leaving_out(self, overflowed: bool) -> Iterator[None]:
         """

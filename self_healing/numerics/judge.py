@@ -118,7 +118,8 @@ class StepJudge(Healer):
         """Looks at a step, and heals it; returns whether it was left as it is."""
         numerics = self.numerics
         if window.engine.left_out_by_itself:
-            numerics.missing.left_out(window.step)
+            self.untrained_run.note_skipped(window.step)
+        self.untrained_run.stop_unless_training(window.step)
         if window.stop_wanted:
             self.red_flags.stop(window)
         if numerics.repeatability.owed and signals.finite:
@@ -180,6 +181,11 @@ class StepJudge(Healer):
 
     def rate_scale(self, step: int) -> float:
         return self.numerics.learning_rate.scale(step)
+
+    def stepped(self) -> None:
+        instrument = self.run.instrument
+        if instrument.engine.left_out_by_itself and instrument.window is not None:
+            self.untrained_run.note_skipped(instrument.window.step)
 
     # ---- between two steps ----
 

@@ -1,4 +1,4 @@
-"""Ends a run as failed most of whose steps are not in its weights."""
+"""Ends a run whose steps are skipped one after the other, or most of whose steps are not in its weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,52 @@ from .state import NumericsState
 
 # Share of a run's steps that have to be in its weights at its end.
 _LEAST_TRAINED = 0.5
+# So many steps in a row that an engine of its own has left out are no bad batches.
+_SKIPPED_IN_A_ROW = 20
 
 
 class UntrainedRunHealer(NumericsHealer):
-    """Looks at the end of a run how much of it was trained."""
+    """Counts the steps of a run that an engine of its own leaves out, and looks at its end how much was trained."""
 
     def __init__(
         self, run: RunContext, numerics: NumericsState, rollback: Rollback, damaged: DamagedCheckpointHealer
     ) -> None:
         super().__init__(run, numerics, rollback)
         self._damaged = damaged
+        self._skipped = range(0)
+
+    def note_skipped(self, step: int) -> None:
+        """
+        Takes in a step that an engine of its own has left out.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished before it.
+        """
+        self.numerics.missing.left_out(step)
+        since = self._skipped.start if step in (self._skipped.stop, self._skipped.stop - 1) else step
+        self._skipped = range(since, step + 1)
+
+    def stop_unless_training(self, step: int) -> None:
+        """
+        Ends a run whose engine leaves out one step after the other: it would do so until the end.
+
+        Args:
+            step (`int`):
+                Optimizer steps finished, without the one that is judged.
+        """
+        skipped = self._skipped
+        if len(skipped) < _SKIPPED_IN_A_ROW or step > skipped.stop:
+            return
+        evidence = {"steps": skipped.stop, "skipped_in_a_row": len(skipped)}
+        verdict = (
+            f"every step is skipped: DeepSpeed has left out all {len(skipped)} since step {skipped.start}, because "
+            "loss or gradient was not finite, and nothing is trained any more"
+        )
+        with self.run.incident(step, "steps_missing", evidence) as opened:
+            opened.diagnosed(FailureType.NOT_TRAINED, "every step is skipped")
+            context = HealingContext(opened.incident, self.instrument, self.instrument.window, verdict=verdict)
+            self.actions.apply((Action.STOP,), context, self.args)
 
     def stop_unless_trained(self) -> None:
         """

@@ -149,6 +149,18 @@ def test_with_offload_to_nvme_a_step_that_deepspeed_skips_is_reported_and_counte
     assert "1 of 4 steps are not in the weights" in told
 
 
+@pytest.mark.parametrize("name", ["watched_nan", "warned"])
+def test_a_run_all_of_whose_steps_deepspeed_skips_stops(watched: list[dict[str, Any]], name: str) -> None:
+    for rank in watched:
+        stopped, steps = rank[name]["stopped"], rank[name]["steps"]
+        assert "every step is skipped" in stopped
+        assert "Postmortem: " in stopped
+        # NaN after step 4 is in the gradient of all steps from the sixth on.
+        assert 25 <= steps[1] <= 26
+        assert steps[2] == 20
+    assert watched[0][name]["incidents"][-1][0] == "not_trained"
+
+
 @pytest.fixture(scope="module", params=["2-fp32", "3-bf16", "2-fp32-offloaded", "3-bf16-offloaded"])
 def further(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     parts = ("checkpoints", "preempted", "spike", "pairs", "policy", "half", "half_weights", "twice")

@@ -274,6 +274,26 @@ class TestUntrainedRun:
         with pytest.raises(UnrecoverableTrainingError, match="only 4 of its 10 steps are in the weights"):
             UntrainedRunHealer(*run.parts, DamagedCheckpointHealer(*run.parts)).stop_unless_trained()
 
+    def test_a_run_whose_engine_skips_every_step_stops(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        healer = UntrainedRunHealer(*run.parts, DamagedCheckpointHealer(*run.parts))
+        # Told twice of some, as where a step is judged again; one step between the first and the others was applied.
+        for step in (3, *range(5, 25)):
+            healer.stop_unless_training(step)
+            healer.note_skipped(step)
+            healer.note_skipped(step)
+        run.at(MadeUpWindow(24))
+        with pytest.raises(UnrecoverableTrainingError, match=r"every step is skipped: .* all 20 since step 5"):
+            healer.stop_unless_training(24)
+
+    def test_one_that_trains_again_does_not(self, tmp_path: Path) -> None:
+        run = MadeUpRun(tmp_path)
+        healer = UntrainedRunHealer(*run.parts, DamagedCheckpointHealer(*run.parts))
+        for step in range(20):
+            healer.note_skipped(step)
+        healer.stop_unless_training(21)
+        assert run.journal.incidents == []
+
     def test_a_run_half_of_whose_steps_are_missing_has_not(self, tmp_path: Path) -> None:
         run = MadeUpRun(tmp_path)
         for step in range(5):
