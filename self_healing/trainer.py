@@ -21,7 +21,7 @@ from .closing_report import ClosingReport
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
-from .instrument import ReportingGuard, let_go
+from .instrument import ReportingGuard, let_go, rows_per_step
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.progress_bars import remove_progress_bars
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader
@@ -216,6 +216,7 @@ class SelfHealingTrainer:
         )
         run.context.attachment.trainer = self.trainer
         record = start.record or RunRecord(Path(args.output_dir), run.context.run_id, kept=not start.beside)
+        run.attempts.rows = rows_per_step(self.trainer)
         run.attempts.keep(record, taken_up=start.record is not None)
         run.attempts.memory = start.memory
         _contained(partial(let_snapshots_outlive, run.context, run.attempts, run.rollback, self.trainer))

@@ -8,7 +8,7 @@ out. Everything it sets is taken back by [`Instrument.detach`].
 Read against transformers 5.4 to 5.23, TRL 1.16, accelerate 1.15.
 """
 
-from .batch_size import BatchPlan, CannotReduce, change_batch, smaller_batch
+from .batch_size import BatchPlan, CannotReduce, change_batch, rows_per_step, smaller_batch
 from .best_model import BestChoice, BestModel
 from .blueprint import blueprint_of, kept_weights
 from .device_memory import (
@@ -105,6 +105,7 @@ __all__ = [
     "reload_checkpoint",
     "reset_moments",
     "room_of",
+    "rows_per_step",
     "save_generated",
     "smaller_batch",
     "with_room",

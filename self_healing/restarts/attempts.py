@@ -81,6 +81,8 @@ class Attempts:
         # What the first entry of this process resumed from.
         self.first_resume: str | None = None
         self.postmortem: str | None = None
+        # Of all processes in one optimizer step; 0 where that is not known.
+        self.rows = 0
 
     def enter(self) -> None:
         """Counts that `train()` was entered."""
@@ -183,6 +185,7 @@ class Attempts:
         marks = self._run.journal.rank == 0
         launch = launch_of()
         attempt = self.record.begin_attempt(checkpoint, step, marks, launch.job, launch.rendezvous)
+        attempt.rows = self.rows
         self._entries_before = attempt.number - 1
         self.write()
 

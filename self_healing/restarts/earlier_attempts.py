@@ -133,7 +133,24 @@ def _judge(run: RunContext, attempts: Attempts, start: Start) -> Refusal | None:
             earlier.last_step,
             (earlier.why or earlier.ending.value).removesuffix("."),
         )
+        _warn_about_rows(earlier.rows, attempts.rows, start.step)
     return refusal
+
+
+def _warn_about_rows(before: int, now: int, step: int) -> None:
+    """Warns that steps have another number of rows than those so far: processes or settings have changed."""
+    if 0 in (before, now, step) or before == now:
+        return
+    logger.warning(
+        "A step has %d rows from here on, and had %d (processes x per_device_train_batch_size x "
+        "gradient_accumulation_steps): the learning rate was chosen for the other size, and the place in the data is "
+        "counted as if all %d steps had been of the new one, so that some rows of this epoch are %s. If that is not "
+        "what you want, set gradient_accumulation_steps so that the product stays.",
+        now,
+        before,
+        step,
+        "left out" if now > before else "trained on twice",
+    )
 
 
 def _infer_death(run: RunContext, start: Start, earlier: Attempt) -> None:

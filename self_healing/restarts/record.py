@@ -93,6 +93,8 @@ class Attempt:
             What torchrun knows its job by.
         machine (`str`), process_began (`float`):
             As those of a [`Process`]; empty and 0 where they are not known.
+        rows (`int`):
+            Of all processes in one optimizer step; 0 where that is not known.
     """
 
     number: int
@@ -109,6 +111,7 @@ class Attempt:
     rendezvous: str = ""
     machine: str = ""
     process_began: float = 0.0
+    rows: int = 0
 
     @property
     def age(self) -> float:
@@ -120,6 +123,7 @@ class Attempt:
 
 
 _ATTEMPT = asdict(Attempt(0, 0, "", 0.0))
+_LATER = {name: _ATTEMPT[name] for name in ("rendezvous", "machine", "process_began", "rows")}
 
 
 def _attempts_in(content: dict[str, Any], odd: list[str]) -> list[Attempt]:
@@ -128,7 +132,7 @@ def _attempts_in(content: dict[str, Any], odd: list[str]) -> list[Attempt]:
     found = []
     for at, entry in enumerate(content["attempts"]):
         # What an earlier version did not write is not missed.
-        given = {"rendezvous": "", "machine": "", "process_began": 0.0, **entry} if isinstance(entry, dict) else {}
+        given = {**_LATER, **entry} if isinstance(entry, dict) else {}
         attempt = completed(_ATTEMPT | unknown | {"number": at + 1}, given, f"attempts.{at}", odd)
         if attempt["ending"] not in list(Ending):
             odd.append(f"attempts.{at}.ending")

@@ -90,6 +90,35 @@ class TestAProcessThatWasKilled:
         assert (event["step"], event["steps_repeated"], event["outcome"]) == (4, 2, "open")
 
 
+class TestRowsOfAStep:
+    """Their number changes with that of processes, and with the size of batches."""
+
+    @pytest.mark.parametrize(("before", "now"), [(8, 8), (0, 8), (8, 0)])
+    def test_nothing_is_said_where_it_is_the_same_or_not_known(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, before: int, now: int
+    ) -> None:
+        self.start(tmp_path, before, now)
+        assert "A step has" not in caplog.text
+
+    @pytest.mark.parametrize(("now", "what"), [(12, "left out"), (4, "trained on twice")])
+    def test_another_number_is_said_and_what_becomes_of_the_data(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, now: int, what: str
+    ) -> None:
+        run = self.start(tmp_path, 8, now)
+        assert f"A step has {now} rows from here on, and had 8" in caplog.text
+        assert f"all 4 steps had been of the new one, so that some rows of this epoch are {what}" in caplog.text
+        assert newest(run).rows == now
+
+    @staticmethod
+    def start(directory: Path, before: int, now: int) -> Run:
+        earlier = attempt(1, 0, 6, Ending.RUNNING)
+        earlier.rows = before
+        run = process(record_of(directory, earlier))
+        run.attempts.rows = now
+        go_on(run)
+        return run
+
+
 class TestTheBudget:
     @pytest.mark.parametrize(
         ("ending", "step", "start", "used"),
