@@ -16,6 +16,9 @@ _LEADS_THROUGH = tuple(str(_TORCH / name) for name in ("_ops.py", "_library", "u
 _DISTRIBUTED = (str(_TORCH / "distributed"), str(_TORCH / "nn" / "parallel" / "distributed.py"))
 # Gradients are reduced in native code, while the backward pass goes on (DDP).
 _BACKWARD = (str(_TORCH / "autograd" / "graph.py"), "_engine_run_backward")
+# ZeRO-3 gathers weights ahead of time, and waits for them in here; what it measures leads through as well.
+_MEASURED = "deepspeed/utils/nvtx.py"
+_GATHERED = ("deepspeed/runtime/zero/partition_parameters.py", "wait")
 # Of the newest collectives that have not come to their end, so many are told.
 _TOLD = 5
 
@@ -31,12 +34,14 @@ def collective_in(frame: FrameType | None) -> str | None:
     Returns:
         `str`: `None` if it is in none that can be seen: with CUDA a thread waits for the device, and not in one.
     """
-    while frame is not None and frame.f_code.co_filename.startswith(_LEADS_THROUGH):
+    while frame is not None and _leads_through(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return None
     if (frame.f_code.co_filename, frame.f_code.co_name) == _BACKWARD:
         return "backward, with its reduction of gradients"
+    if frame.f_code.co_filename.endswith(_GATHERED[0]) and frame.f_code.co_name == _GATHERED[1]:
+        return "all_gather of weights"
     innermost = frame.f_code.co_name
     inside: FrameType | None = frame
     while inside is not None and inside.f_code.co_filename.startswith(_DISTRIBUTED):
@@ -45,6 +50,10 @@ def collective_in(frame: FrameType | None) -> str | None:
             return inside.f_code.co_name
         inside = inside.f_back
     return None if inside is frame else innermost
+
+
+def _leads_through(file: str) -> bool:
+    return file.startswith(_LEADS_THROUGH) or file.endswith(_MEASURED)
 
 
 def unfinished_collectives() -> list[str]:
