@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import two_zero_processes as zero_processes
 from conftest import adapter_trainer, leave_together
 from transformers import TrainerCallback
-from two_zero_processes import Runs, zero_on_the_cpu
+from two_zero_processes import Runs, config_of, zero_on_the_cpu
 
 from self_healing import CheckpointError, HealingConfig
 
@@ -87,6 +88,14 @@ class CheckpointRuns(Runs):
             self.run("torn", stage, bf16=bf16, resume="auto", max_steps=8, **SAVING)
         except CheckpointError as error:
             self.results["other_job"] = str(error)
+
+    def converted(self, stage: int, bf16: bool) -> None:
+        """The same job after its checkpoint was converted."""
+        zero_processes.config_of = lambda *args, **kwargs: {
+            **config_of(*args, **kwargs),
+            "checkpoint": {"load_universal": True},
+        }
+        self.run("torn", stage, bf16=bf16, resume="auto", max_steps=8, **SAVING)
 
 
 def main(directory: Path, stage: str, precision: str, *parts: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -123,10 +126,17 @@ def test_weights_alone_cannot_be_resumed_from(results: list[dict[str, Any]], dir
     assert verdict.reason.startswith(f"{missing} is missing")
 
 
-def test_a_job_of_another_size_is_told_so_before_the_first_step(results: list[Any], directory: Path) -> None:
+def test_a_job_of_another_size_is_told_how_to_go_on_before_the_first_step(results: list[Any], directory: Path) -> None:
     (result,) = on_two_processes(directory, *job_of(directory), "other_job", script=SCRIPT, processes=1)
-    assert "checkpoint-6 is whole, and this job cannot go on from it" in result["other_job"]
-    assert "it was written by 2 processes, and this job has 1" in result["other_job"]
+    told = result["other_job"]
+    assert "checkpoint-6 is whole, and this job cannot go on from it: it was written by 2 processes" in told
+    command = re.search(r"convert it \(python (-m [^)]+)\)", told)
+    assert command is not None
+    subprocess.run([sys.executable, *command[1].split()], check=True, timeout=120)
+    (result,) = on_two_processes(directory, *job_of(directory), "converted", script=SCRIPT, processes=1)
+    assert (result["torn"]["steps"][0], result["torn"]["finite"]) == (8, True)
+    (verdict,) = [each for each in vet_all(directory / "torn") if each.path.endswith("/checkpoint-6")][:1]
+    assert verdict.usable
 
 
 def test_what_is_written_after_an_exception_is_gone_on_from_bit_for_bit(results: list[Any], directory: Path) -> None:
