@@ -23,25 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import VOTES, build_tokenizer, sft_trainer
+from conftest import VOTES, build_tokenizer, every_fault, sft_trainer
 from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.chaos import KINDS, Chaos
+from self_healing.chaos import Chaos
 from self_healing.restarts import progress_mark
 
 
 store_class: Any = torch.distributed.TCPStore
 
-# All there is, as `all` has it, but so that nobody waits for an hour, and that torn checkpoints have to be read.
-EVERY_FAULT = ", ".join(
-    {
-        "hang": "hang:seconds=600",
-        "slow_step": "slow_step:seconds=0.2",
-        "torn_checkpoint": "torn_checkpoint:then=sigkill",
-    }.get(kind, kind)
-    for kind in KINDS
-)
 CONFIG = {
     "retry_initial_seconds": 0.01,
     "retry_max_seconds": 0.05,
@@ -197,7 +188,7 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     options = {"ranks": 2, "seed": 0, "steps": 30, **json.loads(arguments[1])}
     if options.get("faults") == "every":
-        options["faults"] = EVERY_FAULT
+        options["faults"] = every_fault()
     launches = rehearse(directory, options)
     (directory / "launches.json").write_text(json.dumps(launches))
 

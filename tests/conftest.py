@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
+from self_healing.chaos import KINDS
 from self_healing.journal.journal import Journal
 from self_healing.journal.terminal import Terminal
 from self_healing.own_files import CHECKPOINT_FILES, GITIGNORE, REPORT_FILES, RUN_FILES
@@ -506,6 +507,16 @@ class Unspeakable(Exception):
 
 # As pyo3 raises it: a class that cannot be imported, and no `Exception`.
 PanicException = type("PanicException", (BaseException,), {})
+
+
+def every_fault(slow: str = "0.2") -> str:
+    """All kinds there are, as `all` has them; but nobody waits for an hour, and torn checkpoints have to be read."""
+    otherwise = {
+        "hang": "hang:seconds=600",
+        "slow_step": f"slow_step:seconds={slow}",
+        "torn_checkpoint": "torn_checkpoint:then=sigkill",
+    }
+    return ", ".join(otherwise.get(kind, kind) for kind in KINDS)
 
 
 # ---- comparisons ----

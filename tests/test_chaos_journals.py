@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import build_tokenizer, sft_trainer
+from conftest import build_tokenizer, every_fault, sft_trainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.chaos import KINDS, Chaos, Ledger, parse_fault
@@ -32,14 +32,7 @@ EXPECTED = Path(__file__).with_name("data") / "chaos_journals"
 SEEDS = (0, 1, 2)
 STEPS = 240
 MOST_STARTS = 12
-FAULTS = ", ".join(
-    {
-        "hang": "hang:seconds=600",
-        "slow_step": "slow_step:seconds=0.2",
-        "torn_checkpoint": "torn_checkpoint:then=sigkill",
-    }.get(kind, kind)
-    for kind in KINDS
-)
+FAULTS = every_fault()
 CONFIG = {
     "retry_initial_seconds": 0.01,
     "retry_max_seconds": 0.05,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Starter, job_log, job_result
+from conftest import Starter, every_fault, job_log, job_result
 
 from self_healing.chaos import KINDS, parse_fault, survived
 
@@ -17,14 +17,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 480
 SEEDS = (0, 1, 2)
-FAULTS = ", ".join(
-    {
-        "hang": "hang:seconds=600",
-        "slow_step": "slow_step:seconds=1",
-        "torn_checkpoint": "torn_checkpoint:then=sigkill",
-    }.get(kind, kind)
-    for kind in KINDS
-)
+FAULTS = every_fault(slow="1")
 CONFIG = {
     "retry_initial_seconds": 0.1,
     "retry_max_seconds": 0.5,
