@@ -241,7 +241,7 @@ class Ranks:
             TORCHELASTIC_MAX_RESTARTS=3,
         )
         try:
-            return ranks.join(self.seconds)
+            return ranks.join(self.seconds * self._count)
         finally:
             ranks.end()
 
