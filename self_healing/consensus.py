@@ -17,6 +17,7 @@ import logging
 import pickle
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
@@ -24,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, is_initialized
+from accelerate.state import AcceleratorState
 
 from .log_safely import log_safely
 
@@ -87,11 +88,13 @@ _votes = _Votes()
 
 def world_size() -> int:
     """Number of processes that train together."""
-    if not (dist.is_available() and dist.is_initialized()):
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None:
         return 1
-    # A program may have made a group for something else, of processes each of which trains by itself.
-    by_itself = is_initialized() and AcceleratorState().num_processes == 1
-    return 1 if by_itself else dist.get_world_size()
+    # A program may have made a group for something else, of processes each of which trains by itself. A new
+    # AcceleratorState, to ask that of, would read the environment, several times a step.
+    by_itself = AcceleratorState._shared_state.get("num_processes") == 1
+    return 1 if by_itself else int(world.size())
 
 
 def own_rank() -> int:
@@ -381,21 +384,35 @@ def _key(*parts: object) -> str:
     return "/".join(map(str, ("self_healing", _votes.meeting, *parts)))
 
 
-def collectives_begun() -> int | None:
-    """
-    Counts the collectives that this process has begun, in all process groups; `None` where a backend does not count
-    them (MPI).
-    """
-    count = 0
-    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    try:
-        for group in groups:
-            # torch 2.13: asked by itself, a group counts those of one of its backends.
-            for backend in {group._get_backend(device) for device in group._device_types}:
+class Collectives:
+    """Counts collectives. A step asks a dozen times: groups are asked for their backends once."""
+
+    def __init__(self) -> None:
+        self._groups: list[Any] = []
+        self._backends: list[Any] = []
+
+    def begun(self) -> int | None:
+        """
+        Counts the collectives that this process has begun, in all process groups; `None` where a backend does not
+        count them (MPI).
+        """
+        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        try:
+            if groups != self._groups:
+                # torch 2.13: asked by itself, a group counts those of one of its backends.
+                of_groups = ({group._get_backend(device) for device in group._device_types} for group in groups)
+                self._groups, self._backends = groups, [each for backends in of_groups for each in backends]
+            count = 0
+            for backend in self._backends:
                 count += backend._get_sequence_number_for_group()
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-    return count
+        except (AttributeError, RuntimeError, TypeError):
+            return None
+        return count
+
+
+def collectives_begun() -> int | None:
+    """As [`Collectives.begun`], for what is asked rarely."""
+    return Collectives().begun()
 
 
 # ---- the ballot ----
@@ -420,14 +437,17 @@ def _ballot(
 ) -> torch.Tensor:
     if len(answers) > _ANSWERS:
         raise ValueError(f"{question!r} has {len(answers)} answers; a ballot holds {_ANSWERS}")
-    if isinstance(answers, torch.Tensor):
+    if isinstance(answers, torch.Tensor) and device.type != "cpu":
         # Without a look from the host, for which it would have to wait.
         ballot = torch.zeros(_FIRST_ANSWER + _ANSWERS, device=device)
         ballot[_QUESTION] = _number_of(question)
         ballot[_FIRST_ANSWER : _FIRST_ANSWER + len(answers)] = answers
         return ballot
-    blank = [0.0] * (_ANSWERS - len(answers))
-    return torch.tensor([_number_of(question), failed, raised, *answers, *blank], dtype=torch.float32, device=device)
+    given = answers.tolist() if isinstance(answers, torch.Tensor) else answers
+    blank = [0.0] * (_ANSWERS - len(given))
+    # A fifth of the time of `torch.tensor`, and as that an Inf of what is too large for single precision.
+    numbers = array("f", (_number_of(question), failed, raised, *given, *blank))
+    return torch.frombuffer(numbers, dtype=torch.float32).to(device)
 
 
 def _cast(question: str, ballot: torch.Tensor) -> list[float]:

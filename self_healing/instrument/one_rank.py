@@ -62,6 +62,7 @@ class OneRankRetry:
         self._before: Bookkeeping | None = None
         self._gradients: list[tuple[int, int] | None] = []
         self._collectives: int | None = None
+        self._begun = consensus.Collectives().begun
         # Forwards of the wrapped model in this attempt, and in the one that came furthest.
         self._forwards = self._sent_before = 0
         # What was asked through accelerate, and what came back; how often this attempt has asked; whether it does.
@@ -105,7 +106,7 @@ class OneRankRetry:
             return "the model is not one of DistributedDataParallel"
         if model.process_group.size() != self._view.world_size:
             return "DistributedDataParallel spans some of the ranks only"
-        return "" if consensus.collectives_begun() is not None else "the backend does not count its collectives"
+        return "" if self._begun() is not None else "the backend does not count its collectives"
 
     def begin(self) -> None:
         """Called before a micro-batch."""
@@ -121,7 +122,7 @@ class OneRankRetry:
         # The running loss is not rewound.
         self._before = self._ledger.capture(self._trainer._tr_loss)
         self._gradients = self._versions()
-        self._collectives = consensus.collectives_begun()
+        self._collectives = self._begun()
 
     def can_be_taken_back(self) -> bool:
         """Whether nothing of the micro-batch has reached another rank or a gradient."""
@@ -143,7 +144,7 @@ class OneRankRetry:
             return "the batch was being prepared, in which ranks meet"
         if self._model.static_graph and self._view.step == self._first_step:
             return "DistributedDataParallel learns its static graph in the first step"
-        if self._collectives is None or consensus.collectives_begun() != self._collectives:
+        if self._collectives is None or self._begun() != self._collectives:
             return "a collective has begun that cannot be begun once more"
         return "" if self._versions() == self._gradients else "a gradient has been added to"
 
@@ -176,9 +177,9 @@ class OneRankRetry:
         self._forwards += 1
         if self._forwards <= self._sent_before:
             self._model.require_forward_param_sync = False
-        before = consensus.collectives_begun()
+        before = self._begun()
         result = original(*args, **kwargs)
-        after = consensus.collectives_begun()
+        after = self._begun()
         if before is None or after is None:
             self._collectives = None
         elif after != before:
@@ -190,7 +191,7 @@ class OneRankRetry:
 
     def _post_forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.meets_in_forward is None and self._entered is not None:
-            self.meets_in_forward = consensus.collectives_begun() != self._entered
+            self.meets_in_forward = self._begun() != self._entered
         return original(*args, **kwargs)
 
     def _ask(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -204,12 +205,12 @@ class OneRankRetry:
                     f"computed again, the loss asks for accelerator.{name}, and asked for {asked} before"
                 )
             return _copied(answer)
-        before, self._asking = consensus.collectives_begun(), True
+        before, self._asking = self._begun(), True
         try:
             answer = original(*args, **kwargs)
         finally:
             self._asking = False
-        after = consensus.collectives_begun()
+        after = self._begun()
         self._collectives = None if before is None or after is None else self._collectives + after - before
         # A copy: what was asked for may be changed in place.
         self._answers.append((name, _copied(answer)))

@@ -63,6 +63,7 @@ class OptimizerStep:
         inner = innermost(trainer.optimizer)
         self._optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
         self._handles: list[Any] = []
+        self._begun = consensus.Collectives().begun
         # Whether an update may have changed the weights: one with a rate of 0, or without gradients, has not.
         self.weights_moved = self._optimizer is None
 
@@ -111,11 +112,11 @@ class OptimizerStep:
     def _until_it_fits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         while True:
             self._mark.set()
-            begun = consensus.collectives_begun() if consensus.world_size() > 1 else None
+            begun = self._begun() if consensus.world_size() > 1 else None
             try:
                 result = original(*args, **kwargs)
             except Exception as error:
-                alone = begun is not None and consensus.collectives_begun() == begun
+                alone = begun is not None and self._begun() == begun
                 ran_out = self._retry.caught(error, place="optimizer step", alone=alone)
                 if ran_out is None:
                     raise

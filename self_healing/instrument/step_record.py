@@ -162,8 +162,14 @@ class StepRecord:
             seconds=time.perf_counter() - self._began,
         )
 
-    def _ballot(self, wishes: Sequence[bool], digest: Callable[[], torch.Tensor] | None) -> torch.Tensor:
-        numbers = torch.stack(self._loss_and_norm())
+    def _ballot(
+        self, wishes: Sequence[bool], digest: Callable[[], torch.Tensor] | None
+    ) -> torch.Tensor | Sequence[float]:
+        loss, norm = self._loss_and_norm()
+        if loss.device.type == "cpu" and digest is None:
+            # There to be read: each operation on a tensor would take longer than all of the ballot.
+            return (loss.item(), norm.item(), *[0.0] * DIGEST_PARTS, *wishes)
+        numbers = torch.stack([loss, norm])
         if digest is None and not any(wishes):
             # What is not given is zero.
             return numbers
