@@ -118,7 +118,7 @@ class TrustedStates:
         self._ring.release()
         if not instrument.view.can_reexecute:
             self._on_disk_only = True
-        if self._on_disk_only or not self._make_room():
+        if self._on_disk_only:
             return
         self._take(step, self._inherited(self._in_place.live) if first else None)
         if not self._on_disk_only:
@@ -178,10 +178,9 @@ class TrustedStates:
         """Takes a snapshot between two steps. All ranks have to come."""
         if self._shared is not None and self._in_place.instrument.view.can_hand_over:
             self._shared.open(lambda: size_of(self._in_place.live))
-        if self._make_room():
-            self._take(step)
-            self._let_outlive()
-            self.interval.copied()
+        self._take(step)
+        self._let_outlive()
+        self.interval.copied()
 
     def _let_outlive(self) -> None:
         """Lets the candidate outlive the process. A matter of this rank alone: no vote depends on it."""
@@ -281,6 +280,7 @@ class TrustedStates:
         return True
 
     def _make_room(self) -> bool:
+        """Gives up older states until a copy of the one there is now fits on all ranks. All of them have to come."""
         live = self._in_place.live
         while not consensus.all_ranks("a snapshot fits", lambda: self._ring.fits(live), self._in_place.device):
             if not self._ring.shrink():
@@ -303,7 +303,7 @@ class TrustedStates:
         )
 
     def _take(self, step: int, there: Snapshot | None = None) -> None:
-        """Takes a snapshot, unless one is there already. All ranks have to come."""
+        """Takes a snapshot, unless one is there already, with fewer older ones if need be. All ranks have to come."""
         device = self._in_place.device
         # A schedule-free optimizer swaps the weights in place between training and evaluation.
         optimizer_in_training_mode(self._in_place.instrument.trainer)
@@ -311,15 +311,23 @@ class TrustedStates:
         live = self._in_place.live
         self.interval.last_taken = step
 
-        def lacks_memory() -> bool:
+        def take() -> tuple[bool, bool]:
+            if not self._ring.fits(live):
+                return True, False
             if there is not None and there.step == step:
                 self._ring.hold(there, live, extras)
-                return False
+                return False, False
             # On Linux memory that is promised is not always there.
-            return self._lacks_memory(live, step, extras)
+            return False, self._lacks_memory(live, step, extras)
 
-        if consensus.any_rank(TAKEN, lacks_memory, device):
-            self._rely_on_disk(size_of(live))
+        while True:
+            # One vote, where it fits. Ranks that have taken it take it again, once all of them have made room.
+            too_large, lacking, *_ = consensus.sum_over_ranks(TAKEN, take, device)
+            if not too_large and not lacking:
+                return
+            if not (too_large and self._ring.shrink()):
+                self._rely_on_disk(size_of(live))
+                return
 
     def _lacks_memory(self, live: LiveState, step: int, extras: dict[str, Any], wait: bool = False) -> bool:
         """Takes a snapshot; returns whether memory ran out on this rank."""
