@@ -53,7 +53,8 @@ deepspeed-adam: .venv-deepspeed/.installed
 test-deepspeed: .venv-deepspeed/.installed
 	PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/.venv-deepspeed/extensions" \
 		.venv-deepspeed/bin/python -m pytest -m slow -k "deepspeed or zero" tests/instrument/test_deepspeed.py \
-		tests/checkpoints/test_zero_checkpoints.py tests/ranks/test_faults_*.py $(DEEPSPEED_OPTIONS)
+		tests/checkpoints/test_zero_checkpoints.py tests/restarts/test_memory_start_zero.py \
+		tests/ranks/test_faults_*.py $(DEEPSPEED_OPTIONS)
 
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(OLDEST_TESTS)

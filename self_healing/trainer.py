@@ -16,7 +16,7 @@ from transformers.trainer_utils import TrainOutput
 from . import consensus
 from .assembly import Run, assemble
 from .callback import SelfHealingCallback, adopt_run
-from .checkpoints.choice import newest_checkpoint_of
+from .checkpoints.choice import CheckpointError, newest_checkpoint_of
 from .closing_report import ClosingReport
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
@@ -25,6 +25,7 @@ from .instrument import ReportingGuard, let_go, rows_per_step
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.progress_bars import remove_progress_bars
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader
+from .instrument.zero import have_engine_made_again
 from .journal.terminal import Terminal, speaking_of
 from .log_safely import log_safely
 from .meeting import meet
@@ -34,7 +35,7 @@ from .report import HealingReport
 from .restarts.earlier_attempts import go_on_from_disk, take_up
 from .restarts.outliving import leave_snapshots, let_snapshots_outlive
 from .restarts.record import RunRecord
-from .restarts.start import Start, find_start, note_memory_start, note_start
+from .restarts.start import Start, find_start, note_memory_start, note_start, refusal_of_another_job
 from .rollback.stored_state import StateUnusable
 from .services.reporting import Reporting
 from .start_and_end import tell_end
@@ -259,6 +260,7 @@ class SelfHealingTrainer:
             # Outside the handler: the exception and with it the failed step's activations are gone.
             self._let_go(recovery.run)
             remove_progress_bars(self.trainer)
+            have_engine_made_again(self.trainer)
             recovery.prepare(entry)
             resume_from = entry.resume_from
             # Samplers and their seeds are made again on entry, some from the global generators.
@@ -270,9 +272,15 @@ class SelfHealingTrainer:
     def _start_from_disk(self, run: Run, error: StateUnusable) -> str | None:
         """Goes on from disk where a state in shared memory turned out not to fit the trainer, on all ranks."""
         run_id, args = run.context.run_id, self.trainer.args
-        checkpoint = consensus.looked_up_by_first_rank(
-            "the newest checkpoint on disk", lambda: newest_checkpoint_of(run_id, args.output_dir), args.device
-        )
+
+        def look() -> tuple[str | None, str | None]:
+            newest = newest_checkpoint_of(run_id, args.output_dir)
+            return newest, None if newest is None else refusal_of_another_job(newest, self.trainer)
+
+        checkpoint, refusal = consensus.looked_up_by_first_rank("the newest checkpoint on disk", look, args.device)
+        if refusal is not None:
+            raise CheckpointError(refusal) from error
+        have_engine_made_again(self.trainer)
         go_on_from_disk(run.context, run.attempts, checkpoint, error)
         return checkpoint
 

@@ -11,7 +11,7 @@ import torch
 
 from ..extents import Search
 from .gradients import reshard
-from .zero import zero_of
+from .zero import Partitioning, Zero, own_part, zero_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class LiveState:
             Parameters of the model that are not trained: in no snapshot, because they stay as they are.
         loss_scaler (`dict`, *optional*):
             What DeepSpeed's knows, in plain values: its own attributes, which are written to.
+        partitioning ([`Partitioning`], *optional*):
+            What the optimizer updates under ZeRO.
     """
 
     parameters: dict[str, torch.Tensor]
@@ -40,21 +42,31 @@ class LiveState:
     scaler: dict[str, torch.Tensor]
     frozen: dict[str, torch.Tensor] = field(default_factory=dict)
     loss_scaler: dict[str, Any] = field(default_factory=dict)
+    partitioning: Partitioning | None = None
+
+    @property
+    def updated(self) -> list[Any]:
+        """What the optimizer updates, in its order."""
+        if self.partitioning is not None:
+            # With ZeRO-3 its groups have parameters in its step alone.
+            return list(self.partitioning.masters)
+        groups = getattr(self.optimizer, "param_groups", ())
+        return [parameter for group in groups for parameter in group["params"]]
 
 
 def live_state_of(trainer: Any) -> LiveState:
     """Collects the tensors that training changes in a trainer. Between two computations, on all ranks alike."""
     reshard(trainer.model)
-    optimizer = innermost(trainer.optimizer)
+    optimizer, zero = innermost(trainer.optimizer), zero_of(trainer)
     optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     seen: set[int] = set()
     parameters: dict[str, torch.Tensor] = {}
-    for name, parameter in _changing(trainer, optimizer):
+    for name, parameter in _changing(trainer, optimizer, zero):
         if id(parameter) not in seen and not parameter.is_meta:
             seen.add(id(parameter))
             parameters[name] = local(parameter)
     frozen = {
-        name: local(parameter)
+        name: _part_of(parameter)
         for name, parameter in trainer.model.named_parameters()
         if id(parameter) not in seen and not parameter.requires_grad and not parameter.is_meta
     }
@@ -67,11 +79,18 @@ def live_state_of(trainer: Any) -> LiveState:
         {name: value for name, value in inside.items() if isinstance(value, torch.Tensor)},
         frozen,
         {} if zero is None else zero.loss_scaler(),
+        None if zero is None else zero.partitioning(),
     )
 
 
-def _changing(trainer: Any, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
-    zero = zero_of(trainer)
+def _part_of(parameter: torch.Tensor) -> torch.Tensor:
+    part = own_part(parameter)
+    return local(parameter) if part is None else part
+
+
+def _changing(
+    trainer: Any, optimizer: torch.optim.Optimizer | None, zero: Zero | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     if zero is None:
         yield from trained_tensors(trainer)
     else:

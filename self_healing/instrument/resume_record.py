@@ -19,6 +19,7 @@ from .bookkeeping import Bookkeeper
 from .generated import generated_rows
 from .live_state import LiveState, innermost, live_state_of
 from .replacing import Replacements
+from .zero import engine_of, zero_of
 
 
 # Fields of the optimizer's groups that are no settings.
@@ -50,6 +51,8 @@ class ResumeRecord:
             Floating point operations of this process that the Trainer has not yet added up over all of them.
         generated (`Any`):
             Rows of a generation cycle that are still to be trained on.
+        engine (`dict`, *optional*):
+            What DeepSpeed's engine counts, and its scale of the loss.
     """
 
     step: int
@@ -63,6 +66,7 @@ class ResumeRecord:
     running_loss: torch.Tensor
     flos: float
     generated: Any
+    engine: dict[str, dict[str, Any]] | None = None
 
     @classmethod
     def of(cls, trainer: Any, ledger: Bookkeeper, random: RandomState) -> ResumeRecord:
@@ -77,7 +81,7 @@ class ResumeRecord:
             random ([`RandomState`]):
                 What a resume has to restore to draw what the next step draws.
         """
-        state = trainer.state
+        state, zero = trainer.state, zero_of(trainer)
         kept = {each.name: getattr(state, each.name) for each in fields(state) if each.name != "log_history"}
         scaler = trainer.accelerator.scaler
         return cls(
@@ -95,6 +99,7 @@ class ResumeRecord:
             running_loss=trainer._tr_loss.detach().clone(),
             flos=float(trainer.current_flos),
             generated=generated_rows(trainer),
+            engine=None if zero is None else zero.standing(),
         )
 
     def owing(self, owed: dict[str, Any]) -> ResumeRecord:
@@ -112,6 +117,9 @@ class ResumeRecord:
         checkpoint.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = self.state | {"log_history": list(self.log_history)}
         (checkpoint / TRAINER_STATE_NAME).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        if self.engine is not None:
+            # Without it transformers takes the directory for none of DeepSpeed's.
+            (checkpoint / f"global_step{self.step}").mkdir(exist_ok=True)
         if self.generated is not None:
             torch.save(self.generated, checkpoint / GENERATED_FILE)
 
@@ -155,6 +163,10 @@ def resuming_from(
         # Weights as well: only now all that will be trained is on its device, and sharded.
         live = live_state_of(trainer)
         put(live)
+        zero = zero_of(trainer)
+        if zero is not None and record.engine is not None:
+            zero.forget_state()
+            zero.put_standing(record.engine)
         for group, settings in zip(innermost(trainer.optimizer).param_groups, record.groups, strict=True):
             group.update({name: _as_there(group.get(name), value) for name, value in settings.items()})
         trainer.lr_scheduler.load_state_dict(record.scheduler)
@@ -164,16 +176,24 @@ def resuming_from(
         if record.scaler is not None and trainer.accelerator.scaler is not None:
             trainer.accelerator.scaler.load_state_dict(record.scaler)
 
-    def instead_of(name: str, load: Callable[[], None]) -> None:
+    def instead_of(holder: Any, name: str, load: Callable[[], Any]) -> None:
         def loaded(original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
             return load() if path is not None and str(path) == checkpoint else original(path, *args, **kwargs)
 
-        replacements.wrap(trainer, name, loaded)
+        replacements.wrap(holder, name, loaded)
 
-    instead_of("_load_from_checkpoint", lambda: None)
-    instead_of("_load_optimizer_and_scheduler", load_state)
-    instead_of("_load_scaler", load_scaler)
-    instead_of("_load_rng_state", record.random.restore)
+    def prepare(original: Any, *args: Any, **kwargs: Any) -> Any:
+        prepared, engine = original(*args, **kwargs), engine_of(trainer)
+        if engine is not None and "load_checkpoint" not in vars(engine):
+            # It is made in `train()`, which has it load a checkpoint before any other part.
+            instead_of(engine, "load_checkpoint", lambda: (checkpoint, {}))
+        return prepared
+
+    replacements.wrap(trainer.accelerator, "prepare", prepare)
+    instead_of(trainer, "_load_from_checkpoint", lambda: None)
+    instead_of(trainer, "_load_optimizer_and_scheduler", load_state)
+    instead_of(trainer, "_load_scaler", load_scaler)
+    instead_of(trainer, "_load_rng_state", record.random.restore)
     try:
         yield
     finally:

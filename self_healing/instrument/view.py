@@ -107,7 +107,13 @@ class TrainerView:
     @property
     def can_hand_over(self) -> bool:
         """Whether another process can go on from copies of its tensors: those are the same whatever was computed."""
-        return not (self.has_flat_parameters or self.under_deepspeed)
+        zero = zero_of(self._trainer)
+        return self.can_reexecute and not self.has_flat_parameters and not (zero is not None and zero.offloads)
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether the update of a step needs no other rank."""
+        return not (self.sharded or self.under_deepspeed)
 
     @property
     def can_scale_rate(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +28,15 @@ _NEEDED_OFFLOADED = ("norm_for_param_grads", "complete_grad_norm_calculation_for
 def engine_of(trainer: Any) -> Any:
     """Finds the DeepSpeed engine that a trainer trains with; `None` if there is none."""
     return getattr(getattr(trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+
+
+def have_engine_made_again(trainer: Any) -> None:
+    """
+    Has the next call of `train()` make a DeepSpeed engine of its own: it destroys the one there is, and would train on
+    with that (transformers 5.23).
+    """
+    if engine_of(trainer) is not None:
+        trainer.model_wrapped = trainer.model
 
 
 def why_not_healed(engine: Any) -> str | None:
@@ -81,6 +92,35 @@ def zero_of(trainer: Any) -> Zero | None:
     """Knows the engine of a trainer whose steps can be healed under ZeRO; `None` for any other one."""
     engine = engine_of(trainer)
     return None if engine is None or why_not_healed(engine) is not None else Zero(engine)
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioning:
+    """
+    What the optimizer updates on this rank in place of parameters.
+
+    Args:
+        kind (`str`):
+            Stage and precision.
+        masters (`list[torch.Tensor]`):
+            The partitions that are updated, in an order that is the same in each process.
+        parts (`list[str]`):
+            Of each, a text that is another one where it is a part of other parameters: sizes alone may be the same.
+    """
+
+    kind: str
+    masters: list[torch.Tensor]
+    parts: list[str]
+
+
+def own_part(parameter: Any) -> torch.Tensor | None:
+    """Gives this rank's part of a parameter that ZeRO-3 has split; `None` for any other one."""
+    part: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
+    if part is None:
+        return None
+    begin = part.numel() * torch.distributed.get_rank(parameter.ds_process_group)
+    # Beyond the parameter's end lies whatever was there.
+    return part.detach().view(-1)[: max(parameter.ds_numel - begin, 0)]
 
 
 class Zero:
@@ -281,6 +321,31 @@ class Zero:
         """Whether a tensor of that name is this rank's part of the state, and not gathered from those of all ranks."""
         own = ("master weights ", "optimizer:", *(["weights "] if self.shards_weights else []))
         return name.startswith(own)
+
+    def partitioning(self) -> Partitioning:
+        """Says how this rank's part of the weights was made of them."""
+        zero = self.optimizer
+        names = {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
+        # In the order in which they lie there.
+        groups = zero.fp16_groups if self.shards_weights else zero.round_robin_bit16_groups
+        made_of = [
+            [(names.get(id(each)), tuple(getattr(each, "ds_shape", each.shape))) for each in of] for of in groups
+        ]
+        parts = [hashlib.sha256(repr(each).encode()).hexdigest()[:8] for each in made_of]
+        stage = int(self.engine.zero_optimization_stage())
+        kind = f"ZeRO-{stage} in {zero.dtype}{', offloaded' if self.offloads else ''}"
+        return Partitioning(kind, list(self._masters()), parts)
+
+    def standing(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint of DeepSpeed holds beside tensors: counts of steps, and the scale of the loss."""
+        counts = {name: getattr(self.engine, name) for name in _COUNTERS if hasattr(self.engine, name)}
+        scaler = self.loss_scaler().items()
+        return {"counts": counts, "scaler": {name: value for name, value in scaler if isinstance(value, (int, float))}}
+
+    def put_standing(self, standing: Mapping[str, Mapping[str, Any]]) -> None:
+        """Puts what [`standing`] gave into the engine."""
+        vars(self.engine).update(standing["counts"])
+        self.loss_scaler().update(standing["scaler"])
 
     def load(self, checkpoint: str, strict: bool) -> None:
         """

@@ -136,6 +136,8 @@ def steps_in_memory(output_dir: str, rank: int, device: torch.device) -> list[Sh
     """
     world_size = consensus.world_size()
     mine = {_shared(facts): facts for _, facts in _states_of(output_dir, rank, world_size)}
+    if not mine:
+        _tell_of_other_numbers(output_dir, rank, world_size)
     everywhere = consensus.from_every_rank("states in shared memory", mine, device)
     held = [step for step in everywhere[0] if all(step in theirs for theirs in everywhere)]
     return sorted((step for step in held if _same([theirs[step] for theirs in everywhere])), reverse=True)
@@ -194,6 +196,20 @@ def _states_of(output_dir: str, rank: int, world_size: int) -> list[tuple[Path, 
             expected = (rank, world_size, this_boot())
             found += [(path, facts)] * ((facts.rank, facts.world_size, facts.boot) == expected)
     return found
+
+
+def _tell_of_other_numbers(output_dir: str, rank: int, world_size: int) -> None:
+    """Says so where as many processes as now have left nothing, and another number of them has."""
+    directory = directory_of(output_dir)
+    paths = sorted(directory.glob(f"*-rank{rank}-of-*/*{SUFFIX}")) if is_own(directory) else []
+    found = [read_facts(path) for path in paths if is_own(path.parent)]
+    others = {facts.world_size for facts in found if facts is not None} - {world_size}
+    if others:
+        logger.warning(
+            "The state in shared memory is that of %s processes, and %d train together now: going on from disk.",
+            " and of ".join(map(str, sorted(others))),
+            world_size,
+        )
 
 
 def _same(of_ranks: Sequence[StateFacts]) -> bool:

@@ -236,13 +236,21 @@ def _look_for_start(
     if chosen is None and requested is not None:
         # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
         chosen = resolve_checkpoint(requested, output_dir, passed_over, names_in_checkpoints(trainer))
-    if chosen is not None and (why := why_of_another_job(Path(chosen.path), zero_job_of(trainer))) is not None:
-        # Neither a fresh start nor an older one: this is what the job was to go on from.
-        raise CheckpointError(f"{chosen.path} is whole, and this job cannot go on from it: {why}.")
+    if chosen is not None and (refusal := refusal_of_another_job(chosen.path, trainer)) is not None:
+        raise CheckpointError(refusal)
     path = None if chosen is None else chosen.path
     for doubt in () if chosen is None else chosen.doubts:
         logger.warning("Resuming from %s anyway: %s.", path, doubt)
     return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
+
+
+def refusal_of_another_job(checkpoint: str, trainer: Any) -> str | None:
+    """
+    Says why a good checkpoint cannot be gone on from by a job of this kind; `None` if it can. Neither a fresh start
+    nor an older one will do: it is what the job was to go on from.
+    """
+    why = why_of_another_job(Path(checkpoint), zero_job_of(trainer))
+    return None if why is None else f"{checkpoint} is whole, and this job cannot go on from it: {why}."
 
 
 def _from_memory(shared: SharedStep, record: RunRecord, launch: Launch, requested: Any) -> Start:

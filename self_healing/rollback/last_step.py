@@ -87,7 +87,7 @@ class LastStep:
         view, rollback = instrument.view, self._rollback
         leaves = rollback.shared is not None and view.can_hand_over and not rollback.in_place.displaced
         # With shards, applying it may be a collective, and the weights are not to be compared.
-        finishes = leaves and instrument.owes_update and not view.sharded
+        finishes = leaves and instrument.owes_update and view.steps_alone
         # What all have raised, all have left, and what their callbacks were to do to the gradients is owed as well.
         if finishes and consensus.all_fail_alike("a step that was found fit is not applied", _TELLING):
             finishes = False

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .. import consensus
 from ..instrument.live_state import LiveState, local
 from ..instrument.replicas import sum_of_all
 from ..instrument.resume_record import ResumeRecord
@@ -34,7 +35,7 @@ SUFFIX = ".state"
 # The shape of a parameter, and how it is split over which ranks.
 Layout = tuple[tuple[int, ...], tuple[str, list[Any]] | None]
 # Of what is stored: a file of another version is as if there were none.
-_VERSION = 2
+_VERSION = 3
 
 
 class NotStorable(Exception):
@@ -175,14 +176,15 @@ class StateWriter:
         blocks = {id(place.tensor): place for place in snapshot.pool.values()}
         described = io.BytesIO()
         pickler = _Pickler(described, blocks)
-        order = {id(parameter): index for index, parameter in enumerate(_parameters_of(live.optimizer))}
+        order = {id(parameter): index for index, parameter in enumerate(live.updated)}
         pickler.dump(
             {
                 "parameters": snapshot.parameters,
                 "buffers": snapshot.buffers,
                 "groups": snapshot.groups,
                 "states": [(order[id(parameter)], state) for parameter, state in snapshot.states],
-                "layouts": _layouts_of(live.optimizer),
+                "layouts": _layouts_of(live),
+                "kind": _kind_of(live),
             }
         )
         beside = pickle.dumps(replace(record, log_history=[], running_loss=torch.zeros(())), pickle.HIGHEST_PROTOCOL)
@@ -269,6 +271,8 @@ class StoredState:
             The places of the parameters that its optimizer states are of, among those of the optimizer.
         layouts (`list[Layout]`):
             Of the optimizer's parameters, in their order.
+        kind (`str`):
+            The stage of ZeRO that has split them, and its precision, if it has.
     """
 
     def __init__(
@@ -279,10 +283,11 @@ class StoredState:
         snapshot: Snapshot,
         orders: list[int],
         layouts: list[Layout],
+        kind: str,
     ) -> None:
         self.path, self.facts = path, facts
         self.record = record
-        self._snapshot, self._layouts = snapshot, layouts
+        self._snapshot, self._layouts, self._kind = snapshot, layouts, kind
         self._orders, self._states = orders, [state for _, state in snapshot.states]
         self._put_into: Any = None
 
@@ -302,12 +307,14 @@ class StoredState:
         Raises:
             StateUnusable: If they do not.
         """
-        parameters, snapshot = _parameters_of(live.optimizer), self._snapshot
+        parameters, snapshot, kind = live.updated, self._snapshot, _kind_of(live)
+        if kind != self._kind:
+            raise StateUnusable(f"it is of a run under {self._kind}, and this one is under {kind}")
         self._check("parameter", live.parameters, snapshot.parameters)
         self._check("buffer", live.buffers, snapshot.buffers)
         if live.optimizer is not None and len(live.optimizer.param_groups) != len(snapshot.groups):
             raise StateUnusable(f"its optimizer has {len(snapshot.groups)} groups of parameters")
-        layouts = _layouts_of(live.optimizer)
+        layouts = _layouts_of(live)
         if len(layouts) != len(self._layouts):
             raise StateUnusable(f"its optimizer has {len(self._layouts)} parameters, not {len(layouts)} as now")
         for number, (then, now) in enumerate(zip(self._layouts, layouts, strict=True)):
@@ -322,7 +329,7 @@ class StoredState:
 
     def put(self, live: LiveState) -> None:
         """Writes its tensors into the live ones, which they fit."""
-        parameters, snapshot = _parameters_of(live.optimizer), self._snapshot
+        parameters, snapshot = live.updated, self._snapshot
         snapshot.states = [(parameters[order], state) for order, state in zip(self._orders, self._states, strict=True)]
         for parameter, state in snapshot.states:
             for _, kept in leaves("", state):
@@ -334,9 +341,10 @@ class StoredState:
         """
         Gives it as a snapshot of live tensors, if they are those it was put into.
 
-        It lacks the scale of a `GradScaler`, which is put back in another way.
+        It lacks what scales the loss, which is put back in another way.
         """
-        there = live.optimizer is not None and live.optimizer is self._put_into and not live.scaler
+        there = live.optimizer is not None and live.optimizer is self._put_into
+        there &= not (live.scaler or live.loss_scaler)
         return self._snapshot if there else None
 
     @staticmethod
@@ -408,7 +416,7 @@ def open_state(path: Path, device: torch.device) -> StoredState:
         states=content["states"],
     )
     orders = [order for order, _ in content["states"]]
-    return StoredState(path, facts, record, snapshot, orders, content["layouts"])
+    return StoredState(path, facts, record, snapshot, orders, content["layouts"], content["kind"])
 
 
 def _map(file: Path) -> mmap.mmap:
@@ -420,19 +428,22 @@ def _map(file: Path) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _parameters_of(optimizer: Any) -> list[Any]:
-    groups = getattr(optimizer, "param_groups", ())
-    return [parameter for group in groups for parameter in group["params"]]
+def _kind_of(live: LiveState) -> str:
+    return "no ZeRO" if live.partitioning is None else live.partitioning.kind
 
 
-def _layouts_of(optimizer: Any) -> list[Layout]:
+def _layouts_of(live: LiveState) -> list[Layout]:
     """
     Lists which parts of its parameters an optimizer has on this rank. Parts of the same size are other ones where the
     ranks are arranged in another way.
     """
+    if live.partitioning is not None:
+        everybody = list(range(consensus.world_size()))
+        parts = zip(live.partitioning.masters, live.partitioning.parts, strict=True)
+        return [(tuple(master.shape), (f"ZeRO (parameters {part})", everybody)) for master, part in parts]
     ranks: dict[int, list[Any]] = {}
     found = list[Layout]()
-    for parameter in _parameters_of(optimizer):
+    for parameter in live.updated:
         split: tuple[str, list[Any]] | None = None
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from self_healing import shared_memory
 from self_healing.instrument.live_state import LiveState
 from self_healing.instrument.resume_record import ResumeRecord
+from self_healing.instrument.zero import Partitioning
 from self_healing.random_state import RandomState
 from self_healing.restarts.memory_start import _states_of, remove_other_states, steps_in_memory
 from self_healing.rollback import shared_states
@@ -277,6 +278,78 @@ def test_a_state_of_another_run_machine_or_number_of_ranks_is_not_taken(
     else:
         monkeypatch.setattr("self_healing.restarts.memory_start.this_boot", lambda: "another one")
     assert run.steps == []
+
+
+def test_that_it_is_of_another_number_of_ranks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path, ranks=3)
+    try:
+        run.take()
+        assert run.steps == []
+    finally:
+        shutil.rmtree(directory_of(tmp_path), ignore_errors=True)
+    (line,) = caplog.messages
+    assert line == ("The state in shared memory is that of 3 processes, and 1 train together now: going on from disk.")
+
+
+class PartitionedRun(Run):
+    """Its optimizer updates what ZeRO-3 has put together of several parameters, and has it in its step alone."""
+
+    def __init__(self, output_dir: Path, kind: str = "ZeRO-3 in torch.float32", parts: str = "0e1f") -> None:
+        super().__init__(output_dir)
+        self.master = torch.nn.Parameter(torch.ones(6))
+        self.optimizer = torch.optim.AdamW([self.master], lr=0.1)
+        self.optimizer.param_groups[0]["params"] = []
+        self.kind, self.parts = kind, parts
+
+    @property
+    def live(self) -> LiveState:
+        partitioning = Partitioning(self.kind, [self.master], [self.parts])
+        return LiveState({"master weights 0": self.master}, {}, self.optimizer, {}, partitioning=partitioning)
+
+    def train(self) -> None:
+        self.step += 1
+        self.optimizer.param_groups[0]["params"] = [self.master]
+        self.master.grad = torch.randn(6)
+        self.optimizer.step()
+        self.optimizer.param_groups[0]["params"] = []
+
+    def everything(self) -> list[torch.Tensor]:
+        return [each.detach().clone() for each in (self.master, *self.moments())]
+
+
+def test_partitions_are_put_into_those_of_another_engine_bitwise(tmp_path: Path) -> None:
+    run = PartitionedRun(tmp_path)
+    try:
+        run.take()
+        wanted = run.everything()
+        other = PartitionedRun(tmp_path)
+        state = open_state(run.files[-1], CPU)
+        state.check(other.live)
+        state.put(other.live)
+    finally:
+        shutil.rmtree(directory_of(tmp_path), ignore_errors=True)
+    assert len(wanted) == 4
+    assert all(map(torch.equal, other.everything(), wanted))
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"kind": "ZeRO-2 in torch.float32"}, "under ZeRO-3 in torch.float32, and this one is under ZeRO-2"),
+        ({"parts": "77ab"}, "parameter 0 of its optimizer .* 0e1f.* 77ab"),
+    ],
+    ids=["stage", "parameters"],
+)
+def test_partitions_of_the_same_size_that_are_other_ones_are_not_put(
+    tmp_path: Path, other: dict[str, str], why: str
+) -> None:
+    run = PartitionedRun(tmp_path)
+    try:
+        run.take()
+        with pytest.raises(StateUnusable, match=why):
+            open_state(run.files[-1], CPU).check(PartitionedRun(tmp_path, **other).live)
+    finally:
+        shutil.rmtree(directory_of(tmp_path), ignore_errors=True)
 
 
 def test_a_model_of_other_sizes_is_left_as_it_is(run: Run, tmp_path: Path) -> None:
