@@ -76,7 +76,9 @@ def write_stacks(path: Path, headline: str, training_thread: int, workers: Mappi
 
 def line_of(frame: FrameType) -> str:
     """Gives file, line, function and code of a frame."""
-    name, line = frame.f_code.co_filename, frame.f_lineno
+    # Code that torch.compile has made need not have lines, whatever typeshed says.
+    line: int | None = frame.f_lineno
+    name, line = frame.f_code.co_filename, line or 0
     return f"{name}:{line}, in {frame.f_code.co_name}: {linecache.getline(name, line).strip()}"
 
 

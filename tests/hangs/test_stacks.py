@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from self_healing.hangs import stacks
-from self_healing.hangs.stacks import user_line_of, worker_line_in, write_stacks
+from self_healing.hangs.stacks import line_of, user_line_of, worker_line_in, write_stacks
 
 
 @pytest.fixture
@@ -73,6 +73,16 @@ def test_a_process_that_has_ended_meanwhile_is_named_with_what_is_known() -> Non
         raise psutil.NoSuchProcess(41)
 
     assert stacks._describe_process(SimpleNamespace(pid=41, cmdline=gone)) == "41: NoSuchProcess\n"  # type: ignore[arg-type]
+
+
+def test_a_frame_without_a_line_is_named_as_well() -> None:
+    """torch.compile makes such code."""
+
+    def made() -> FrameType:
+        return sys._getframe()
+
+    made.__code__ = made.__code__.replace(co_linetable=b"")
+    assert line_of(made()).endswith("test_stacks.py:0, in made: ")
 
 
 def test_a_line_of_user_code_is_found_below_pythons_own_and_above_the_package(tmp_path: Path) -> None:
