@@ -25,7 +25,7 @@ _HEALED = (
     ("NaN/Inf", "on_nonfinite", ("heal", "skip"), "steps"),
     ("spikes", "on_spike", ("heal",), "steps"),
     ("divergence", "on_divergence", ("heal",), "steps"),
-    ("out of memory", "on_oom", ("heal",), "memory"),
+    ("out of memory", "on_oom", ("heal",), "steps"),
     ("bad samples", "on_bad_sample", ("quarantine",), "inside"),
     ("failed saves", "on_save_failure", ("continue",), "inside"),
     ("hangs", "hang_action", ("recover",), "wrapper"),
@@ -106,7 +106,6 @@ def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
         return
     config = run.context.config
     view = instrument.view
-    possible = {"steps": view.can_reexecute, "memory": view.can_make_room}
     healed, off, needs_wrapper = list[str](), list[str](), list[str]()
     for what, setting, heals, where in _HEALED:
         value = getattr(config, setting)
@@ -114,10 +113,8 @@ def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
             off.append(f"{what} ({setting}={value!r})")
         elif where == "wrapper" and not wrapped:
             needs_wrapper.append(what)
-        elif possible.get(where, True):
+        elif where != "steps" or view.can_reexecute:
             healed.append(what)
-        elif view.can_reexecute:
-            off.append(f"{what} (under DeepSpeed)")
     preset = "" if config.healing_preset == "default" else f" (preset {config.healing_preset})"
     text = f"on{preset}: heals {', '.join(healed) or 'nothing'}"
     if off:

@@ -189,7 +189,6 @@ class MadeUpRun:
             step=0,
             device=torch.device("cpu"),
             can_reexecute=True,
-            can_make_room=True,
             can_scale_rate=True,
             scheduled_rate=1e-3,
             learning_rate=1e-3,

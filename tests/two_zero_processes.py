@@ -41,6 +41,10 @@ from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.exceptions import UnrecoverableTrainingError
 
 
+# Of a micro-batch, and what one rank has memory for.
+ROWS, ROWS_THAT_FIT = 8, 4
+
+
 def zero_on_the_cpu() -> None:
     """Has accelerate, transformers and DeepSpeed take the CPU for a device that they train on like any other."""
     os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", DS_ACCELERATOR="cpu")
@@ -92,6 +96,15 @@ def digest_of(state: Mapping[str, torch.Tensor]) -> str:
     return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()[:16]
 
 
+def sums_of(trainer: Any) -> list[float]:
+    """A number for each of the weights, which all ranks have together."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    parameters = list(trainer.model.parameters())
+    with GatheredParameters(parameters, enabled=hasattr(parameters[0], "ds_id")):
+        return [float(parameter.detach().double().sum()) for parameter in parameters]
+
+
 class Told(logging.Handler):
     """Keeps what the library logs."""
 
@@ -124,6 +137,46 @@ class StepsTwice(SFTTrainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         super().training_step(model, dict(inputs), *args, **kwargs)
         return super().training_step(model, inputs, *args, **kwargs)
+
+
+class OutOfMemory:
+    """
+    Memory runs out at the end of a forward, or in its backward.
+
+    Args:
+        model: The model.
+        here (`bool`): Whether it is short on this rank.
+        only (`int`, *optional*): In this forward alone, counted from 1; else in all of too many rows.
+        backward (`str`, *optional*): `"early"`, before there is any gradient, or `"late"`.
+    """
+
+    def __init__(self, model: Any, here: bool, only: int | None = None, backward: str = "") -> None:
+        self.fired = self.forwards = self._rows = 0
+        self._here, self._only, self._backward = here, only, backward
+        if backward == "early":
+            model.register_forward_hook(lambda module, args, output: self._look(output.log_probs))
+        else:
+            # By the time there is a gradient of it, the head has its own.
+            model.model.norm.register_forward_hook(lambda module, args, output: self._look(output))
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self.forwards += torch.is_grad_enabled()
+        self._rows = kwargs["input_ids"].shape[0]
+
+    def _look(self, output: torch.Tensor) -> None:
+        if not self._here or not torch.is_grad_enabled():
+            return
+        if self._rows <= ROWS_THAT_FIT if self._only is None else self.forwards != self._only:
+            return
+        if self._backward:
+            output.register_hook(self._run_out)
+        else:
+            self._run_out()
+
+    def _run_out(self, *_: Any) -> None:
+        self.fired += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 class Asked(TrainerCallback):
@@ -242,6 +295,7 @@ class Runs:
             "rates": [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log],
             "steps": [trainer.state.global_step, engine.global_steps, engine.skipped_steps, engine.micro_steps],
             "fired": getattr(struck, "fired", 0),
+            "sums": sums_of(trainer),
             "stopped": stopped,
             "told": told.lines,
             "events": [event["kind"] for event in journal(self._directory / name)],
@@ -394,6 +448,50 @@ class Runs:
         self.results["asked_to_leave"] = self.results.pop("preempted")
         self.run("preempted", **same)
 
+    def memory(self, stage: int, bf16: bool) -> None:
+        """Runs out on the last rank, or on the only one, and is healed in place."""
+        here = self.rank == torch.distributed.get_world_size() - 1
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "per_device_train_batch_size": ROWS}
+        whole = {**same, "dropout": 0.0}
+        self.run("fits", healed=False, **same)
+        self.run("fits_whole", healed=False, **whole)
+        for name, kind in KINDS_OF_LACK.items():
+            if name.startswith("late") and torch.distributed.get_world_size() > 1:
+                continue
+            arguments = whole if kind.get("only") is None else same
+
+            def fault(trainer: Any, kind: dict[str, Any] = kind) -> OutOfMemory:
+                return OutOfMemory(inside(trainer.model), here, **kind)
+
+            self.run(name, fault=fault, **arguments)
+
+    def restarted(self, stage: int, bf16: bool, kind: str) -> None:
+        """Memory is short on the second rank, where nothing can be done about it. It is called once for each start."""
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "per_device_train_batch_size": ROWS, "dropout": 0.0}
+        first = not (self._directory / f"plain.{self.rank}.json").exists()
+        lack = KINDS_OF_LACK[kind]
+        if lack.get("only") is not None and not first:
+            # It has passed.
+            lack = {"only": 0}
+
+        def fault(trainer: Any) -> OutOfMemory:
+            return OutOfMemory(inside(trainer.model), self.rank == 1, **lack)
+
+        if first:
+            self.run("fits_whole", healed=False, **same)
+            (self._directory / f"plain.{self.rank}.json").write_text(json.dumps(self.results["fits_whole"]))
+        self.run(kind, fault=fault, resume="auto", save_strategy="steps", save_steps=1, **same)
+        self.results["fits_whole"] = json.loads((self._directory / f"plain.{self.rank}.json").read_text())
+
+    def once(self, stage: int, bf16: bool) -> None:
+        self.restarted(stage, bf16, "once")
+
+    def above(self, stage: int, bf16: bool) -> None:
+        self.restarted(stage, bf16, "above")
+
+    def late(self, stage: int, bf16: bool) -> None:
+        self.restarted(stage, bf16, "late")
+
     def half(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "fp16": True, "max_steps": 16, "gradient_accumulation_steps": 1}
         self.run("half_plain", healed=False, **same)
@@ -435,6 +533,17 @@ class Runs:
         # Steps could be healed, but are not to be.
         healing = HealingConfig(on_nonfinite="warn")
         self.run("warned", fault=lambda trainer: NanWeights(trainer, 1, 4), healing=healing, **{**same, "zero": {}})
+
+
+# How memory runs out: once, in the second micro-batch of a step, or whenever there are too many rows.
+KINDS_OF_LACK: dict[str, dict[str, Any]] = {
+    "once": {"only": 6},
+    "above": {},
+    "early": {"only": 6, "backward": "early"},
+    "early_above": {"backward": "early"},
+    "late": {"only": 6, "backward": "late"},
+    "late_above": {"backward": "late"},
+}
 
 
 def main(directory: Path, stage: str, precision: str, *parts: str) -> None:

@@ -71,7 +71,7 @@ class MemoryRetry:
             alone (`bool`, *optional*, defaults to `False`):
                 Whether one rank of several can compute what failed again without the others.
         """
-        if not self._failsafe.attached or not self._view.can_make_room or not self._hooks.heals_memory:
+        if not self._failsafe.attached or not self._view.can_reexecute or not self._hooks.heals_memory:
             return None
         found = caught(error, self._view.device, place)
         if found is None or consensus.world_size() == 1:

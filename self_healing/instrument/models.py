@@ -45,8 +45,8 @@ def fingerprint(trainer: Any) -> dict[str, Any]:
     parameters = list(trainer.model.parameters())
     device = trainer.accelerator.device
     return {
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "parameters": sum(map(_size_of, parameters)),
+        "trained": sum(_size_of(parameter) for parameter in parameters if parameter.requires_grad),
         "dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
         "precision": str(trainer.accelerator.mixed_precision),
         "activation_checkpointing": bool(getattr(trainer.args, "gradient_checkpointing", False)),
@@ -54,6 +54,11 @@ def fingerprint(trainer: Any) -> dict[str, Any]:
         "memory": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         "processes": int(trainer.args.world_size),
     }
+
+
+def _size_of(parameter: torch.Tensor) -> int:
+    # Under ZeRO-3 there are elements only while they are gathered.
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def autocast_dtype(trainer: Any) -> torch.dtype | None:

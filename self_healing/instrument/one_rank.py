@@ -17,6 +17,7 @@ from .out_of_memory import Place
 from .preparing import preparing
 from .replacing import Replacements
 from .view import TrainerView
+from .zero import Zero, zero_of
 
 
 # By which trainers have ranks meet in a loss.
@@ -33,6 +34,8 @@ class OneRankRetry:
     the process groups, but those that are known and not entered once more: what DDP sends at the beginning of a
     forward (buffers of the first rank), and what the loss asks accelerate for (metrics that are gathered), which is
     given the answers it was given before.
+
+    Neither do ranks meet before the backward under ZeRO-1 and 2, whose gradients lie beside the parameters, too.
 
     A sharded model gathers its weights in each call, so there nothing can be taken back. Neither can the first step of
     a static graph: DDP learns the graph from the first backward pass, and counts the forwards until then.
@@ -54,6 +57,7 @@ class OneRankRetry:
         self._ledger = ledger
         self._replaced = replaced
         self._model: Any = None
+        self._zero: Zero | None = None
         self._refusal = ""
         self._first_step = 0
         self._parameters: list[torch.nn.Parameter] = []
@@ -80,7 +84,7 @@ class OneRankRetry:
         return self._model is not None
 
     def attach(self) -> None:
-        """Watches the wrapped model, if it is one of DDP."""
+        """Watches the wrapped model, if it is one of DDP or ZeRO."""
         model: Any = getattr(self._trainer, "model_wrapped", None)
         self._first_step = self._view.step
         if self._view.world_size == 1:
@@ -90,8 +94,12 @@ class OneRankRetry:
             return
         self._model = model
         self._parameters = [each for each in model.parameters() if each.requires_grad]
-        self._replaced.wrap(model, "_pre_forward", self._pre_forward)
-        self._replaced.wrap(model, "_post_forward", self._post_forward)
+        self._zero = zero_of(self._trainer)
+        if self._zero is None:
+            self._replaced.wrap(model, "_pre_forward", self._pre_forward)
+            self._replaced.wrap(model, "_post_forward", self._post_forward)
+        else:
+            self._replaced.wrap(model, "forward", self._forward)
         for name in _ASKING:
             self._replaced.wrap(self._trainer.accelerator, name, functools.partial(self._ask, name))
 
@@ -101,11 +109,16 @@ class OneRankRetry:
             return "ranks share the tokens of each row (context or sequence parallelism)"
         if self._view.sharded:
             return "the model is sharded, and each call gathers weights from all ranks"
+        if zero_of(self._trainer) is not None:
+            return self._why_not_counted()
         # torch 2.13: what DDP sends before a forward is sent in `_pre_forward`.
         if not isinstance(model, DistributedDataParallel) or not hasattr(model, "_pre_forward"):
             return "the model is not one of DistributedDataParallel"
         if model.process_group.size() != self._view.world_size:
             return "DistributedDataParallel spans some of the ranks only"
+        return self._why_not_counted()
+
+    def _why_not_counted(self) -> str:
         return "" if self._begun() is not None else "the backend does not count its collectives"
 
     def begin(self) -> None:
@@ -142,11 +155,13 @@ class OneRankRetry:
             return "the evaluation of this batch has begun a collective"
         if self._before is None:
             return "the batch was being prepared, in which ranks meet"
-        if self._model.static_graph and self._view.step == self._first_step:
+        if self._zero is None and self._model.static_graph and self._view.step == self._first_step:
             return "DistributedDataParallel learns its static graph in the first step"
         if self._collectives is None or self._begun() != self._collectives:
             return "a collective has begun that cannot be begun once more"
-        return "" if self._versions() == self._gradients else "a gradient has been added to"
+        # What is gone was dropped by ZeRO, which does so when the first forward of a step begins.
+        changed = (now not in (None, before) for now, before in zip(self._versions(), self._gradients, strict=True))
+        return "a gradient has been added to" if any(changed) else ""
 
     def compute_again(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """
@@ -162,6 +177,8 @@ class OneRankRetry:
         self._trainer.state.num_input_tokens_seen = before.tokens_seen
         self._sent_before, self._forwards = max(self._sent_before, self._forwards), 0
         self._asked = 0
+        if self._zero is not None:
+            self._zero.leave_backward()
         with preparing(self._trainer, lambda batch: batch, prepared=self._prepared):
             return compute()
 
@@ -194,6 +211,14 @@ class OneRankRetry:
             self.meets_in_forward = self._begun() != self._entered
         return original(*args, **kwargs)
 
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.meets_in_forward is not None:
+            return original(*args, **kwargs)
+        before = self._begun()
+        result = original(*args, **kwargs)
+        self.meets_in_forward = self._begun() != before
+        return result
+
     def _ask(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._before is None or self._collectives is None or self._asking:
             return original(*args, **kwargs)
@@ -218,9 +243,9 @@ class OneRankRetry:
 
     def _versions(self) -> list[tuple[int, int] | None]:
         """Tells whether gradients have been added to since: in place, which counts, or by another tensor."""
-        return [
-            None if (gradient := each.grad) is None else (id(gradient), gradient._version) for each in self._parameters
-        ]
+        # ZeRO-1 in lower precision adds them up beside the parameter's own.
+        gradients = (held for each in self._parameters for held in (each.grad, getattr(each, "grad_accum", None)))
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
 def _copied(answer: Any) -> Any:

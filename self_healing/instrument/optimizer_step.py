@@ -18,6 +18,7 @@ from .rates import Rates
 from .reentry import Reentry
 from .step_mark import StepMark
 from .window import Window
+from .zero import engine_of
 
 
 class OptimizerStep:
@@ -58,6 +59,8 @@ class OptimizerStep:
         self._rates = rates
         self._reentry = reentry
         self._window = window
+        # DeepSpeed's uses up the gradient, and is left half-way with the groups of one partition.
+        self.can_be_taken_again = engine_of(trainer) is None
         self._mark = StepMark(trainer.optimizer)
         self._one_by_one = UpdateOneByOne(trainer.optimizer)
         inner = innermost(trainer.optimizer)
@@ -116,7 +119,7 @@ class OptimizerStep:
             try:
                 result = original(*args, **kwargs)
             except Exception as error:
-                alone = begun is not None and self._begun() == begun
+                alone = begun is not None and self._begun() == begun and self.can_be_taken_again
                 ran_out = self._retry.caught(error, place="optimizer step", alone=alone)
                 if ran_out is None:
                     raise

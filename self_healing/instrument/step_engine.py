@@ -27,6 +27,10 @@ Call = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]
 class StepPasses(Protocol):
     """Computes a training step in several passes over its rows."""
 
+    @property
+    def last(self) -> bool:
+        """Whether no pass follows the one that is being computed."""
+
     def look_at(self, loss: Any) -> None:
         """Looks at the loss of a pass, before its backward; raises where the step cannot be computed in passes."""
 

@@ -116,7 +116,14 @@ class TrainingCall:
 
         def look(backward: Callable[..., None], loss: Any, **kwargs: Any) -> None:
             passes.look_at(loss)
-            backward(loss, **kwargs)
+            # DeepSpeed steps in the last backward, which is that of the last pass.
+            accumulation = trainer.accelerator.gradient_state
+            synchronise = accumulation.sync_gradients
+            accumulation._set_sync_gradients(synchronise and passes.last)
+            try:
+                backward(loss, **kwargs)
+            finally:
+                accumulation._set_sync_gradients(synchronise)
 
         def note(batch: Any) -> Any:
             # A copy: `compute_loss` may pop keys from the batch it is given.
@@ -124,12 +131,8 @@ class TrainingCall:
             return batch
 
         def first() -> torch.Tensor:
-            looked_at.wrap(trainer.accelerator, "backward", look)
-            try:
-                with preparing(trainer, note):
-                    return compute()
-            finally:
-                looked_at.give_back()
+            with preparing(trainer, note):
+                return compute()
 
         def again() -> torch.Tensor:
             batch, before, tokens = noted[0]
@@ -142,4 +145,8 @@ class TrainingCall:
             noted[0][1].rng.restore()
             return again()
 
-        return passes.run(first, again, plain)
+        looked_at.wrap(trainer.accelerator, "backward", look)
+        try:
+            return passes.run(first, again, plain)
+        finally:
+            looked_at.give_back()

@@ -96,13 +96,8 @@ class TrainerView:
 
     @property
     def can_reexecute(self) -> bool:
-        """Whether a step can be computed again; otherwise it is only watched."""
+        """Whether a step can be computed again, also in another way that fits in memory; else it is only watched."""
         return self.only_watched is None
-
-    @property
-    def can_make_room(self) -> bool:
-        """Whether what did not fit in memory can be computed in another way."""
-        return self.can_reexecute and not self.under_deepspeed
 
     @property
     def can_hand_over(self) -> bool:
@@ -144,7 +139,7 @@ class TrainerView:
     @property
     def can_split_calls(self) -> bool:
         """Whether the calls of a model can be split."""
-        return self.can_make_room and not self.why_not_split
+        return self.can_reexecute and not self.why_not_split
 
     @property
     def why_not_split(self) -> str:
@@ -155,8 +150,6 @@ class TrainerView:
         trainer = self._trainer
         if trainer.args.n_gpu > 1:
             return "nn.DataParallel makes replicas of the model for each call"
-        if self.under_deepspeed:
-            return "DeepSpeed's calls are not split"
         if self.has_flat_parameters:
             return (
                 "FSDP1 has the weights in flat parameters, which change with each forward (calls are split with "

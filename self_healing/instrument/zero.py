@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import consensus
 from .replacing import Replacements
 
 
@@ -203,7 +204,7 @@ class Zero:
 
     def discard(self) -> None:
         """Drops what has been computed of a step, reduced or not; the next forward begins it anew."""
-        zero, engine = self.optimizer, self.engine
+        zero = self.optimizer
         self.forget_norms()
         if self.shards_weights:
             zero._overflow_clean_up(zero.loss_scale)
@@ -226,9 +227,16 @@ class Zero:
         # As its own step does, before the first backward of the next one.
         zero.micro_step_id = 0 if self.shards_weights else -1
         zero._epilogue_ran_this_backward = False
-        # Of a backward that has raised.
-        zero._backward_active_depth = 0
-        engine._running_engine_backward = False
+        self.leave_backward()
+        if self.shards_weights and consensus.world_size() == 1:
+            # Also what was gathered for a module whose forward or backward has raised. Several ranks, which gather
+            # alike, end where one of them has raised.
+            zero._partition_all_parameters()
+
+    def leave_backward(self) -> None:
+        """Ends a backward that has raised; no gradient has been added in it, or all are discarded."""
+        self.optimizer._backward_active_depth = 0
+        self.engine._running_engine_backward = False
 
     @contextlib.contextmanager
     def kept_on_rank(self) -> Iterator[None]:

@@ -114,7 +114,7 @@ class MemoryHealer(Healer):
     def attach(self, first: bool) -> None:
         """Called with the instrument attached: what earlier processes and entries learned is put to use."""
         instrument = self._instrument
-        if self.config.on_oom == "raise" or not instrument.view.can_make_room:
+        if self.config.on_oom == "raise" or not instrument.view.can_reexecute:
             return
         if first:
             self._file.read()
@@ -386,6 +386,9 @@ class MemoryHealer(Healer):
         to a trusted state. The third time updates are made parameter by parameter, which takes less memory at a time.
         """
         if window is None:
+            return False
+        if not self._instrument.optimizer_step.can_be_taken_again:
+            self._told = OPTIMIZER_ADVICE
             return False
         context, instrument = self._begin(ran_out, window), self._instrument
         self._stepping = True

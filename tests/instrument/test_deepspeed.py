@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_distributed import on_two_processes
+from test_distributed import launch, on_two_processes
 
 
 pytestmark = [
@@ -239,6 +239,64 @@ def test_the_third_overflow_in_a_row_is_not(further: list[dict[str, Any]]) -> No
     assert further[0]["half_overflows"]["actions"] == ["skip_step"]
     # Three while it looks for its scale, and these.
     assert further[0]["half_overflows"]["steps"][:3] == [16, 16, 6]
+
+
+@pytest.mark.heals("out_of_memory", "deepspeed")
+@pytest.mark.parametrize(("stage", "precision"), [("1", "fp32"), ("2", "fp32"), ("2", "bf16")])
+def test_memory_that_runs_out_on_one_rank_is_healed_there(stage: str, precision: str, tmp_path: Path) -> None:
+    ranks = on_two_processes(tmp_path, stage, precision, "memory", script="two_zero_processes.py")
+    for rank in ranks:
+        # Before there is a gradient the rank is computed again alone, bitwise.
+        for kind in ("once", "early"):
+            is_the_run(rank[kind], rank["fits"])
+        for kind in ("above", "early_above"):
+            is_close_to(rank[kind], rank["fits_whole"], precision)
+    for kind in ("once", "early", "above", "early_above"):
+        assert ranks[0][kind]["sums"] == ranks[1][kind]["sums"]
+        # What never fits fails twice, and is split from then on.
+        assert [rank[kind]["fired"] for rank in ranks] == [0, 1 if kind in ("once", "early") else 2]
+
+
+@pytest.mark.heals("out_of_memory", "deepspeed")
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_memory_that_runs_out_is_healed_in_one_process(stage: str, tmp_path: Path) -> None:
+    (alone,) = on_two_processes(tmp_path, stage, "fp32", "memory", script="two_zero_processes.py", processes=1)
+    for kind in ("once", "early", "late"):
+        assert alone[kind]["fired"] == 1
+        is_the_run(alone[kind], alone["fits"])
+    for kind in ("above", "early_above", "late_above"):
+        is_close_to(alone[kind], alone["fits_whole"], "fp32")
+
+
+@pytest.mark.heals(
+    "out_of_memory",
+    "deepspeed",
+    partly="in place until a gradient has been added (ZeRO-1, 2); otherwise it ends the job, and the next start runs "
+    "fewer rows at a time",
+)
+@pytest.mark.parametrize(("stage", "kind"), [("2", "late"), ("3", "once"), ("3", "above")])
+def test_where_ranks_have_met_the_next_start_splits_what_did_not_fit(stage: str, kind: str, tmp_path: Path) -> None:
+    assert launch(tmp_path, stage, "fp32", kind, script="two_zero_processes.py") != 0
+    # Started once more it comes to its end, and runs out of memory nowhere.
+    ranks = on_two_processes(tmp_path, stage, "fp32", kind, script="two_zero_processes.py")
+    assert [rank[kind]["fired"] for rank in ranks] == [0, 0]
+    assert ranks[0][kind]["sums"] == ranks[1][kind]["sums"]
+    for rank in ranks:
+        is_close_to(rank[kind], rank["fits_whole"], "fp32")
+
+
+def is_the_run(healed: dict[str, Any], plain: dict[str, Any]) -> None:
+    for what in ("state", "losses", "norms", "rates", "steps"):
+        assert healed[what] == plain[what]
+
+
+def is_close_to(split: dict[str, Any], whole: dict[str, Any], precision: str) -> None:
+    rounding = 1e-2 if precision == "bf16" else 1e-5
+    assert split["losses"][-1] == pytest.approx(whole["losses"][-1], rel=rounding)
+    assert split["norms"][-1] == pytest.approx(whole["norms"][-1], rel=10 * rounding)
+    assert split["sums"] == pytest.approx(whole["sums"], rel=rounding, abs=rounding)
+    # Those of DeepSpeed's own micro-batches are not in a checkpoint.
+    assert split["steps"][:3] == whole["steps"][:3]
 
 
 def test_a_training_step_in_which_deepspeed_steps_twice_is_left_as_it_is(further: list[dict[str, Any]]) -> None:

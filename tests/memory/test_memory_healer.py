@@ -398,8 +398,13 @@ def test_what_is_tried_after_the_last_step_is_closed_with_the_run(memory: Memory
 class TestOptimizerStep:
     def prepare(self, memory: Memory, untouched: bool = False, one_by_one: bool = True) -> None:
         memory.run.instrument.optimizer_step = SimpleNamespace(
-            undo=lambda: untouched, update_one_by_one=lambda: one_by_one, undone=lambda: None
+            can_be_taken_again=True, undo=lambda: untouched, update_one_by_one=lambda: one_by_one, undone=lambda: None
         )
+
+    def test_one_that_has_used_up_the_gradient_is_left_to_raise(self, memory: Memory) -> None:
+        self.prepare(memory, untouched=True)
+        memory.run.instrument.optimizer_step.can_be_taken_again = False
+        assert not memory.healer.handle_oom_in_optimizer_step(ran_out("optimizer"), memory.window)
 
     def test_one_that_changed_nothing_is_taken_again(self, memory: Memory) -> None:
         self.prepare(memory, untouched=True)

@@ -88,7 +88,7 @@ NOTHING_DONE_AGAIN_UNDER = {
     **{strategy: {"sigterm"} for strategy in ZERO},
 }
 # Healed where it happens, while the other rank waits: nothing ends.
-IN_PLACE = {("oom_once", "ddp"), ("oom_above_4_rows", "ddp")}
+IN_PLACE = {(fault, strategy) for fault in ("oom_once", "oom_above_4_rows") for strategy in ("ddp", "zero1", "zero2")}
 QUICK = {("sigkill", "ddp")}
 NOT_YET: dict[tuple[str, str], str] = {}
 

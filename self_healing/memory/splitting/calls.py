@@ -11,6 +11,7 @@ import torch
 
 from ... import consensus
 from ...call_shape import CallShape
+from ...instrument import hooks_on_gradients, is_of_deepspeed
 from ...random_state import RandomState
 from .additivity import (
     Additivity,
@@ -196,7 +197,7 @@ class SplitCalls:
             return "the sequences of a flattened batch are not told apart on all ranks at once"
         if not (is_language_model(self._module, kwargs) or is_classifier(self._module, kwargs)):
             return "how its loss adds up is not known, and cannot be tried on all ranks at once"
-        if self._has_hooks_on_gradients():
+        if not all(map(is_of_deepspeed, hooks_on_gradients(self._module))):
             return "a hook on a parameter looks at its whole gradient"
         try:
             # What cannot be cut shows in the first row.
@@ -391,16 +392,10 @@ class SplitCalls:
 
     def _wants_whole_gradients(self) -> bool:
         """
-        Whether gradients are taken as they come: by DistributedDataParallel, or a hook on a parameter. They must not
-        come in portions; held back, they need the memory of a second set.
+        Whether gradients are taken as they come: by DistributedDataParallel, ZeRO, or a hook on a parameter. They must
+        not come in portions; held back, they need the memory of a second set.
         """
-        return consensus.world_size() > 1 or self._has_hooks_on_gradients()
-
-    def _has_hooks_on_gradients(self) -> bool:
-        return any(
-            parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-            for parameter in self._trained()
-        )
+        return consensus.world_size() > 1 or bool(hooks_on_gradients(self._module))
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]

@@ -178,6 +178,11 @@ class Passes:
         """Whether this pass is not the first of its step."""
         return self._pass > 0
 
+    @property
+    def last(self) -> bool:
+        """Whether no pass follows this one; known once the calls of the first one have been made."""
+        return self._pass == self._count - 1
+
     def look_at(self, loss: Any) -> None:
         """
         Looks at the loss of a pass before its backward.
