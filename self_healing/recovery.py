@@ -15,6 +15,7 @@ from .checkpoints.marker import step_of
 from .classify import add_note, classify_exception, describe_exception, text_of
 from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
 from .failures import FAILURE_RECIPES, Action, FailureType
+from .instrument import can_be_entered_again
 from .instrument.loader_workers import end_workers_that_failed
 from .journal.incident import Incident
 from .memory.outside_of_model import MemoryOutsideOfModel
@@ -65,6 +66,7 @@ class Recovery:
         self._ending = run.ending
         self._outside_of_model = MemoryOutsideOfModel(run.context, trainer)
         self._entered_in_vain = False
+        self._can_enter_again = can_be_entered_again(trainer)
 
     def decide(self, error: BaseException, resume_from: Any) -> NextEntry | None:
         """
@@ -158,7 +160,7 @@ class Recovery:
             # It need not be the training that fails here, but the way back to it.
             claim = replace(claim, remedy=Action.RESUME)
         self._entered_in_vain = cause is not error
-        if claim.remedy is Action.STOP or consensus.world_size() > 1:
+        if claim.remedy is Action.STOP or consensus.world_size() > 1 or not self._can_enter_again:
             verdict = None if cause is error else f"{describe_exception(cause)}; {_failed_at_entry(error)}"
             self._ending.stop_for_exception(incident, classify_exception(cause), cause, point, verdict)
             return None

@@ -21,7 +21,7 @@ from .closing_report import ClosingReport
 from .config import HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
-from .instrument import ReportingGuard, let_go, rows_per_step
+from .instrument import ReportingGuard, let_go, let_go_of_engine, rows_per_step
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.progress_bars import remove_progress_bars
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader
@@ -259,6 +259,7 @@ class SelfHealingTrainer:
                 raise recovery.cause
             # Outside the handler: the exception and with it the failed step's activations are gone.
             self._let_go(recovery.run)
+            let_go_of_engine(self.trainer)
             remove_progress_bars(self.trainer)
             have_engine_made_again(self.trainer)
             recovery.prepare(entry)

@@ -131,6 +131,20 @@ class NanWeights(TrainerCallback):
         masters_of(self._trainer.accelerator.deepspeed_engine_wrapped.engine.optimizer)[0].data[3] = float("nan")
 
 
+class LostConnection:
+    """The forward of one micro-batch raises, once."""
+
+    def __init__(self, model: torch.nn.Module, at: int) -> None:
+        self.fired, self._calls, self._at = 0, 0, at
+        model.register_forward_hook(self)
+
+    def __call__(self, *_: Any) -> None:
+        self._calls += 1
+        if self._calls == self._at:
+            self.fired += 1
+            raise ConnectionError("gone")
+
+
 class StepsTwice(SFTTrainer):
     """Computes each batch twice, and has DeepSpeed step after each time."""
 
@@ -368,6 +382,13 @@ class Runs:
         healing = HealingConfig(snapshot_verify_steps=1)
         self.run("weights_plain", healed=False, **same)
         self.run("weights", fault=lambda trainer: NanWeights(trainer, 1, 4), healing=healing, **same)
+
+    def entered_again(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 5}
+        self.run("entered_once", healed=False, **same)
+        self.run(
+            "entered_again", fault=lambda trainer: LostConnection(inside(trainer.model), 6), resume="auto", **same
+        )
 
     def late_weights(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 26, "gradient_accumulation_steps": 1}

@@ -49,6 +49,7 @@ from .uploads import leave_out_of_uploads
 from .view import TrainerView
 from .window import Window
 from .wrapping import Instrument
+from .zero import can_be_entered_again, let_go_of_engine
 
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "Window",
     "alloc_retries",
     "blueprint_of",
+    "can_be_entered_again",
     "change_batch",
     "compute_one_step",
     "emergency_path",
@@ -95,6 +97,7 @@ __all__ = [
     "kept_weights",
     "leave_out_of_uploads",
     "let_go",
+    "let_go_of_engine",
     "load_generated",
     "memory_figures",
     "memory_of",

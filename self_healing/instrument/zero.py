@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 
 from .. import consensus
 from .replacing import Replacements
@@ -38,6 +39,28 @@ def have_engine_made_again(trainer: Any) -> None:
     """
     if engine_of(trainer) is not None:
         trainer.model_wrapped = trainer.model
+
+
+def can_be_entered_again(trainer: Any) -> bool:
+    """
+    Whether `train()` makes all that DeepSpeed wraps, and can so make it again. Asked before it is entered: an
+    optimizer or a schedule that was given to the trainer is DeepSpeed's own from then on.
+    """
+    given = trainer.optimizer is not None or trainer.lr_scheduler is not None
+    return not (given and trainer.accelerator.distributed_type == DistributedType.DEEPSPEED)
+
+
+def let_go_of_engine(trainer: Any) -> None:
+    """
+    Has the next `train()` make a DeepSpeed engine: accelerate has forgotten the one there is when `train()` begins
+    (`free_memory`, 1.15), and does not prepare a model that is prepared.
+    """
+    if trainer.accelerator.distributed_type != DistributedType.DEEPSPEED or trainer.model_wrapped is trainer.model:
+        return
+    # Takes its hooks off the parameters, which a second engine has of its own.
+    trainer.model_wrapped.destroy()
+    trainer.model_wrapped = trainer.model
+    trainer.optimizer = trainer.lr_scheduler = None
 
 
 def why_not_healed(engine: Any) -> str | None:

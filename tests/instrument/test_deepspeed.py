@@ -105,6 +105,16 @@ def test_nan_in_the_master_weights_of_one_rank_is_gone_back_from(results: list[d
     assert results[0]["weights"]["actions"] == ["roll_back", "replay_steps"]
 
 
+@pytest.mark.parametrize("case", ["2-fp32", "3-bf16"])
+def test_on_one_process_an_exception_is_gone_on_from_in_it(case: str, tmp_path: Path) -> None:
+    (run,) = on_two_processes(tmp_path, *case.split("-"), "entered_again", processes=1, script="two_zero_processes.py")
+    plain, healed = run["entered_once"], run["entered_again"]
+    assert healed["fired"] == 1
+    for what in ("state", "losses", "norms", "rates"):
+        assert healed[what] == plain[what]
+    assert healed["incidents"] == [["network", 0]]
+
+
 CPU_ADAM = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "none"), "cpu_adam", "cpu_adam.so")
 
 
