@@ -229,6 +229,17 @@ class Gradient(TrainerCallback):
             self.taken_for = float(engine.get_global_grad_norm())
 
 
+class Uneven(torch.nn.Module):
+    """Has a weight that two ranks cannot halve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.weight.mean()
+
+
 class Runs:
     """Trains the same model again and again, struck by one fault after the other, and notes what became of it."""
 
@@ -443,6 +454,19 @@ class Runs:
             max_steps=8,
             **same,
         )
+
+    def padding(self, stage: int, bf16: bool) -> None:
+        def make(*args: Any, **kwargs: Any) -> SFTTrainer:
+            trainer = sft_trainer(*args, **kwargs)
+            trainer.model.model.norm = torch.nn.Sequential(trainer.model.model.norm, Uneven())
+            return trainer
+
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "make": make}
+        # All memory that is taken and not written to is NaN then.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        self.run("plain_padded", healed=False, **same)
+        self.run("healthy_padded", **same)
+        torch.use_deterministic_algorithms(False)
 
     def pairs(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "make": dpo_trainer}

@@ -31,6 +31,8 @@ class DeepSpeedEngine(AccelerateEngine):
     def __init__(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(trainer, *args, **kwargs)
         self._zero = Zero(engine_of(trainer))
+        # Before anything looks for NaN in it.
+        self._zero.clear_padding()
         inner = self._zero.optimizer.optimizer
         self._adam = NativeAdam(inner) if NativeAdam.is_in(inner) else None
         self._own = Replacements()

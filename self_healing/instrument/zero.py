@@ -337,6 +337,25 @@ class Zero:
         rest = {f"weights {index}": tensor for index, tensor in enumerate(weights) if id(tensor) not in held}
         return found | rest
 
+    def clear_padding(self) -> None:
+        """
+        Zeroes what lies behind the weights in this rank's partitions. Where a weight cannot be cut into equal parts,
+        ZeRO-3 leaves there whatever the memory held, which is part of no weight and would be taken for a broken one.
+        """
+        if not self.shards_weights:
+            return
+        zero = self.optimizer
+        flat = zero.fp16_groups, zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat
+        for parameters, *partitions in zip(*flat, strict=True):
+            begin = 0
+            for parameter in parameters:
+                length = parameter.partition_numel()
+                here = parameter.ds_numel - length * zero._get_param_partition_rank(parameter)
+                held = min(max(here, 0), length)
+                for partition in partitions:
+                    partition.detach().narrow(0, begin + held, length - held).zero_()
+                begin += length
+
     def _masters(self) -> list[torch.Tensor]:
         zero = self.optimizer
         masters: list[torch.Tensor] = (
@@ -392,6 +411,7 @@ class Zero:
 
         with self.uncounted():
             deepspeed_load_checkpoint(self.engine, checkpoint, load_module_strict=strict)
+        self.clear_padding()
 
     def forget_state(self) -> None:
         """Drops what was made of the partitions before they were written over: it is made of them again."""

@@ -56,6 +56,17 @@ def test_a_healthy_run_is_the_plain_one(results: list[dict[str, Any]], kind: str
         assert not healthy["incidents"]
 
 
+@pytest.mark.parametrize("case", ["3-fp32", "3-bf16"])
+def test_memory_behind_the_weights_of_a_rank_is_not_taken_for_weights(case: str, tmp_path: Path) -> None:
+    results = run_parts(tmp_path, case, "padding")
+    assert not results[1]["plain_padded"]["finite"]
+    for rank in results:
+        assert rank["healthy_padded"]["losses"] == rank["plain_padded"]["losses"]
+        assert rank["healthy_padded"]["finite"]
+        assert not rank["healthy_padded"]["incidents"]
+        assert not rank["healthy_padded"]["stopped"]
+
+
 @pytest.mark.heals("transient", "deepspeed")
 @pytest.mark.parametrize("kind", ["", "_once", "_lora"], ids=["accumulated", "at once", "LoRA"])
 def test_a_nan_on_one_rank_is_undone_bit_for_bit(results: list[dict[str, Any]], kind: str) -> None:
