@@ -56,7 +56,7 @@ class Job:
         return list(done["ranks"])
 
     def log(self) -> str:
-        return "\n".join(path.read_text()[-6000:] for path in sorted(self.directory.glob("log.*.txt")))
+        return "\n".join(path.read_text() for path in sorted(self.directory.glob("log.*.txt")))
 
     def began_at(self) -> list[int]:
         return [event["step"] for event in journal(self.directory / "run", "run_started")]
