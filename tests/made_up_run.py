@@ -196,6 +196,7 @@ class MadeUpRun:
             max_grad_norm=1.0,
             best_model_loaded=False,
             nonfinite_tensors=lambda: self.nonfinite,
+            own_part_of=list,
         )
         trainer: Any = SimpleNamespace(
             args=SimpleNamespace(output_dir=str(directory), should_save=True),
