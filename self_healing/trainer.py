@@ -261,7 +261,6 @@ class SelfHealingTrainer:
             self._let_go(recovery.run)
             let_go_of_engine(self.trainer)
             remove_progress_bars(self.trainer)
-            have_engine_made_again(self.trainer)
             recovery.prepare(entry)
             resume_from = entry.resume_from
             # Samplers and their seeds are made again on entry, some from the global generators.
