@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from conftest import VOTES
 
 
@@ -49,6 +50,9 @@ def _run_rank(
     stacks = (directory / f"stacks.{rank}.txt").open("w")
     faulthandler.dump_traceback_later(max(seconds - _WRITING, 1.0), file=stacks)
     try:
+        # The process it is forked from may have trained before, by itself.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
         torch.distributed.init_process_group("gloo")
         result |= run(directory, rank)
         VOTES.compare()
