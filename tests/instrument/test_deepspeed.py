@@ -12,17 +12,19 @@ import pytest
 from test_distributed import launch, on_two_processes
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed (`make test-deepspeed`)"),
-]
+pytestmark = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="deepspeed is not installed (`make test-deepspeed`)"
+)
 
 STAGES = [f"{stage}-{precision}" for precision in ("fp32", "bf16") for stage in (1, 2, 3)]
 # Optimizer state in host memory, and the weights of ZeRO-3.
 OFFLOADED = [f"{each}-offloaded" for each in ("1-bf16", "2-fp32", "3-fp32", "3-bf16")]
+# Part of `make test`.
+QUICK = {"2-fp32", "3-bf16"}
+CASES = [pytest.param(each, marks=[] if each in QUICK else pytest.mark.slow, id=each) for each in STAGES + OFFLOADED]
 
 
-@pytest.fixture(scope="module", params=STAGES + OFFLOADED)
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -56,6 +58,7 @@ def test_a_healthy_run_is_the_plain_one(results: list[dict[str, Any]], kind: str
         assert not healthy["incidents"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["3-fp32", "3-bf16"])
 def test_memory_behind_the_weights_of_a_rank_is_not_taken_for_weights(case: str, tmp_path: Path) -> None:
     results = run_parts(tmp_path, case, "padding")
@@ -116,6 +119,7 @@ def test_nan_in_the_master_weights_of_one_rank_is_gone_back_from(results: list[d
     assert results[0]["weights"]["actions"] == ["roll_back", "replay_steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["2-fp32", "3-bf16"])
 def test_on_one_process_an_exception_is_gone_on_from_in_it(case: str, tmp_path: Path) -> None:
     (run,) = on_two_processes(tmp_path, *case.split("-"), "entered_again", processes=1, script="two_zero_processes.py")
@@ -129,6 +133,7 @@ def test_on_one_process_an_exception_is_gone_on_from_in_it(case: str, tmp_path: 
 CPU_ADAM = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "none"), "cpu_adam", "cpu_adam.so")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CPU_ADAM.is_file(), reason="DeepSpeed's Adam for the CPU is not built (`make deepspeed-adam`)")
 @pytest.mark.parametrize("case", ["2-fp32-cpu_adam", "3-bf16-cpu_adam"])
 def test_with_offload_to_deepspeeds_own_adam_all_is_bit_for_bit(case: str, tmp_path: Path) -> None:
@@ -151,12 +156,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_parts(tmp_path_factory.mktemp("watched"), "2-fp32", "watched")
 
 
+@pytest.mark.slow
 def test_with_offload_to_nvme_a_healthy_run_is_the_plain_one(watched: list[dict[str, Any]]) -> None:
     for rank in watched:
         assert rank["watched"]["state"] == rank["watched_plain"]["state"]
         assert rank["watched"]["norms"] == rank["watched_plain"]["norms"]
 
 
+@pytest.mark.slow
 def test_with_offload_to_nvme_a_step_that_deepspeed_skips_is_reported_and_counted(
     watched: list[dict[str, Any]],
 ) -> None:
@@ -170,6 +177,7 @@ def test_with_offload_to_nvme_a_step_that_deepspeed_skips_is_reported_and_counte
     assert "1 of 4 steps are not in the weights" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["watched_nan", "warned"])
 def test_a_run_all_of_whose_steps_deepspeed_skips_stops(watched: list[dict[str, Any]], name: str) -> None:
     for rank in watched:
@@ -182,7 +190,13 @@ def test_a_run_all_of_whose_steps_deepspeed_skips_stops(watched: list[dict[str, 
     assert watched[0][name]["incidents"][-1][0] == "not_trained"
 
 
-@pytest.fixture(scope="module", params=["2-fp32", "3-bf16", "2-fp32-offloaded", "3-bf16-offloaded"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each, marks=pytest.mark.slow, id=each)
+        for each in ("2-fp32", "3-bf16", "2-fp32-offloaded", "3-bf16-offloaded")
+    ],
+)
 def further(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     parts = ("checkpoints", "preempted", "spike", "pairs", "policy", "half", "half_weights", "twice")
     return run_parts(tmp_path_factory.mktemp("further"), request.param, *parts)
@@ -262,6 +276,7 @@ def test_the_third_overflow_in_a_row_is_not(further: list[dict[str, Any]]) -> No
     assert further[0]["half_overflows"]["steps"][:3] == [16, 16, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.heals("out_of_memory", "deepspeed")
 @pytest.mark.parametrize(("stage", "precision"), [("1", "fp32"), ("2", "fp32"), ("2", "bf16")])
 def test_memory_that_runs_out_on_one_rank_is_healed_there(stage: str, precision: str, tmp_path: Path) -> None:
@@ -278,6 +293,7 @@ def test_memory_that_runs_out_on_one_rank_is_healed_there(stage: str, precision:
         assert [rank[kind]["fired"] for rank in ranks] == [0, 1 if kind in ("once", "early") else 2]
 
 
+@pytest.mark.slow
 @pytest.mark.heals("out_of_memory", "deepspeed")
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_memory_that_runs_out_is_healed_in_one_process(stage: str, tmp_path: Path) -> None:
@@ -289,6 +305,7 @@ def test_memory_that_runs_out_is_healed_in_one_process(stage: str, tmp_path: Pat
         is_close_to(alone[kind], alone["fits_whole"], "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.heals(
     "out_of_memory",
     "deepspeed",
