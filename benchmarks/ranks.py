@@ -9,11 +9,13 @@ of all its steps counts.
 ```bash
 python benchmarks/ranks.py
 python benchmarks/ranks.py --strategy fsdp2
+python benchmarks/ranks.py --strategy zero2      # where DeepSpeed is installed: `make test-deepspeed`
 ```
 
 What threads of the package do beside training falls on both trainers alike, and stands beside the ratio, as share of
 one core. A run of its own counts the votes of ranks, and the time from a rank's ballot to the result: that of the
-reduction, and of waiting for the other rank.
+reduction, and of waiting for the other rank. What no healing before the update can be cheaper than is measured in the
+same way: a plain reduction of one ballot in each step, by a callback that does nothing else.
 """
 
 from __future__ import annotations
@@ -38,18 +40,21 @@ from typing import Any
 import datasets
 import torch
 import torch.distributed as dist
-import transformers
+import transformers.training_args
 from accelerate import PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from overhead import RESULTS, Bench, Profile, Turn, keep_freed_memory, median_and_interval, processor
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTTrainer
 
 import self_healing
 from self_healing import SelfHealingCallback, consensus
+from self_healing.instrument.zero import engine_of
 
 
 RANKS = 2
@@ -61,6 +66,8 @@ Pair = tuple[float, float]
 BOUND = 1.02
 # Turns at the start of a duet that are not counted: a turn is noted from the end of the one before.
 WARM_UP_TURNS = 1
+# The stage of ZeRO, and whether in bf16.
+ZERO = {"zero1": (1, False), "zero2": (2, True), "zero3": (3, True)}
 # The job is ended after so many seconds, whatever became of it, and a collective after so many.
 LIMIT, COLLECTIVE = 1800, 90
 
@@ -112,6 +119,15 @@ class RankTurn(Turn):
         self._synchronize()
         self.seconds.append((self._clock() - (self._began or 0.0)) / self._steps)
         self.cpu_seconds.append((time.thread_time() - self._cpu_began) / self._steps)
+
+
+class OneReduction(TrainerCallback):
+    """Has the ranks reduce a ballot before each update, and does nothing with it."""
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        ballot = torch.zeros(consensus.BALLOT)
+        dist.all_reduce(ballot)
+        ballot.tolist()
 
 
 class OwnThreads(TrainerCallback):
@@ -180,32 +196,43 @@ class RanksBench(Bench):
     warm_up = WARM_UP_TURNS
 
     def arguments(self, directory: str) -> dict[str, Any]:
-        return {**super().arguments(directory), "ddp_backend": "gloo", "ddp_find_unused_parameters": False}
+        common = {**super().arguments(directory), "ddp_backend": "gloo", "ddp_find_unused_parameters": False}
+        return common | (zero_arguments(self.options.strategy) if self.options.strategy in ZERO else {})
 
-    def rank_duets(self) -> Iterator[Timed]:
+    def rank_duets(self, healing: type[TrainerCallback]) -> Iterator[Timed]:
         """
-        Times two trainers that take turns, one plain and one healed, and again with these parts changed: where the
-        memory of a trainer lies makes its steps up to 5 % slower or faster, and is in the mean of both no more.
+        Times two trainers that take turns, one plain and one with a callback of a class, and again with these parts
+        changed: where the memory of a trainer lies makes its steps up to 5 % slower or faster, and is in the mean of
+        both no more. Under DeepSpeed a trainer can train only once.
         """
         threads = [ThreadPoolExecutor(1) for _ in range(2)]
         with tempfile.TemporaryDirectory() as directory:
-            trainers = [self.trainer(False, TrainerCallback(), f"{directory}/{number}") for number in range(2)]
-            gc.collect()
+            trainers: list[SFTTrainer] = []
             for healed in range(2):
-                yield self._duet(trainers, threads, healed)
+                if not trainers or self.options.strategy in ZERO:
+                    trainers = [self.trainer(False, TrainerCallback(), f"{directory}/{number}") for number in range(2)]
+                gc.collect()
+                yield self._duet(trainers, threads, healed, healing())
             for trainer in trainers:
                 sharded = [isinstance(each, DTensor) for each in trainer.model.parameters()]
                 assert all(sharded) == any(sharded) == (self.options.strategy == "fsdp2")
+                assert (engine_of(trainer) is not None) == (self.options.strategy in ZERO)
         for thread in threads:
             thread.shutdown()
 
-    def _duet(self, trainers: Sequence[SFTTrainer], threads: Sequence[ThreadPoolExecutor], healed: int) -> Timed:
+    def _duet(
+        self,
+        trainers: Sequence[SFTTrainer],
+        threads: Sequence[ThreadPoolExecutor],
+        healed: int,
+        healing: TrainerCallback,
+    ) -> Timed:
         turns = [RankTurn(self.options.turn, BothRanks) for _ in trainers]
         for turn, other in zip(turns, reversed(turns), strict=True):
             turn.other = other
         own = OwnThreads()
         callbacks: list[list[TrainerCallback]] = [[turn] for turn in turns]
-        callbacks[healed] = [SelfHealingCallback(), turns[healed], own]
+        callbacks[healed] = [healing, turns[healed], own]
 
         def train(number: int) -> None:
             torch.set_num_threads(self.options.threads)
@@ -251,6 +278,36 @@ def sharded_on_the_cpu() -> None:
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 
 
+def zero_arguments(strategy: str) -> dict[str, Any]:
+    """Of `SFTConfig`, and forgets the plugin of the trainer before."""
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    unset_hf_deepspeed_config()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    stage, bf16 = ZERO[strategy]
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+    }
+    return {"use_cpu": False, "bf16": bf16, "deepspeed": config}
+
+
+def zero_on_the_cpu() -> None:
+    """Has accelerate, transformers and DeepSpeed take the CPU for a device that they train on like any other."""
+    os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", DS_ACCELERATOR="cpu")
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    import deepspeed
+
+    # Or a collective of its own for the CPU is compiled first, for minutes; those of gloo will do.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def ratio_of(duet: list[Pair]) -> float:
     """Of all its steps: what comes only now and then is in some turns, and in the median of none."""
     return sum(healed for _, healed in duet) / sum(plain for plain, _ in duet)
@@ -266,32 +323,47 @@ def of_both_parts(values: list[float]) -> list[float]:
     return [statistics.mean(values[first : first + 2]) for first in range(0, len(values), 2)]
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    keep_freed_memory()
-    bench, began = RanksBench(options), time.monotonic()
-    duets: list[list[Pair]] = []
-    cpu_duets: list[list[Pair]] = []
-    shares: list[dict[str, float]] = []
-    for number in range(options.duets // 2):
-        for timed in bench.rank_duets():
+@dataclass(slots=True)
+class Duets:
+    """What was timed, seconds per step of all duets: mean of both ranks on the clock, and CPU time of this one."""
+
+    clock: list[list[Pair]]
+    cpu: list[list[Pair]]
+    shares: list[dict[str, float]]
+
+
+def time_duets(bench: RanksBench, healing: type[TrainerCallback], count: int) -> Duets:
+    timed, began = Duets([], [], []), time.monotonic()
+    for number in range(count // 2):
+        for duet in bench.rank_duets(healing):
             # Both ranks wait for each other in each step: what one takes longer is in the time of the other as well.
             of_ranks: list[Any] = [None] * RANKS
-            dist.all_gather_object(of_ranks, timed.clock)
-            duets.append(
+            dist.all_gather_object(of_ranks, duet.clock)
+            timed.clock.append(
                 [tuple(map(statistics.mean, zip(*pairs, strict=True))) for pairs in zip(*of_ranks, strict=True)]
             )
-            cpu_duets.append(timed.cpu)
-            shares.append(timed.share)
+            timed.cpu.append(duet.cpu)
+            timed.shares.append(duet.share)
         if dist.get_rank() == 0:
-            plain = 1e3 * statistics.median(plain for plain, _ in duets[-1])
-            ratios = " and ".join(f"{ratio_of(duet):.4f}" for duet in duets[-2:])
+            plain = 1e3 * statistics.median(plain for plain, _ in timed.clock[-1])
+            ratios = " and ".join(f"{ratio_of(duet):.4f}" for duet in timed.clock[-2:])
             told = f"ratios {ratios}, {plain:.0f} ms per plain step ({time.monotonic() - began:.0f} s)"
-            print(f"pair {number + 1} of {options.duets // 2}: {told}", flush=True)
+            print(f"{healing.__name__}, pair {number + 1} of {count // 2}: {told}", flush=True)
+    return timed
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    keep_freed_memory()
+    bench = RanksBench(options)
+    timed = time_duets(bench, SelfHealingCallback, options.duets)
+    reduced = of_both_parts(list(map(ratio_of, time_duets(bench, OneReduction, options.reductions).clock)))
+    duets, shares = timed.clock, timed.shares
     pairs = [pair for duet in duets for pair in duet]
     ratios, typical = of_both_parts(list(map(ratio_of, duets))), of_both_parts(list(map(typical_ratio_of, duets)))
     ratio, interval = median_and_interval(ratios)
     typical_ratio, typical_interval = median_and_interval(typical)
-    cpu_ratio, cpu_interval = median_and_interval(of_both_parts(list(map(ratio_of, cpu_duets))))
+    cpu_ratio, cpu_interval = median_and_interval(of_both_parts(list(map(ratio_of, timed.cpu))))
+    reduction_ratio, reduction_interval = median_and_interval(reduced)
     bench.steps = options.profiled
     votes = bench.votes()
     bench.steps = options.profiled
@@ -310,12 +382,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         # Of the training thread of the first rank: other work on the machine disturbs it less.
         "cpu_ratio": cpu_ratio,
         "cpu_ratio_ci95": cpu_interval,
+        # With one reduction of a ballot in each step, and nothing else.
+        "reduction_ratio": reduction_ratio,
+        "reduction_ratio_ci95": reduction_interval,
         "plain_ms_per_step": 1e3 * statistics.mean(plain for plain, _ in pairs),
         "healed_ms_per_step": 1e3 * statistics.mean(healed for _, healed in pairs),
         "threads_share_of_a_core": {
             name: round(statistics.mean(each.get(name, 0.0) for each in shares), 5) for name in shares[0]
         },
         "duets": options.duets,
+        "duets_of_reductions": options.reductions,
         "pairs_of_turns_per_duet": options.turns,
         "steps_per_turn": options.turn,
         "setting": {
@@ -338,6 +414,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "profile": profile.own_time(),
         "ratio_of_two_duets": [round(value, 5) for value in ratios],
         "typical_ratio_of_two_duets": [round(value, 5) for value in typical],
+        "reduction_ratio_of_two_duets": [round(value, 5) for value in reduced],
     }
 
 
@@ -351,6 +428,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
         ("ratio", "ratio"),
         ("ratio of a step with nothing special", "typical_ratio"),
         ("ratio of CPU time", "cpu_ratio"),
+        ("ratio of one reduction alone", "reduction_ratio"),
     ):
         low, high = result[f"{key}_ci95"]
         table.add_row(name, f"{result[key]:.4f}", f"{low:.4f} to {high:.4f}")
@@ -376,6 +454,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
 def on_each_rank(options: argparse.Namespace) -> None:
     if options.strategy == "fsdp2":
         sharded_on_the_cpu()
+    elif options.strategy in ZERO:
+        zero_on_the_cpu()
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE))
@@ -400,8 +480,9 @@ def launch() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
-    parser.add_argument("--strategy", default="ddp", choices=["ddp", "fsdp2"])
+    parser.add_argument("--strategy", default="ddp", choices=["ddp", "fsdp2", *ZERO])
     parser.add_argument("--duets", type=int, default=10, help="duets of a plain and a healed run; an even number")
+    parser.add_argument("--reductions", type=int, default=6, help="duets of one reduction alone; an even number")
     parser.add_argument("--turns", type=int, default=8, help="turns of each run in a duet that count")
     parser.add_argument("--turn", type=int, default=10, help="steps of a turn")
     parser.add_argument("--profiled", type=int, default=40, help="steps of the runs whose votes and calls are counted")
@@ -411,8 +492,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="transformer blocks")
     parser.add_argument("--output", type=Path, help="JSON file; by default results/ranks_STRATEGY.json")
     options = parser.parse_args()
-    if options.duets < 2 or options.duets % 2:
-        parser.error(f"--duets is {options.duets}, but must be an even number: they come in pairs")
+    for name in ("duets", "reductions"):
+        if getattr(options, name) < 2 or getattr(options, name) % 2:
+            parser.error(f"--{name} is {getattr(options, name)}, but must be an even number: they come in pairs")
     if "RANK" not in os.environ:
         raise SystemExit(launch())
     # Two ranks, and two cores are all that most machines have for certain.

@@ -39,6 +39,7 @@ _Answers = Sequence[float] | torch.Tensor
 # experiment, and the answers.
 _QUESTION, _FAILED, _RAISED, _FIRST_ANSWER = 0, 1, 2, 3
 _ANSWERS = 12
+BALLOT = _FIRST_ANSWER + _ANSWERS
 # Sums of such numbers over some thousand ranks are exact in single precision, which every device has.
 _QUESTIONS = 4096
 # A size in bytes is cast as so many of these and a rest: single precision has no odd numbers above 2**24.
@@ -439,7 +440,7 @@ def _ballot(
         raise ValueError(f"{question!r} has {len(answers)} answers; a ballot holds {_ANSWERS}")
     if isinstance(answers, torch.Tensor) and device.type != "cpu":
         # Without a look from the host, for which it would have to wait.
-        ballot = torch.zeros(_FIRST_ANSWER + _ANSWERS, device=device)
+        ballot = torch.zeros(BALLOT, device=device)
         ballot[_QUESTION] = _number_of(question)
         ballot[_FIRST_ANSWER : _FIRST_ANSWER + len(answers)] = answers
         return ballot
