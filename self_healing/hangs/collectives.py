@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import linecache
+import re
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,9 +18,11 @@ _LEADS_THROUGH = tuple(str(_TORCH / name) for name in ("_ops.py", "_library", "u
 _DISTRIBUTED = (str(_TORCH / "distributed"), str(_TORCH / "nn" / "parallel" / "distributed.py"))
 # Gradients are reduced in native code, while the backward pass goes on (DDP).
 _BACKWARD = (str(_TORCH / "autograd" / "graph.py"), "_engine_run_backward")
-# ZeRO-3 gathers weights ahead of time, and waits for them in here; what it measures leads through as well.
+# What is begun ahead of time is waited for in native code, where Python's own locks and processes have their frames.
+# What DeepSpeed measures leads through as well.
+_WAITS = re.compile(r"(?<!\bos)\.wait\b")
 _MEASURED = "deepspeed/utils/nvtx.py"
-_GATHERED = ("deepspeed/runtime/zero/partition_parameters.py", "wait")
+_GATHERED = "deepspeed/runtime/zero/partition_parameters.py"
 # Of the newest collectives that have not come to their end, so many are told.
 _TOLD = 5
 
@@ -40,8 +44,6 @@ def collective_in(frame: FrameType | None) -> str | None:
         return None
     if (frame.f_code.co_filename, frame.f_code.co_name) == _BACKWARD:
         return "backward, with its reduction of gradients"
-    if frame.f_code.co_filename.endswith(_GATHERED[0]) and frame.f_code.co_name == _GATHERED[1]:
-        return "all_gather of weights"
     innermost = frame.f_code.co_name
     inside: FrameType | None = frame
     while inside is not None and inside.f_code.co_filename.startswith(_DISTRIBUTED):
@@ -49,7 +51,11 @@ def collective_in(frame: FrameType | None) -> str | None:
         if not inside.f_code.co_name.startswith(("_", "wait")) and hasattr(torch.distributed, inside.f_code.co_name):
             return inside.f_code.co_name
         inside = inside.f_back
-    return None if inside is frame else innermost
+    if inside is not frame:
+        return innermost
+    if _WAITS.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)) is None:
+        return None
+    return "all_gather of weights" if frame.f_code.co_filename.endswith(_GATHERED) else "a collective begun before"
 
 
 def _leads_through(file: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,28 +14,58 @@ from self_healing.hangs.collectives import collective_in
 
 
 def called_from(*places: tuple[str, str]) -> str | None:
-    """What is said of a thread that is in native code, called by these files and functions, the innermost last."""
+    """What is said of a thread that is in native code, called by these lines of these files, the innermost last."""
 
     def look() -> str | None:
         return collective_in(sys._getframe(1))
 
     call: Callable[[], str | None] = look
-    for file, name in reversed(places):
+    for number, (file, line) in enumerate(reversed(places)):
+        name = f"/venv/{number}/site-packages/{file}"
+        linecache.cache[name] = (0, None, ["def function():\n", f"    {line}\n"], name)
         namespace: dict[str, Any] = {"inner": call}
-        exec(compile(f"def {name}():\n    return inner()", f"/venv/site-packages/{file}", "exec"), namespace)
-        call = namespace[name]
+        exec(compile("def function():\n    return inner()", name, "exec"), namespace)
+        call = namespace["function"]
     return call()
 
 
-WAITS = ("deepspeed/runtime/zero/partition_parameters.py", "wait")
-MEASURED = ("deepspeed/utils/nvtx.py", "wrapped_fn")
+ENGINE = ("deepspeed/runtime/engine.py", "loss = self.module(*inputs, **kwargs)")
+PARAMETERS = "deepspeed/runtime/zero/partition_parameters.py"
+MEASURED = ("deepspeed/utils/nvtx.py", "ret_val = func(*args, **kwargs)")
 
 
-@pytest.mark.parametrize("places", [(WAITS,), (WAITS, MEASURED)], ids=["by itself", "measured"])
-def test_a_rank_that_waits_for_weights_of_zero_3_is_in_a_collective(places: tuple[tuple[str, str], ...]) -> None:
-    assert called_from(("deepspeed/runtime/engine.py", "forward"), *places) == "all_gather of weights"
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(PARAMETERS, "handle.wait()")],
+        [(PARAMETERS, "instrument_w_nvtx(self.__handle.wait)()")],
+        [(PARAMETERS, "instrument_w_nvtx(self.__handle.wait)()"), MEASURED],
+    ],
+    ids=["by itself", "that is measured", "below what is measured"],
+)
+def test_a_rank_that_waits_for_weights_of_zero_3_is_in_a_collective(places: list[tuple[str, str]]) -> None:
+    assert called_from(ENGINE, *places) == "all_gather of weights"
+
+
+def test_so_is_one_that_waits_for_what_its_own_code_has_begun() -> None:
+    assert called_from(("parallel/layers.py", "work.wait()")) == "a collective begun before"
 
 
 def test_what_deepspeed_computes_is_no_collective() -> None:
-    assert called_from(("deepspeed/runtime/engine.py", "forward"), MEASURED) is None
-    assert called_from(("deepspeed/runtime/zero/partition_parameters.py", "partition"), MEASURED) is None
+    assert called_from(ENGINE, MEASURED) is None
+    assert called_from(ENGINE, (PARAMETERS, "param.data = gathered.view(shape)"), MEASURED) is None
+
+
+@pytest.mark.parametrize("line", ["os.wait()", "os.waitpid(pid, 0)", "awaited = step.waits(1)"])
+def test_what_waits_for_something_else_is_none_either(line: str) -> None:
+    assert called_from(("launcher.py", line)) is None
+
+
+def test_a_thread_that_waits_for_another_one_is_in_none() -> None:
+    thread = threading.Thread(target=(event := threading.Event()).wait, daemon=True)
+    thread.start()
+    while (frame := sys._current_frames()[thread.ident or 0]).f_code.co_name != "wait":
+        pass
+    assert collective_in(frame) is None
+    event.set()
+    thread.join()
