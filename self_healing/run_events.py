@@ -38,6 +38,8 @@ class RunEvents(Healer):
         self._run.about_to_save(step)
 
     def device_lost(self, error: BaseException) -> None:
+        # First, so that the postmortem has the ranks in it.
+        self._run.hangs.left_by(error)
         write_down_lost_device(self._run.ending, error)
 
     def left_by(self, error: BaseException) -> None:
