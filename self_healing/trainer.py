@@ -25,7 +25,7 @@ from .instrument import ReportingGuard, let_go, let_go_of_engine, rows_per_step
 from .instrument.entry_hooks import entry_hooks_removed_on_exception
 from .instrument.progress_bars import remove_progress_bars
 from .instrument.resuming import loading_twice_at_most, skipping_any_loader
-from .instrument.zero import have_engine_made_again
+from .instrument.zero import have_engine_made_again, loading_as_written
 from .journal.terminal import Terminal, speaking_of
 from .log_safely import log_safely
 from .meeting import meet
@@ -296,6 +296,7 @@ class SelfHealingTrainer:
             if run is not None and memory is not None and memory.checkpoint == resume:
                 stack.enter_context(memory.loading(self.trainer, partial(note_memory_start, run.journal)))
             if resume:
+                stack.enter_context(loading_as_written(self.trainer))
                 stack.enter_context(skipping_any_loader(self.trainer))
             if resume and consensus.world_size() == 1:
                 # The others may wait in a collective of the first attempt.

@@ -38,6 +38,7 @@ from trl import SFTTrainer
 from two_sharded_processes import PoisonGradient, inside
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.checkpoints.choice import vet_all
 from self_healing.exceptions import UnrecoverableTrainingError
 
 
@@ -54,6 +55,10 @@ def zero_on_the_cpu() -> None:
 
     # Or a collective of its own for the CPU is compiled first, for minutes; those of gloo will do.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It asks for fast kernels, which not every CPU has.
+    device = type(deepspeed.accelerator.get_accelerator())
+    device.is_fp16_supported = lambda self: True
+    device.supported_dtypes = lambda self: [torch.float, torch.half, torch.bfloat16]
 
 
 def config_of(stage: int, on_cpu_adam: bool = False, **zero: Any) -> dict[str, Any]:
@@ -143,6 +148,31 @@ class LostConnection:
         if self._calls == self._at:
             self.fired += 1
             raise ConnectionError("gone")
+
+
+class BreaksOff(TrainerCallback):
+    """DeepSpeed's own step of this rank raises once, when the first group of parameters is updated."""
+
+    def __init__(self, trainer: Any, step: int, error: type[Exception]) -> None:
+        self.fired, self._trainer, self._step, self._error = 0, trainer, step, error
+        trainer.add_callback(self)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self._step or self.fired:
+            return
+        zero = self._trainer.accelerator.deepspeed_engine_wrapped.engine.optimizer
+        original, groups = zero.unscale_and_clip_grads, 0
+
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            nonlocal groups
+            groups += 1
+            if groups == 2:
+                self.fired += 1
+                zero.unscale_and_clip_grads = original
+                raise self._error("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return original(*args, **kwargs)
+
+        zero.unscale_and_clip_grads = prepare
 
 
 class StepsTwice(SFTTrainer):
@@ -266,6 +296,7 @@ class Runs:
         zero: Mapping[str, Any] | None = None,
         resume: str | None = None,
         scale: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         for state in (AcceleratorState, GradientState):
@@ -281,6 +312,7 @@ class Runs:
         config = None if stage is None else config_of(stage, self._on_cpu_adam, **self._zero, **(zero or {}))
         if config is not None:
             config["fp16"] |= scale or {}
+            config |= settings or {}
         trainer = make(
             self._directory / name,
             self.tokenizer,
@@ -401,6 +433,32 @@ class Runs:
             "entered_again", fault=lambda trainer: LostConnection(inside(trainer.model), 6), resume="auto", **same
         )
 
+    def broken_off(self, stage: int, bf16: bool) -> None:
+        same: dict[str, Any] = {
+            "stage": stage,
+            "bf16": bf16,
+            "max_steps": 5,
+            "save_strategy": "steps",
+            "save_steps": 1,
+        }
+        self.run("never_broken_off", healed=False, **same)
+        for name, error in (("lost", ConnectionError), ("short", torch.OutOfMemoryError)):
+
+            def fault(trainer: Any, error: type[Exception] = error) -> BreaksOff:
+                return BreaksOff(trainer, 2, error)
+
+            self.run(name, fault=fault, resume="auto", **same)
+            self.results[name]["bad"] = [each.reason for each in vet_all(self._directory / name) if not each.usable]
+
+    def own_schedule(self, stage: int, bf16: bool) -> None:
+        """DeepSpeed makes optimizer and schedule, as its configuration says, and moves the schedule on in its step."""
+        made = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "gradient_accumulation_steps": 1}
+        same["settings"] = {"optimizer": made}
+        self.run("own_plain", healed=False, **same)
+        self.run("own_healthy", **same)
+        self.run("too_high", max_steps=60, learning_rate=3.0, lr_scheduler_type="constant", **same)
+
     def late_weights(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 26, "gradient_accumulation_steps": 1}
         healing = HealingConfig(snapshot_verify_steps=1, snapshot_interval=8)
@@ -500,6 +558,12 @@ class Runs:
         whole = {**same, "dropout": 0.0}
         self.run("fits", healed=False, **same)
         self.run("fits_whole", healed=False, **whole)
+        self.run(
+            "measured",
+            fault=lambda trainer: OutOfMemory(inside(trainer.model), here, only=2),
+            settings={"wall_clock_breakdown": True},
+            **same,
+        )
         for name, kind in KINDS_OF_LACK.items():
             if name.startswith("late") and torch.distributed.get_world_size() > 1:
                 continue
@@ -544,6 +608,21 @@ class Runs:
         self.run("half_transient", fault=lambda trainer: self.nan_at(trainer, {13}), **same)
         infinite = {12, 13, 14}
         self.run("half_overflows", fault=lambda trainer: self.steep_at(trainer, infinite), **same)
+
+    def half_fixed(self, stage: int, bf16: bool) -> None:
+        """The scale of the loss is fixed: nothing looks after gradients that are not finite."""
+        same: dict[str, Any] = {"stage": stage, "fp16": True, "gradient_accumulation_steps": 1}
+        same["scale"] = {"loss_scale": 64}
+        self.run("fixed_plain", healed=False, **same)
+
+        def spoil(hidden: torch.Tensor) -> torch.Tensor:
+            hidden.register_hook(lambda gradient: gradient * torch.nan)
+            return hidden
+
+        def on_one_rank(trainer: Any) -> OutputFault:
+            return OutputFault(inside(trainer.model), lambda forward: forward == 3 and self.rank == 1, spoil)
+
+        self.run("fixed_transient", fault=on_one_rank, **same)
 
     def half_weights(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "fp16": True, "max_steps": 12, "gradient_accumulation_steps": 1}

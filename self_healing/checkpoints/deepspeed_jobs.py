@@ -44,11 +44,7 @@ def why_of_another_job(checkpoint: Path, job: ZeroJob | None) -> str | None:
     universal, pointer = checkpoint / LATEST_UNIVERSAL, checkpoint / LATEST
     if job.universal and universal.is_file():
         return None
-    if job.universal:
-        return (
-            f"this job is to load a universal checkpoint, and there is no {LATEST_UNIVERSAL} in it. What to do: leave "
-            "load_universal out, or " + _converting(checkpoint, pointer)
-        )
+    # What a job that has loaded a universal one writes itself is none: `loading_as_written`.
     if not pointer.is_file():
         return (
             'it has become a universal checkpoint. What to do: set "checkpoint": {"load_universal": true} in the '

@@ -13,7 +13,7 @@ from .accelerate_engine import AccelerateEngine
 from .native_adam import NativeAdam
 from .phase import Phase
 from .replacing import Replacements
-from .zero import Zero, engine_of
+from .zero import Zero, engine_of, load_as_written
 
 
 class DeepSpeedEngine(AccelerateEngine):
@@ -48,6 +48,7 @@ class DeepSpeedEngine(AccelerateEngine):
         self._own.wrap(self.trainer.optimizer, "step", self._step)
         # accelerate gives the norm of the step before, as this one has not been taken.
         self._own.wrap(self.trainer.accelerator, "clip_grad_norm_", self._norm)
+        load_as_written(self._zero.engine, self._own)
 
     def detach(self) -> None:
         if self._held:
@@ -123,7 +124,7 @@ class DeepSpeedEngine(AccelerateEngine):
 
     @property
     def scaler_active(self) -> bool:
-        return self._zero.scales_loss
+        return self._zero.searches_scale
 
     def gradients(self) -> list[torch.Tensor]:
         return super().gradients() or self._zero.gradients()
@@ -155,9 +156,17 @@ class WatchedDeepSpeed(AccelerateEngine):
 
     def attach(self) -> None:
         self._own.wrap(self.trainer.accelerator, "clip_grad_norm_", self._norm)
+        if self._engine is not None:
+            self._own.wrap(self._engine, "step", self._step)
 
     def detach(self) -> None:
         self._own.give_back()
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if self._reentry.phase is Phase.STEPPING:
+            self._reentry.phase = Phase.STEPPED
+        return result
 
     def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         norm = original(*args, **kwargs)

@@ -61,6 +61,8 @@ class OptimizerStep:
         self._window = window
         # DeepSpeed's uses up the gradient, and is left half-way with the groups of one partition.
         self.can_be_taken_again = engine_of(trainer) is None
+        # It calls the optimizer once for each group of parameters, and gathers weights after that.
+        self._ends_with_the_optimizer = self.can_be_taken_again
         self._mark = StepMark(trainer.optimizer)
         self._one_by_one = UpdateOneByOne(trainer.optimizer)
         inner = innermost(trainer.optimizer)
@@ -87,7 +89,8 @@ class OptimizerStep:
         self._reentry.phase = Phase.STEPPING
 
     def _ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._reentry.phase = Phase.STEPPED
+        if self._ends_with_the_optimizer:
+            self._reentry.phase = Phase.STEPPED
         if self.weights_moved:
             return
         window = self._window()
@@ -109,7 +112,9 @@ class OptimizerStep:
                 scale = self._rates.scale()
         if scale == 1.0:
             return self._until_it_fits(original, *args, **kwargs)
-        with self._rates.set(self._rates.in_force(scale)):
+        rates = self._rates.in_force(scale)
+        at_once = self._ends_with_the_optimizer or self._optimizer is None
+        with self._rates.set(rates) if at_once else self._rates.set_in_update(rates):
             return self._until_it_fits(original, *args, **kwargs)
 
     def _until_it_fits(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .hooks import Hooks
+from .live_state import innermost
 from .view import TrainerView
 
 
@@ -48,6 +49,22 @@ class Rates:
             {name: group[name] for name in ("betas", "momentum", "weight_decay") if name in group}
             for group in self._trainer.optimizer.param_groups
         ]
+
+    @contextlib.contextmanager
+    def set_in_update(self, rates: Sequence[Any]) -> Iterator[None]:
+        """
+        Puts rates in place whenever the optimizer updates weights, and for nothing else of the step: DeepSpeed moves
+        its schedule on in it, and calls the optimizer once for each group.
+        """
+        inner = innermost(self._trainer.optimizer)
+        with contextlib.ExitStack() as update:
+            before = inner.register_step_pre_hook(lambda *_: update.enter_context(self.set(rates)))
+            after = inner.register_step_post_hook(lambda *_: update.close())
+            try:
+                yield
+            finally:
+                before.remove()
+                after.remove()
 
     @contextlib.contextmanager
     def set(self, rates: Sequence[Any], options: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:

@@ -112,13 +112,10 @@ class TrainerView:
 
     @property
     def can_scale_rate(self) -> bool:
-        """
-        Whether the optimizer has learning rates that can be set: Adafactor with `relative_step` has none, and a
-        schedule of DeepSpeed's own sets them in the step.
-        """
+        """Whether the optimizer has learning rates that can be set: Adafactor with `relative_step` has none."""
         groups = getattr(innermost(self._trainer.optimizer), "param_groups", [])
         can_be_set = bool(groups) and all(group.get("lr") is not None for group in groups)
-        return self.can_reexecute and can_be_set and getattr(engine_of(self._trainer), "lr_scheduler", None) is None
+        return self.can_reexecute and can_be_set
 
     @property
     def sharded(self) -> bool:
@@ -217,8 +214,10 @@ class TrainerView:
 
     @property
     def max_grad_norm(self) -> float:
-        """The gradient norm that the Trainer clips to; 0 if it does not."""
-        return float(self._trainer.args.max_grad_norm or 0.0)
+        """The gradient norm that the Trainer clips to, or DeepSpeed by its own configuration; 0 if it does not."""
+        engine = engine_of(self._trainer)
+        limit = self._trainer.args.max_grad_norm if engine is None else engine.gradient_clipping()
+        return float(limit or 0.0)
 
     # ---- its models and their tensors ----
 

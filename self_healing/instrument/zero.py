@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,48 @@ def let_go_of_engine(trainer: Any) -> None:
     trainer.model_wrapped.destroy()
     trainer.model_wrapped = trainer.model
     trainer.optimizer = trainer.lr_scheduler = None
+
+
+def load_as_written(engine: Any, replaced: Replacements) -> None:
+    """
+    Has an engine that is to load universal checkpoints (`load_universal`) load others as what they are: what the job
+    writes itself, after it has begun with one, are no universal ones.
+
+    Args:
+        engine (`deepspeed.DeepSpeedEngine`):
+            The engine.
+        replaced ([`Replacements`]):
+            Gives its method back.
+    """
+
+    def load(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        config, universal = engine._config, engine.load_universal_checkpoint()
+        config.load_universal_checkpoint = universal and Path(path, "latest_universal").is_file()
+        try:
+            return original(path, *args, **kwargs)
+        finally:
+            config.load_universal_checkpoint = universal
+
+    if engine.load_universal_checkpoint():
+        replaced.wrap(engine, "load_checkpoint", load)
+
+
+@contextlib.contextmanager
+def loading_as_written(trainer: Any) -> Iterator[None]:
+    """Does so with the engine that a trainer makes in `train()`, and has load a checkpoint before anything else."""
+    replaced = Replacements()
+
+    def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prepared, engine = original(*args, **kwargs), engine_of(trainer)
+        if engine is not None:
+            load_as_written(engine, replaced)
+        return prepared
+
+    replaced.wrap(trainer.accelerator, "prepare", prepare)
+    try:
+        yield
+    finally:
+        replaced.give_back()
 
 
 def why_not_healed(engine: Any) -> str | None:
@@ -257,9 +300,12 @@ class Zero:
             zero._partition_all_parameters()
 
     def leave_backward(self) -> None:
-        """Ends a backward that has raised; no gradient has been added in it, or all are discarded."""
+        """Ends a forward or backward that has raised; no gradient has been added in it, or all are discarded."""
         self.optimizer._backward_active_depth = 0
         self.engine._running_engine_backward = False
+        # With `wall_clock_breakdown` it measures each part, and refuses to begin one that has not ended.
+        for timer in self.engine.timers.timers.values():
+            timer.started_ = False
 
     @contextlib.contextmanager
     def kept_on_rank(self) -> Iterator[None]:
@@ -278,8 +324,13 @@ class Zero:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a loss scaler looks after overflowing gradients (fp16)."""
+        """Whether the loss is multiplied by a scale (fp16)."""
         return bool(self.engine.fp16_enabled())
+
+    @property
+    def searches_scale(self) -> bool:
+        """Whether a loss scaler looks after overflowing gradients: one with a fixed scale does not."""
+        return self.scales_loss and bool(self.optimizer.dynamic_loss_scale)
 
     @property
     def left_out_by_itself(self) -> bool:

@@ -87,12 +87,12 @@ class NumericsRemedies:
             context.incident.steps_lost += 1
         return {"skipped": True}
 
-    def _clip_gradient(self, context: HealingContext, args: TrainingArguments) -> dict[str, Any]:
+    def _clip_gradient(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
         window, usual = context.step_in_hand, context.clip_to
         if usual is None:
             raise ValueError("clip_gradient needs the norm to clip to")
         window.accept()
-        norm = min(window.signals().grad_norm or 0.0, args.max_grad_norm or math.inf)
+        norm = min(window.signals().grad_norm or 0.0, self._run.instrument.view.max_grad_norm or math.inf)
         if usual < norm:
             window.scale_gradients(usual / norm, always=False)
         return {"norm": norm, "clipped_to": min(usual, norm)}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..clipping import AdaGC, TensorClipResult, ZClip
-from ..config import HealingConfig
+from ..config import ConfigurationError, HealingConfig
 from ..instrument import Window
 from ..signals import StepSignals
 
@@ -25,12 +25,14 @@ class StepClipping:
             Mode, algorithm and thresholds.
         model (`nn.Module`):
             The model that is trained.
+        in_partitions (`bool`, *optional*, defaults to `False`):
+            Whether gradients lie in partitions, and in no parameter, as under DeepSpeed.
 
     Raises:
-        `ConfigurationError`: if AdaGC is asked for and the model is a LoRA model.
+        `ConfigurationError`: if AdaGC is asked for, and the model is a LoRA model, or has its gradients in partitions.
     """
 
-    def __init__(self, config: HealingConfig, model: nn.Module) -> None:
+    def __init__(self, config: HealingConfig, model: nn.Module, in_partitions: bool = False) -> None:
         self.config = config
         self._model = model
         self._zclip: ZClip | None = None
@@ -44,6 +46,11 @@ class StepClipping:
         if config.zclip_mode == "off":
             return
         if config.clip_algorithm == "adagc":
+            if in_partitions:
+                raise ConfigurationError(
+                    "clip_algorithm is 'adagc', which clips the gradient of each parameter, and DeepSpeed has them in "
+                    "partitions. Please use clip_algorithm='zclip', or zclip_mode='off'."
+                )
             AdaGC.refuse_lora(model)
             self._adagc = AdaGC()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import types
@@ -422,7 +423,9 @@ def test_a_checkpoint_without_deepspeed_is_none_for_a_job_with_it(tmp_path: Path
 
 
 def test_one_that_was_converted_is_loaded_by_a_job_of_any_size(checkpoint: Path) -> None:
-    assert "there is no latest_universal in it" in refused(checkpoint, universal=True)
+    # What is not converted is loaded as it was written, by a job of the same kind.
+    assert why_of_another_job(checkpoint, dataclasses.replace(SAME, universal=True)) is None
+    assert "python -m deepspeed.checkpoint.ds_to_universal" in refused(checkpoint, universal=True, processes=4)
     zero = checkpoint / "global_step4_universal" / "zero" / "odd"
     zero.mkdir(parents=True)
     save({"param": torch.ones(5)}, zero / "fp32.pt")

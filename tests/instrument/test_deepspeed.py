@@ -130,6 +130,21 @@ def test_on_one_process_an_exception_is_gone_on_from_in_it(case: str, tmp_path: 
     assert healed["incidents"] == [["network", 0]]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["1-fp32", "2-bf16", "3-bf16"])
+@pytest.mark.parametrize("kind", ["lost", "short"], ids=["lost connection", "out of memory"])
+def test_a_step_of_deepspeeds_that_was_broken_off_is_not_taken_for_one(case: str, kind: str, tmp_path: Path) -> None:
+    (run,) = on_two_processes(tmp_path, *case.split("-"), "broken_off", processes=1, script="two_zero_processes.py")
+    plain, healed = run["never_broken_off"], run[kind]
+    assert healed["fired"] == 1
+    # Gone back to the newest checkpoint, as weights of one group are updated, and those of the other one are not.
+    for what in ("state", "losses", "norms", "rates"):
+        assert healed[what] == plain[what]
+    assert healed["steps"][:3] == plain["steps"][:3]
+    # What is written after it is counted as DeepSpeed counts.
+    assert healed["bad"] == []
+
+
 CPU_ADAM = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "none"), "cpu_adam", "cpu_adam.so")
 
 
@@ -198,7 +213,18 @@ def test_a_run_all_of_whose_steps_deepspeed_skips_stops(watched: list[dict[str, 
     ],
 )
 def further(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    parts = ("checkpoints", "preempted", "spike", "pairs", "policy", "half", "half_weights", "twice")
+    parts = (
+        "checkpoints",
+        "preempted",
+        "spike",
+        "pairs",
+        "policy",
+        "half",
+        "half_fixed",
+        "half_weights",
+        "twice",
+        "own_schedule",
+    )
     return run_parts(tmp_path_factory.mktemp("further"), request.param, *parts)
 
 
@@ -262,6 +288,22 @@ def test_overflows_are_left_to_the_loss_scaler(further: list[dict[str, Any]]) ->
     assert further[0]["half_transient"]["incidents"] == [["nonfinite_transient", 0]]
 
 
+def test_with_a_fixed_scale_of_the_loss_a_nan_is_undone_like_any(further: list[dict[str, Any]]) -> None:
+    for rank in further:
+        for what in ("state", "losses", "norms", "rates", "steps"):
+            assert rank["fixed_transient"][what] == rank["fixed_plain"][what]
+    assert further[0]["fixed_transient"]["incidents"] == [["nonfinite_transient", 0]]
+
+
+def test_the_rate_is_lowered_where_deepspeed_has_made_the_schedule(further: list[dict[str, Any]]) -> None:
+    assert "reduce_learning_rate" in further[0]["too_high"]["actions"]
+    for rank in further:
+        for what in ("state", "losses", "rates", "steps"):
+            assert rank["own_healthy"][what] == rank["own_plain"][what]
+        assert rank["too_high"]["stopped"] == ""
+        assert rank["too_high"]["losses"][-1] < 4.5
+
+
 def test_the_loss_scaler_is_gone_back_with(further: list[dict[str, Any]]) -> None:
     for rank in further:
         for what in ("loss_scaler", "state", "losses", "norms", "rates", "steps"):
@@ -282,8 +324,8 @@ def test_the_third_overflow_in_a_row_is_not(further: list[dict[str, Any]]) -> No
 def test_memory_that_runs_out_on_one_rank_is_healed_there(stage: str, precision: str, tmp_path: Path) -> None:
     ranks = on_two_processes(tmp_path, stage, precision, "memory", script="two_zero_processes.py")
     for rank in ranks:
-        # Before there is a gradient the rank is computed again alone, bitwise.
-        for kind in ("once", "early"):
+        # Before there is a gradient the rank is computed again alone, bitwise, also where DeepSpeed measures parts.
+        for kind in ("once", "early", "measured"):
             is_the_run(rank[kind], rank["fits"])
         for kind in ("above", "early_above"):
             is_close_to(rank[kind], rank["fits_whole"], precision)

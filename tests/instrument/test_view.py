@@ -65,3 +65,14 @@ def test_calls_that_are_not_split_say_why(view: TrainerView, why: str) -> None:
 
 def test_calls_of_a_sharded_model_are_split_where_its_loss_is_known() -> None:
     assert view_of(Sharded, distributed=DistributedType.FSDP).can_split_calls
+
+
+def test_the_norm_that_is_clipped_to_is_deepspeeds_own_where_it_steps() -> None:
+    view = view_of()
+    trainer = view._trainer
+    trainer.args.max_grad_norm = 5.0
+    assert view.max_grad_norm == 5.0
+    # Without `gradient_clipping` in its configuration it has a norm of its own.
+    engine = SimpleNamespace(gradient_clipping=lambda: 1.0)
+    trainer.accelerator.deepspeed_engine_wrapped = SimpleNamespace(engine=engine)
+    assert view.max_grad_norm == 1.0

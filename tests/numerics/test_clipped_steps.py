@@ -20,6 +20,7 @@ from self_healing import (
     SelfHealingTrainer,
 )
 from self_healing.detectors.norm_statistics import ZClipStatistic
+from self_healing.numerics.step_clipping import StepClipping
 
 
 RUN = {"max_steps": 60, "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
@@ -190,6 +191,13 @@ def test_adagc_clips_each_parameter(tmp_path: Path, tokenizer: Any) -> None:
     assert callback.healing_state is not None
     state = json.loads(json.dumps(callback.healing_state["clipping"]["adagc"]))
     assert state["steps"] == 120
+
+
+def test_adagc_is_refused_where_gradients_lie_in_partitions() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match=r"clip_algorithm is 'adagc'.*DeepSpeed.*Please use"):
+        StepClipping(HealingConfig(zclip_mode="clip", clip_algorithm="adagc"), model, in_partitions=True)
+    StepClipping(HealingConfig(zclip_mode="off", clip_algorithm="adagc"), model, in_partitions=True)
 
 
 def test_adagc_is_refused_for_lora_before_the_first_step(tmp_path: Path, tokenizer: Any) -> None:
