@@ -97,6 +97,9 @@ RANK_FAULTS = {
         "nan_weights": "NaN in weights",
         "nan_policy": "NaN in weights that answers are generated with (GRPO: steps are lost, not bitwise)",
         "gradient_spike": "Gradient spike that passes",
+        "scrambled_weights": "A loss that rises and stays up because weights were hit, on all ranks",
+        "learning_rate": "A learning rate far too high (lowered: not bitwise)",
+        "red_flag": "A red flag whose rule asks for going back (not bitwise)",
         "drifting_replica": "A layer that is multiplied by 1.01",
         "bad_sample": "Samples that raise while they are loaded (replaced: not bitwise)",
         "full_disk_rank_0": "Full disk on rank 0 while a checkpoint is written",
@@ -104,6 +107,7 @@ RANK_FAULTS = {
         "reward_retried": "A reward whose connection is lost twice",
         "evaluation_retried": "`compute_metrics` whose connection is lost twice",
         "callback_retried": "A callback of your own whose connection is lost",
+        "tracker": "A tracker that cannot be reached at all",
         "torn_weights": "The newest checkpoint has torn weights (sharded: those of rank 1)",
         "torn_rank_part": "The newest checkpoint lacks the part of rank 1",
     },
@@ -116,6 +120,9 @@ RANK_FAULTS = {
         "reward": "Exception in a reward",
         "oom_once": "Out of memory once (split from then on: not bitwise; DDP, ZeRO-1 and 2: in place)",
         "oom_above_4_rows": "Out of memory above four rows, always (split: not bitwise; DDP, ZeRO-1 and 2: in place)",
+        "optimizer_memory": "Out of memory in `optimizer.step()`, after the first one",
+        "worker": "A data loader worker is killed",
+        "lost_device": "Lost device (simulated: from one moment on every operation raises)",
         "sigkill": "SIGKILL",
         "sigkill_while_saving": "SIGKILL while a checkpoint is written, with nothing left in memory",
         "sigkill_in_last_step": "SIGKILL after the last step, before it is evaluated and saved",
@@ -127,12 +134,22 @@ RANK_FAULTS = {
 }
 
 # Rows of the README that the table of ranks shows as well: by its faults, and what is done in place of healing them.
-_ENDS = "ends the job; the next start goes on from the newest good checkpoint"
+_ENDS = "ends the job; the next start goes on, from memory where it can"
 SHOWN_ON_RANKS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "transient": (("transient_nan",), None),
     "poison_rows": (("poison_rows_loss", "poison_rows_gradient"), None),
     "corrupted_weights": (("nan_weights",), None),
     "gradient_spike": (("gradient_spike",), None),
+    "divergence": (("scrambled_weights",), None),
+    "learning_rate": (("learning_rate",), None),
+    "red_flag": (("red_flag",), "reported, or stopped, or rolled back, as the rule says"),
+    "optimizer_memory": (
+        ("optimizer_memory",),
+        "taken again in the first step (not with DeepSpeed); later it ends the job, and the next start goes on",
+    ),
+    "tracker": (("tracker",), None),
+    "worker": (("worker",), _ENDS),
+    "lost_device": (("lost_device",), None),
     "bad_sample": (("bad_sample",), None),
     "service": (("reward_retried",), None),
     "connection": (

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from conftest import TEXTS, build_tokenizer, count_of_the, grpo_trainer, losses, sft_trainer
 from datasets import Dataset
 from ending_together import hold_connections, strike_rank
 from failing_ranks import digest_of
 from forked_pairs import run_pair
+from lost_device import LostDevice
 from restarted_job import minutes_in_native_code
-from strategies import arguments_of, prepare, trained_as, whole_weights
+from strategies import ZERO, arguments_of, prepare, trained_as, whole_weights
 from transformers import TrainerCallback, set_seed
 
 from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing.instrument.live_state import innermost
 
 
 # A checkpoint every so many steps; the fault comes when so many are finished, or while a checkpoint is evaluated or
@@ -81,6 +86,41 @@ def half_of_a_part(trainer: Any, strategy: str, strike: Callable[[], None]) -> N
     trainer._save_optimizer_and_scheduler = save
 
 
+def no_room_to_step(trainer: Any, strike: Callable[[str], None], call: int) -> None:
+    """There is no memory for what a step of the optimizer makes, once; in which of its calls in that step."""
+
+    class NoRoom(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            inner = innermost(kwargs["optimizer"])
+            original, calls = inner.step, 0
+
+            def step(*args: Any, **kwargs: Any) -> Any:
+                nonlocal calls
+                calls += state.global_step == STRUCK_AFTER
+                if calls == call:
+                    inner.step = original
+                    strike("oom")
+                return original(*args, **kwargs)
+
+            inner.step = step
+
+    trainer.add_callback(NoRoom())
+
+
+def kill_worker(strike: Callable[[str], None]) -> None:
+    """A process that loads data for this rank is gone, and torch is told."""
+    strike("worker")
+    worker = psutil.Process(multiprocessing.active_children()[0].pid)
+    worker.kill()
+    while worker.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+
+
+def lose_device(strike: Callable[[str], None]) -> None:
+    strike("lost device")
+    LostDevice().lose()
+
+
 def put_in(trainer: Any, strategy: str, fault: str | None, strike: Callable[[str], None]) -> None:
     """Has a fault come to a trainer."""
 
@@ -114,6 +154,13 @@ def put_in(trainer: Any, strategy: str, fault: str | None, strike: Callable[[str
         trainer.data_collator = broken
     elif fault == "sigkill_while_saving":
         half_of_a_part(trainer, strategy, lambda: strike("kill"))
+    elif fault == "optimizer_memory":
+        # DeepSpeed calls it for each group of parameters: the first one is updated by then.
+        no_room_to_step(trainer, strike, 2 if strategy in ZERO else 1)
+    elif fault == "worker":
+        trainer.add_callback(At("on_step_end", STRUCK_AFTER, lambda: kill_worker(strike)))
+    elif fault == "lost_device":
+        trainer.add_callback(At("on_substep_end", STRUCK_AFTER, lambda: lose_device(strike)))
     elif fault == "sigterm":
         trainer.add_callback(At("on_substep_end", STRUCK_AFTER, lambda: strike("sigterm")))
     else:
@@ -156,7 +203,7 @@ def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, s
             return
         # Of a fault that comes again and again the first time counts.
         note = Path(os.devnull) if struck else directory / "struck"
-        if not struck and what in ("exception", "oom", "native_hang"):
+        if not struck and what in ("exception", "oom", "native_hang", "worker", "lost device"):
             hold_connections()
         struck = True
         strike_rank(what, note)
@@ -173,6 +220,7 @@ def job(directory: Path, rank: int, strategy: str, fault: str | None, on: int, s
         "save_steps": SAVE_STEPS,
         **arguments_of(strategy),
         "ddp_timeout": 1800,
+        "dataloader_num_workers": int(fault == "worker"),
         "callbacks": [Told(directory / f"steps.{rank}")],
     }
     struck_now = rank == on and fault is not None

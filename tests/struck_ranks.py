@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from conftest import (
 from datasets import Dataset
 from strategies import arguments_of, own_weights, prepare, trained_as, whole_weights
 from transformers import TrainerCallback, set_seed
+from transformers.integrations import TensorBoardCallback
 from trl import SFTTrainer
 from two_processes import digest_of
 from two_sharded_processes import PoisonGradient
@@ -40,12 +42,24 @@ from self_healing import HealingConfig, SelfHealingTrainer
 
 # Of a run; what is usual of its gradients is known after thirty. A fault strikes in the step after so many.
 STEPS, LONGER, POLICY_STEPS, AFTER = 14, 36, 10, 8
+# Of a run that has learned what it can when it is struck.
+CONVERGED = {"max_steps": 75, "learning_rate": 1e-2, "eval_strategy": "no", "save_strategy": "no"}
+CONVERGED_AFTER = 60
 # A checkpoint is written every so many.
 SAVE_EVERY = 5
 # Two in each epoch, of which each rank draws some.
 BAD_ROWS = (5, 17, 30, 44)
 # Compared with the run of another name, which is struck by nothing.
-BASELINES = {"none": "plain", "gradient_spike": "longer", "reward_retried": "rewarded", "nan_policy": "rewarded"}
+BASELINES = {
+    "none": "plain",
+    "gradient_spike": "longer",
+    "reward_retried": "rewarded",
+    "nan_policy": "rewarded",
+    "scrambled_weights": "converged",
+    "learning_rate": "converged",
+}
+# Faults that take some minutes more.
+TAKE_LONG = {"scrambled_weights", "learning_rate"}
 
 Strike = Callable[[Any], Any]
 
@@ -53,16 +67,37 @@ Strike = Callable[[Any], Any]
 class Changing(TrainerCallback):
     """Weights of a layer are others on this rank after a step."""
 
-    def __init__(self, trainer: Any, change: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(
+        self, trainer: Any, change: Callable[[torch.Tensor], Any], layer: torch.nn.Module, after: int = AFTER
+    ) -> None:
         self.fired = 0
-        self._trainer, self._change = trainer, change
+        self._trainer, self._change, self._layer, self._after = trainer, change, layer, after
         trainer.add_callback(self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == AFTER:
+        if state.global_step == self._after and not self.fired:
             self.fired += 1
-            for weight in own_weights(self._trainer, self._trainer.model.model.layers[1]):
+            for weight in own_weights(self._trainer, self._layer):
                 self._change(weight)
+
+
+class UnreachableTracker(TensorBoardCallback):
+    """A tracker whose server cannot be reached from this rank."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(tb_writer=SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None))
+        self.fired = 0
+        trainer.add_callback(self)
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        self.fired += 1
+        raise lost_connection()
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 class RaisingRows(torch.utils.data.Dataset):
@@ -135,7 +170,7 @@ class Runs:
         self,
         name: str,
         strike: Strike = lambda trainer: None,
-        on: int = 1,
+        on: tuple[int, ...] = (1,),
         poisoned: tuple[int, ...] = (),
         trainer_class: type[SFTTrainer] = SFTTrainer,
         compute_metrics: Callable[[Any], dict[str, float]] = lambda predicted: {
@@ -143,9 +178,10 @@ class Runs:
         },
         healed: bool = True,
         resume: bool = False,
+        settings: Mapping[str, Any] = {},
         **arguments: Any,
     ) -> dict[str, Any]:
-        """Trains a model that is evaluated and saved; on one rank it is struck."""
+        """Trains a model that is evaluated and saved; on some ranks it is struck."""
         set_seed(1234)
         trainer = sft_trainer(
             self.directory / name,
@@ -168,7 +204,8 @@ class Runs:
                 **arguments,
             },
         )
-        return self.result(name, trainer, strike(trainer) if self.rank == on else None, healed, resume)
+        struck = strike(trainer) if self.rank in on else None
+        return self.result(name, trainer, struck, healed, resume, settings)
 
     def train_policy(self, name: str, away: bool = False, strike: Strike = lambda trainer: None) -> dict[str, Any]:
         """Trains a model that is rewarded for the length of its answers; the reward of this rank may be away."""
@@ -187,11 +224,17 @@ class Runs:
         return self.result(name, trainer, struck or reward)
 
     def result(
-        self, name: str, trainer: Any, struck: Any, healed: bool = True, resume: bool = False
+        self,
+        name: str,
+        trainer: Any,
+        struck: Any,
+        healed: bool = True,
+        resume: bool = False,
+        settings: Mapping[str, Any] = {},
     ) -> dict[str, Any]:
         waits: list[float] = []
         if healed:
-            config = HealingConfig(snapshot_interval=3, snapshot_verify_steps=2)
+            config = HealingConfig(**{"snapshot_interval": 3, "snapshot_verify_steps": 2, **settings})
             SelfHealingTrainer(trainer, config, sleep=waits.append).train(resume_from_checkpoint=resume or None)
         else:
             trainer.train()
@@ -238,7 +281,12 @@ def spike(trainer: Any) -> OutputFault:
 
 
 def changing(change: Callable[[torch.Tensor], Any]) -> Strike:
-    return lambda trainer: Changing(trainer, change)
+    return lambda trainer: Changing(trainer, change, trainer.model.model.layers[1])
+
+
+def scrambled(trainer: Any) -> Changing:
+    """On each rank its part of the last layer, so that there is nothing that ranks could be compared by."""
+    return Changing(trainer, scramble, trainer.model.lm_head, CONVERGED_AFTER)
 
 
 def lost_in_a_callback(trainer: Any) -> RaisingAt:
@@ -253,6 +301,22 @@ def turn_nan(weight: torch.Tensor) -> None:
 
 def drift(weight: torch.Tensor) -> None:
     weight.mul_(1.01)
+
+
+def scramble(weight: torch.Tensor) -> None:
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    weight.mul_(50).add_(noise.to(weight.dtype))
+
+
+def red_flag(runs: Runs, name: str) -> dict[str, Any]:
+    """A rule of the user's own, on what is logged alike on all ranks, asks for going back."""
+    rules = runs.directory / "rules.toml"
+    rules.write_text(
+        '[mine]\nmetric = "learning_rate"\nobjectives = ["sft"]\nhealthy = "low"\n'
+        'red_flag = [{ is = "above", value = 0.0006 }]\nsteps = 6\nobservations = 6\n'
+        'severity = "error"\naction = "rollback"\ndiagnosis = "It is there."\nremedy = "None."\n'
+    )
+    return runs.train(name, settings={"rules_file": str(rules)}, learning_rate=1e-3)
 
 
 def raising_rows(trainer: Any) -> RaisingRows:
@@ -308,6 +372,7 @@ RUNS: dict[str, Callable[[Runs, str], dict[str, Any]]] = {
     "plain": lambda runs, name: runs.train(name, healed=False),
     "longer": lambda runs, name: runs.train(name, max_steps=LONGER),
     "rewarded": lambda runs, name: runs.train_policy(name),
+    "converged": lambda runs, name: runs.train(name, **CONVERGED),
     # The faults.
     "none": lambda runs, name: runs.train(name),
     "transient_nan": lambda runs, name: runs.train(name, nan_in_the_loss),
@@ -317,6 +382,10 @@ RUNS: dict[str, Callable[[Runs, str], dict[str, Any]]] = {
     "nan_policy": lambda runs, name: runs.train_policy(name, strike=changing(turn_nan)),
     "gradient_spike": lambda runs, name: runs.train(name, spike, max_steps=LONGER),
     "drifting_replica": lambda runs, name: runs.train(name, changing(drift)),
+    "scrambled_weights": lambda runs, name: runs.train(name, scrambled, (0, 1), **CONVERGED),
+    "learning_rate": lambda runs, name: runs.train(name, **CONVERGED | {"learning_rate": 3.0}),
+    "red_flag": red_flag,
+    "tracker": lambda runs, name: runs.train(name, UnreachableTracker, (0,)),
     "bad_sample": lambda runs, name: runs.train(name, raising_rows),
     "full_disk_rank_0": lambda runs, name: full_disk(runs, name, 0),
     "full_disk_rank_1": lambda runs, name: full_disk(runs, name, 1),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from matrix import UNNOTICEABLE
 from strategies import IN_PARTS, STRATEGIES, WITH_DEEPSPEED, ZERO
-from struck_ranks import BASELINES, RUNS, SAVE_EVERY, STEPS
+from struck_ranks import BASELINES, RUNS, SAVE_EVERY, STEPS, TAKE_LONG
 from test_distributed import launch
 
 from self_healing.checkpoints.vetting import vet
@@ -35,7 +35,7 @@ def cells(*faults: str) -> pytest.MarkDecorator:
     """Some faults under each strategy. One launch for all of them is quick enough for every day, and three are not."""
     found = []
     for fault, strategy in itertools.product(faults, STRATEGIES):
-        marks = [] if strategy == "ddp" else [pytest.mark.slow]
+        marks = [] if strategy == "ddp" and fault not in TAKE_LONG else [pytest.mark.slow]
         if strategy in ZERO:
             marks.append(WITH_DEEPSPEED)
         if (fault, strategy) in NOT_YET:
@@ -44,10 +44,10 @@ def cells(*faults: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("fault", "strategy"), found)
 
 
-def strike(directory: Path, strategy: str) -> dict[str, Ranks]:
+def strike(directory: Path, strategy: str, long: bool) -> dict[str, Ranks]:
     """Strikes with all faults, one after the other in one launch; after one that ends the job, the rest in another."""
     found: dict[str, Ranks] = {}
-    while left := [fault for fault in FAULTS if fault not in found]:
+    while left := [fault for fault in FAULTS if (fault in TAKE_LONG) == long and fault not in found]:
         launched = directory / str(len(found))
         launched.mkdir()
         try:
@@ -68,12 +68,13 @@ def strike(directory: Path, strategy: str) -> dict[str, Ranks]:
 @pytest.fixture(scope="module")
 def see(tmp_path_factory: pytest.TempPathFactory) -> See:
     """Gives both ranks of a fault, after what holds for all of them was looked at, and of what it is compared with."""
-    struck: dict[str, dict[str, Ranks]] = {}
+    struck: dict[tuple[str, bool], dict[str, Ranks]] = {}
 
     def see(fault: str, strategy: str) -> tuple[Ranks, Ranks]:
-        if strategy not in struck:
-            struck[strategy] = strike(tmp_path_factory.mktemp(strategy), strategy)
-        ranks, others = struck[strategy][fault], struck[strategy][BASELINES.get(fault, "none")]
+        launched = strategy, fault in TAKE_LONG
+        if launched not in struck:
+            struck[launched] = strike(tmp_path_factory.mktemp(strategy), *launched)
+        ranks, others = struck[launched][fault], struck[launched][BASELINES.get(fault, "none")]
         assert [rank.get("error") for rank in ranks] == [None, None]
         for rank, other in zip(ranks, others, strict=True):
             assert rank["trained_as"] == strategy.partition("_")[0]
@@ -159,6 +160,48 @@ def test_a_gradient_spike_that_passes_leaves_no_trace(see: See, fault: str, stra
     assert [rank["fired"] for rank in ranks] == [0, 1]
     # Whose it was is not known: gradients are summed over ranks before anybody sees them.
     assert [outcomes(rank) for rank in ranks] == [[["spike_transient", "resolved", 0]]] * 2
+
+
+@cells("scrambled_weights")
+def test_weights_that_spoil_the_loss_are_gone_back_from_and_leave_no_trace(
+    see: See, fault: str, strategy: str
+) -> None:
+    ranks, others = see(fault, strategy)
+    # Losses were logged before the rise was known to be one.
+    assert [rank["weights"] for rank in ranks] == [other["weights"] for other in others]
+    assert [rank["fired"] for rank in ranks] == [1, 1]
+    for rank in ranks:
+        assert outcomes(rank)[-1] == ["divergence", "resolved", 0]
+        actions = [each["action"] for each in rank["events"] if each["kind"] == "action"]
+        assert actions[-2:] == ["roll_back", "replay_steps"]
+
+
+@cells("learning_rate")
+def test_a_learning_rate_far_too_high_is_lowered_from_the_beginning(see: See, fault: str, strategy: str) -> None:
+    ranks, _ = see(fault, strategy)
+    for rank in ranks:
+        actions = [each for each in rank["events"] if each["kind"] == "action"]
+        back = next(each for each in actions if each["action"] == "roll_back")
+        assert (back["state"], back["to_step"]) == ("initial", 0)
+        assert next(each for each in actions if each["action"] == "reduce_learning_rate")["learning_rate"] < 0.1
+        assert rank["losses"][-1] < 4.5
+
+
+@cells("red_flag")
+def test_a_rule_that_asks_for_going_back_has_all_ranks_go_back(see: See, fault: str, strategy: str) -> None:
+    ranks, _ = see(fault, strategy)
+    for rank in ranks:
+        actions = [each["action"] for each in rank["events"] if each["kind"] == "action"]
+        assert actions[:3] == ["roll_back", "skip_step", "reduce_learning_rate"]
+        assert {failure for failure, *_ in outcomes(rank)} == {"red_flag"}
+
+
+@cells("tracker")
+def test_a_tracker_that_one_rank_cannot_reach_changes_nothing(see: See, fault: str, strategy: str) -> None:
+    ranks, others = see(fault, strategy)
+    leaves_no_trace(ranks, others)
+    assert ranks[0]["fired"] > 1
+    assert [outcomes(rank) for rank in ranks] == [[["reporting", "reported", 0]], []]
 
 
 @cells("drifting_replica")

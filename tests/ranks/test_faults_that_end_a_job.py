@@ -61,6 +61,9 @@ FAULTS = {
     "reward": BUG,
     "oom_once": Fault("out_of_memory", "OutOfMemoryError: CUDA out of memory", split=True),
     "oom_above_4_rows": Fault("out_of_memory", "OutOfMemoryError: CUDA out of memory", after=0, split=True),
+    "optimizer_memory": Fault("out_of_memory", "OutOfMemoryError: CUDA out of memory"),
+    "worker": Fault("process_died", "DataLoader worker"),
+    "lost_device": Fault("device", "CUDA error: an illegal memory access"),
     "sigkill": GONE,
     "sigkill_while_saving": Fault("process_died", "its process is gone", after=SAVED_AFTER, leaves_word=False),
     "hang": HANGS,
@@ -79,14 +82,11 @@ NOTHING_DONE_AGAIN = {
     "reward",
     "oom_once",
     "oom_above_4_rows",
+    "worker",
     "sigterm",
 }
-NOTHING_DONE_AGAIN_UNDER = {
-    # Under FSDP2 the shards of the others cannot be compared with what a rank has applied by itself.
-    "ddp": NOTHING_DONE_AGAIN | {"callback_before_update"},
-    # A job goes on from its newest checkpoint, and only SIGTERM leaves time to write one.
-    **{strategy: {"sigterm"} for strategy in ZERO},
-}
+# Where each rank has a part of the state, it cannot be compared with the others what a rank has applied by itself.
+NOTHING_DONE_AGAIN_UNDER = {"ddp": NOTHING_DONE_AGAIN | {"callback_before_update"}}
 # Healed where it happens, while the other rank waits: nothing ends.
 IN_PLACE = {(fault, strategy) for fault in ("oom_once", "oom_above_4_rows") for strategy in ("ddp", "zero1", "zero2")}
 QUICK = {("sigkill", "ddp")}
@@ -183,15 +183,20 @@ def is_named_by_all(directory: Path, fault: Fault, on: int) -> None:
         assert f"rank {on}" in told["verdict"] or rank == on
 
 
-def comes_to_the_same_end(outcome: dict[str, Any], plain: dict[str, Any], directory: Path, fault: Fault) -> None:
+def comes_to_the_same_end(
+    outcome: dict[str, Any], plain: dict[str, Any], directory: Path, fault: Fault, strategy: str
+) -> None:
     """As the run that nothing happened to, and with the same weights on all ranks."""
     assert outcome["codes"] == [0, 0], log_of(directory)
+    _, bf16 = ZERO.get(strategy, (0, False))
+    # AdamW moves a weight whose gradient is next to nothing by as much as any.
+    rounding, of_sums = (1e-3, 1e-2) if bf16 else (1e-5, 1e-5)
     for result in outcome["ranks"]:
         assert result["steps"] == STEPS
         assert result["weights"] == outcome["ranks"][0]["weights"]
         if fault.split:
-            assert result["losses"] == pytest.approx(plain["losses"], rel=1e-5)
-            assert result["sums"] == pytest.approx(plain["sums"], rel=1e-4, abs=1e-5)
+            assert result["losses"] == pytest.approx(plain["losses"], rel=rounding)
+            assert result["sums"] == pytest.approx(plain["sums"], rel=10 * rounding, abs=of_sums)
         else:
             assert result["weights"] == plain["weights"]
             assert result["losses"] == plain["losses"]
@@ -207,7 +212,7 @@ def test_a_fault_on_one_rank_ends_all_and_the_next_start_comes_to_the_same_end(
     request = {"strategy": strategy, "fault": fault, "on": on, "trainer": trainer, "dropout": dropout}
     first = launcher.start(directory, start=0, **request)
     if (fault, strategy) in IN_PLACE:
-        comes_to_the_same_end(first, plain, directory, struck)
+        comes_to_the_same_end(first, plain, directory, struck, strategy)
         assert first["ranks"][on]["struck"]
         assert [steps_done_again(directory, rank) for rank in (0, 1)] == [0, 0]
         return
@@ -224,7 +229,7 @@ def test_a_fault_on_one_rank_ends_all_and_the_next_start_comes_to_the_same_end(
         is_named_by_all(directory, struck, on)
 
     second = launcher.start(directory, start=1, **request)
-    comes_to_the_same_end(second, plain, directory, struck)
+    comes_to_the_same_end(second, plain, directory, struck, strategy)
     assert not any(result["struck"] for result in second["ranks"])
     again = [steps_done_again(directory, rank) for rank in (0, 1)]
     record_property("steps done again", max(again))
