@@ -54,7 +54,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
         each.end()
 
 
-@pytest.mark.heals("exception", "ddp", partly="ends the job; the next start goes on from the newest good checkpoint")
+@pytest.mark.heals("exception", "ddp", partly="ends the job; the next start goes on, from memory where it can")
 def test_an_exception_ends_the_rank_that_waits_for_the_one_it_came_on(job: Any) -> None:
     # It keeps its connections: as with NCCL, nothing tells the other rank.
     two = job(fault="exception", stays=True, config={"launcher_restarts": "yes"})
@@ -137,7 +137,7 @@ def test_what_a_broken_connection_tells_of_first_is_not_the_first_failure(job: A
 
 
 @pytest.mark.slow
-@pytest.mark.heals("hang", "ddp", partly="ends the job; the next start goes on from the newest good checkpoint")
+@pytest.mark.heals("hang", "ddp", partly="ends the job; the next start goes on, from memory where it can")
 def test_a_hang_on_one_rank_is_named_by_all_and_ends_them(job: Any) -> None:
     two = job(fault="hang", config=SOON)
     assert [two.end_of(rank)[0] for rank in (0, 1)] == [75, 75]

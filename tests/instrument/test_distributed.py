@@ -234,7 +234,7 @@ def test_a_refusal_names_what_each_of_the_processes_ended_with(results: list[dic
     assert faulty["error"]["message"] == "only here"
 
 
-@pytest.mark.heals("exception", "ddp", partly="ends the job; the next start goes on from the newest good checkpoint")
+@pytest.mark.heals("exception", "ddp", partly="ends the job; the next start goes on, from memory where it can")
 def test_a_run_that_finishes_after_all_leaves_no_postmortem(results: list[dict[str, Any]], directory: Path) -> None:
     assert [rank["faulty_1"]["ends"][3] for rank in results] == ["finished", "finished"]
     assert results[0]["faulty_1"]["left"] == [None, None]
