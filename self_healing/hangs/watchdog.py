@@ -457,10 +457,10 @@ class Watchdog:
 
     def _is_only_told(self, alarm: _Alarm) -> bool:
         """
-        Whether it is not known how long it may take: one of the first times of a part, or what comes after the last
-        step (uploads, the best model).
+        Whether it is not known how long it may take: one of the first times of a part, or whatever comes after the
+        last step (uploads, the best model, a vote with a rank that is still about them).
         """
-        return not alarm.known or (alarm.section == BETWEEN and self._at_the_end())
+        return not alarm.known or self._at_the_end()
 
     def _interrupt(self, alarm: _Alarm, stopping: threading.Event) -> None:
         with self._lock:

@@ -307,6 +307,21 @@ def test_a_part_that_is_seen_for_the_first_time_is_only_told_of(watch: Callable[
     assert [incident.actions for incident in watched.told] == [[Action.WRITE_STACKS]]
 
 
+@pytest.mark.parametrize("section", ["judge", "evaluate"])
+def test_after_the_last_step_every_part_is_only_told_of(
+    watch: Callable[..., Watched], exits: None, sent: list[tuple[int, int]], section: str
+) -> None:
+    # Ranks wait for each other in votes there, for as long as a callback of one of them takes.
+    watched = watch(recovers=True, at_the_end=True, launcher_restarts="yes")
+    for _ in range(3):
+        with watched.heartbeat.section(section):
+            watched.wait(1.0)
+    watched.heartbeat.enter(section)
+    watched.wait(1000.0)
+    assert sent == []
+    assert [incident.actions for incident in watched.told] == [[Action.WRITE_STACKS]]
+
+
 def test_a_line_is_named_by_file_number_function_and_code() -> None:
     frame = sys._getframe()
     named, number = line_of(frame), frame.f_lineno
