@@ -168,10 +168,11 @@ class JointExit:
             "collective": here.collective,
         }
         incident = journal.open(run.step, "failure_on_another_rank", evidence)
-        found: dict[str, Any] = {"diagnosis": f"R{str(failure)[1:]}. {where_all_are(everywhere)}"}
+        told = str(failure)
+        found: dict[str, Any] = {"diagnosis": f"{told[0].upper()}{told[1:]}. {where_all_are(everywhere)}"}
         if unfinished := self._unfinished_collectives():
             found["unfinished_collectives"] = unfinished
-        journal.diagnosed(incident, FailureType.PROCESS_DIED, f"rank {failure.rank}: {failure.failure.value}", found)
+        journal.diagnosed(incident, FailureType.PROCESS_DIED, f"{failure.whose}: {failure.failure.value}", found)
         path = journal.directory / "hangs" / f"{incident.id}-stacks.txt"
         try:
             write_stacks(path, found["diagnosis"], self.training_thread, {})

@@ -24,7 +24,7 @@ from ..journal.incident import Incident
 from ..journal.journal import Journal
 from ..launcher import EXIT_FOR_RESTART, restarts_on_exit
 from ..ranks import Failure, OtherRanks, Position
-from ..ranks.naming import behind, where_all_are
+from ..ranks.naming import behind, where_all_are, where_all_wait
 from ..run.claims import Claim, claim_for
 from .bounded import within
 from .collectives import collective_in
@@ -510,11 +510,19 @@ class Watchdog:
         os._exit(EXIT_FOR_RESTART)
 
     def _tell_ranks(self, alarm: _Alarm, elapsed: float) -> str:
-        """Tells the other ranks which one hangs, so that they end as well."""
+        """Tells the other ranks which one hangs, so that they end as well; or that it is none of them alone."""
+        first = self._ranks.first_failure()
+        if first is not None and not first.follows:
+            # Another one has told it already, and may be gone by now.
+            return str(first)
         everywhere = self._ranks.positions()
-        found = behind(everywhere)
-        rank = found[0] if len(found) == 1 else self._journal.rank
-        where = everywhere.get(rank, self.position())
+        if not (found := behind(everywhere)):
+            step = min(each.step for each in everywhere.values())
+            failure = Failure(None, step, FailureType.HANG, where_all_wait(everywhere))
+            self._ranks.tell(failure)
+            return str(failure)
+        rank = found[0]
+        where = everywhere[rank]
         error = f"hang in '{alarm.section}' for {elapsed:.0f} s: it {where}"
         self._ranks.tell(Failure(rank, where.step, FailureType.HANG, error, where.section))
         return f"rank {rank}: {error}"

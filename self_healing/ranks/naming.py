@@ -45,6 +45,32 @@ def behind(positions: Mapping[int, Position]) -> list[int]:
     return [] if len(found) == len(positions) else found
 
 
+def where_all_wait(positions: Mapping[int, Position]) -> str:
+    """
+    Describes where ranks are of which none is waited for: without times, so that all of them say the same.
+
+    Args:
+        positions (`Mapping[int, Position]`):
+            All ranks that are known to live.
+    """
+    together: dict[str, list[int]] = {}
+    for rank, each in sorted(positions.items()):
+        line = each.called_from or each.line or "an unknown line"
+        called = "" if each.called_from is None else f", called at {each.called_from}"
+        where = f"at {line}" if each.collective is None else f"in {each.collective}{called}"
+        together.setdefault(where, []).append(rank)
+    named = "; ".join(f"{_named(ranks)} {where}" for where, ranks in together.items())
+    if len(positions) == 1:
+        return f"{named}, and nothing is known of the others"
+    if any(each.collective is None for each in positions.values()):
+        return f"no rank is behind the others: {named}"
+    return f"the ranks wait in {'the same collective' if len(together) == 1 else 'different collectives'}: {named}"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def where_all_are(positions: Mapping[int, Position]) -> str:
     """Describes where the ranks are, those that are at the same place together; the ones waited for come first."""
     together: dict[str, list[int]] = {}

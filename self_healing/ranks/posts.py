@@ -83,8 +83,8 @@ class Failure:
     What has ended one rank, and with it the job.
 
     Args:
-        rank (`int`), step (`int`):
-            The rank, and its optimizer steps finished.
+        rank (`int`, *optional*), step (`int`):
+            The rank, and its optimizer steps finished. `None` for what is no single rank's: all of them wait.
         failure ([`FailureType`]), error (`str`):
             What it was, and that in a line.
         section (`str`, *optional*):
@@ -99,7 +99,7 @@ class Failure:
             When, in seconds since the epoch. Defaults to now.
     """
 
-    rank: int
+    rank: int | None
     step: int
     failure: FailureType
     error: str
@@ -124,7 +124,14 @@ class Failure:
         ends_one_process = (FailureType.DAMAGED_CHECKPOINT, FailureType.INTERRUPTED)
         return self.exit_code == _UNRECOVERABLE and self.failure not in ends_one_process
 
+    @property
+    def whose(self) -> str:
+        """Names the rank."""
+        return "no single rank" if self.rank is None else f"rank {self.rank}"
+
     def __str__(self) -> str:
+        if self.rank is None:
+            return f"nothing moves after step {self.step}: {self.error}"
         if self.follows:
             return (
                 f"rank {self.rank} was the first on which a collective failed, after step {self.step}; another rank "

@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import journal
 
-from self_healing import Action, HealingConfig, Incident
+from self_healing import Action, FailureType, HealingConfig, Incident
 from self_healing.hangs import watchdog
 from self_healing.hangs.exits import HangExits
 from self_healing.hangs.stacks import current_frames, line_of
@@ -26,7 +26,7 @@ from self_healing.hangs.working import processor_seconds
 from self_healing.instrument.sections import Heartbeat
 from self_healing.journal.journal import Journal
 from self_healing.launcher import EXIT_FOR_RESTART
-from self_healing.ranks import OtherRanks
+from self_healing.ranks import Failure, OtherRanks, Position
 
 
 class Left(BaseException):
@@ -199,6 +199,31 @@ def test_on_several_ranks_a_callback_that_computes_is_no_hang_and_one_that_waits
     watched.heartbeat.enter("log")
     watched.wait(100.0)
     assert bool(watched.incidents) is told
+
+
+def test_of_ranks_in_different_collectives_none_is_blamed_and_all_say_the_same(
+    watch: Callable[..., Watched], exits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Failure] = []
+    where = {
+        rank: Position(7, "between", 40 + rank, 12.0, -2.0, collective=collective)
+        for rank, collective in enumerate(("all_gather", "barrier"))
+    }
+    monkeypatch.setattr(OtherRanks, "known", True)
+    monkeypatch.setattr(OtherRanks, "waited_for", lambda ranks, here: None)
+    monkeypatch.setattr(OtherRanks, "positions", lambda ranks, within=0.0: dict(where))
+    monkeypatch.setattr(OtherRanks, "first_failure", lambda ranks: told[0] if told else None)
+    monkeypatch.setattr(OtherRanks, "tell", lambda ranks, failure: told.append(failure))
+    said = []
+    for _ in (0, 1):
+        with pytest.raises(Left):
+            (watched := watch(counts_attempts=True, launcher_restarts="yes")).hang(100.0)
+        said += watched.before_exit
+        # The first one is gone by the time that the second one looks where the others are.
+        where.pop(0, None)
+    assert [(each.rank, each.failure) for each in told] == [(None, FailureType.HANG)]
+    expected = "the ranks wait in different collectives: rank 0 in all_gather; rank 1 in barrier"
+    assert said == [f"nothing moves after step 7: {expected}"] * 2
 
 
 def test_a_thread_that_computes_is_told_from_one_that_waits() -> None:

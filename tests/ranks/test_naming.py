@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from self_healing.ranks import Position
-from self_healing.ranks.naming import behind, waited_for, where_all_are
+from self_healing.ranks.naming import behind, waited_for, where_all_are, where_all_wait
 
 
 WAITS = Position(7, "step", 50, 30.0, 30.0, collective="all_gather")
@@ -67,3 +67,15 @@ def test_of_ranks_that_wait_for_their_devices_the_one_that_has_come_least_far_is
 def test_ranks_that_are_all_alike_are_not_told_apart() -> None:
     assert behind({0: SLEEPS, 1: SLEEPS}) == []
     assert behind({0: WAITS, 1: WAITS}) == []
+
+
+def test_of_ranks_that_all_wait_it_is_said_where_and_no_time_that_each_would_say_otherwise() -> None:
+    called = "user.py:9, in on_step_end: dist.barrier()"
+    alone = Position(7, "between", 49, 31.0, 29.0, collective="barrier", line="torch.py:1", called_from=called)
+    others = Position(7, "step", 50, 33.0, 27.0, collective="all_gather", line="torch.py:2")
+    assert where_all_wait({0: others, 1: alone, 2: others}) == (
+        f"the ranks wait in different collectives: ranks 0, 2 in all_gather; rank 1 in barrier, called at {called}"
+    )
+    assert where_all_wait({1: others, 0: others}) == "the ranks wait in the same collective: ranks 0, 1 in all_gather"
+    assert where_all_wait({0: others}) == "rank 0 in all_gather, and nothing is known of the others"
+    assert where_all_wait({0: SLEEPS, 1: SLEEPS}).startswith("no rank is behind the others: ranks 0, 1 at model.py:3")
