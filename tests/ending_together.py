@@ -79,16 +79,24 @@ def main(directory: Path, options: dict[str, Any]) -> None:
             if rank == on:
                 strike_rank(fault, directory / "struck")
 
+    class StopsAlone(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if rank == on and state.global_step == at:
+                strike_rank(fault, directory / "struck")
+                control.should_training_stop = True
+
     def no_loader() -> Any:
         strike_rank(fault, directory / "struck")
 
+    if fault == "stops_alone":
+        trainer.add_callback(StopsAlone())
     if at == "on_train_begin":
         trainer.add_callback(AtTheBeginning())
     elif at == "get_train_dataloader" and rank == on:
         trainer.get_train_dataloader = no_loader
 
     def strike(module: Any, args: Any, kwargs: Any) -> None:
-        if rank == on and fault is not None and module.training and trainer.state.global_step == at:
+        if rank == on and fault not in (None, "stops_alone") and module.training and trainer.state.global_step == at:
             strike_rank(fault, directory / "struck")
 
     class Busy(Exception):

@@ -284,6 +284,7 @@ class Watchdog:
             limit if on_purpose else limit - counted,
             on_purpose=on_purpose,
             training=self.running,
+            ending=self._at_the_end(),
             collective=collective_in(frame),
             line=None if frame is None else line_of(frame),
             called_from=user_line_of(frame),
@@ -405,7 +406,8 @@ class Watchdog:
         """Of the time since a beat, what the process did not run; asked for in the training thread."""
         with self._lock:
             stood = self._stood[1] if self._stood[0] == beats else 0.0
-            late = now - self._last_poll - self._interval
+            # Once nobody looks any more, no look is late.
+            late = 0.0 if self._stopping.is_set() else now - self._last_poll - self._interval
             # Nor does a wait for another rank say how long the part takes.
             waited = self._waited_since(beats)
         return stood + waited + (late if late > self._interval else 0.0)

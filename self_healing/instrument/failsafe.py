@@ -239,14 +239,26 @@ class Failsafe:
 
     def switch_off(self, error: Exception) -> None:
         """Logs a failure of this library, and gives the trainer back for the rest of the run."""
-        log_safely(
-            logger,
-            logging.ERROR,
-            "self_healing failed at step %s and has switched itself off; training goes on without it. "
-            "Please report this traceback.",
-            self._trainer.state.global_step,
-            exc_info=error,
-        )
+        step = self._trainer.state.global_step
+        if isinstance(error, consensus.RanksDisagree):
+            log_safely(
+                logger,
+                logging.ERROR,
+                "The ranks do different things at step %s (%s): look for code that decides on one rank alone, such as "
+                "a callback that stops, saves or evaluates there. self_healing has switched itself off, because it "
+                "needs all ranks to do the same; training goes on without it.",
+                step,
+                error,
+            )
+        else:
+            log_safely(
+                logger,
+                logging.ERROR,
+                "self_healing failed at step %s and has switched itself off; training goes on without it. "
+                "Please report this traceback.",
+                step,
+                exc_info=error,
+            )
         self.switched_off = True
         self.give_back()
         self._hooks.broken()

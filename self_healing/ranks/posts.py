@@ -36,8 +36,8 @@ class Position:
             Time since the last one, and time until its own watchdog takes it for hanging.
         on_purpose (`bool`):
             Whether it waits on purpose, before another attempt of something that has failed.
-        training (`bool`):
-            Whether it is inside of `train()`.
+        training (`bool`), ending (`bool`):
+            Whether it is inside of `train()`, and whether its last step is done, or it was asked to stop.
         collective (`str`, *optional*):
             What it waits for the other ranks in.
         line (`str`, *optional*), called_from (`str`, *optional*):
@@ -51,6 +51,7 @@ class Position:
     left: float
     on_purpose: bool = False
     training: bool = True
+    ending: bool = False
     collective: str | None = None
     line: str | None = None
     called_from: str | None = None
@@ -139,6 +140,21 @@ class Failure:
             )
         heard = "was last heard of" if self.failure is FailureType.PROCESS_DIED else "failed"
         return f"rank {self.rank} failed first; it {heard} after step {self.step}: {self.error}"
+
+
+def failure_of_leaving(rank: int, step: int) -> Failure:
+    """
+    Makes a failure of a rank that has left `train()` in good order while others train on, and wait for it.
+
+    Args:
+        rank (`int`), step (`int`):
+            The rank, and its optimizer steps finished.
+    """
+    why = (
+        "it left train() while the others train on: the ranks do different things; look for code that decides on one "
+        "rank alone (should_training_stop in a callback)"
+    )
+    return Failure(rank, step, FailureType.HANG, why)
 
 
 def failure_of(error: BaseException, rank: int, step: int, section: str) -> Failure | None:

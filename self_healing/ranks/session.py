@@ -18,7 +18,7 @@ from ..processes import Process, State
 from .channel import Place, SideChannel
 from .link import Address, Echo, is_open, own_host
 from .naming import waited_for
-from .posts import Failure, Position, first_of
+from .posts import Failure, Position, failure_of_leaving, first_of
 
 
 logger = logging.getLogger("self_healing")
@@ -32,6 +32,8 @@ _ALERT = 0.2
 _STOPPED, _UNHEARD = 3.0, 30.0
 # This process has been stopped itself, or starved: what it has not heard meanwhile says nothing.
 _STOOD_STILL = 2.0
+# A rank that has left train() is missed where this one has waited in a collective for so many, without a step.
+_MISSED = 10.0
 # What a rank that has not been heard of for longer was doing is not known any more.
 _STALE = 10.0
 # While this rank waits, the others are asked where they are as often as the store stands it.
@@ -160,6 +162,8 @@ class Session:
         self._lost_it = self._told_of_it = False
         # How far this rank has come, and when it came there.
         self._progress, self._moved = (-1, -1), 0.0
+        # When it was in no collective last, or came further.
+        self._waits_since = time.monotonic()
         self._count = self._counted = 0
         # Numbers of failures that were counted, and not read yet.
         self._unread: set[int] = set()
@@ -200,7 +204,9 @@ class Session:
             return first is not None and not first.follows
 
         self._wait_for(found, within)
-        return first_of(self.failures)
+        first = first_of(self.failures)
+        # What a collective has raised may come of a rank that is in train() no more.
+        return self._left_early() or first if first is None or first.follows else first
 
     def positions(self, within: float) -> dict[int, Position]:
         """As [`OtherRanks.positions`]."""
@@ -351,6 +357,7 @@ class Session:
         # By the time at which this look began: if this process is stopped in the middle of one, the next one knows.
         self._look_at_processes(now)
         self._listen_to_the_next(now)
+        self._miss_those_who_left(now)
 
     def _tell_where(self, channel: SideChannel, leaves: bool = False) -> None:
         self._count += 1
@@ -359,8 +366,11 @@ class Session:
             # Looks at what the training thread changes meanwhile.
             position = self._look()
             record["position"] = position.to_record()
-            if position.progress != self._progress:
+            moved = position.progress != self._progress
+            if moved:
                 self._progress, self._moved = position.progress, time.monotonic()
+            if moved or position.collective is None:
+                self._waits_since = time.monotonic()
         if self._echo is not None:
             record["address"] = asdict(self._echo.address)
         # Changed in the training thread meanwhile.
@@ -479,6 +489,29 @@ class Session:
             return
         why = f"nothing was heard of it for {now - other.heard:.0f} s: its machine is gone, or cut off"
         self._give_up(self._following, why)
+
+    def _miss_those_who_left(self, now: float) -> None:
+        """Gives up a rank that has left `train()` in good order, and that this one waits for in a collective."""
+        channel = self._channel
+        if channel is None or now - self._waits_since < _MISSED * self._interval:
+            return
+        failure = self._left_early()
+        if failure is not None:
+            self.failures.append(failure)
+            self._post(channel, failure)
+            self._on_failure(failure)
+
+    def _left_early(self) -> Failure | None:
+        """Finds a rank that has left `train()` without a failure while this one trains on."""
+        left = {rank: other.position for rank, other in list(self._others.items()) if other.left}
+        for failure in self.failures:
+            left.pop(-1 if failure.rank is None else failure.rank, None)
+        here = self._look()
+        if not left or here.ending:
+            return None
+        rank = min(left)
+        # It has taken part in all steps that are finished here.
+        return failure_of_leaving(rank, max(left[rank].step, here.step))
 
     def _is_here(self, other: _Other) -> bool:
         return other.process.machine == self._process.machine

@@ -153,6 +153,18 @@ def test_a_hang_on_one_rank_is_named_by_all_and_ends_them(job: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_stops_training_alone_ends_the_one_that_waits_for_it(job: Any) -> None:
+    # It goes on with the script, and its process stays.
+    two = job(fault="stops_alone", step=5, steps=12, after=100.0, config=SOON)
+    code, seconds = two.end_of(0)
+    assert (code, seconds < 30.0) == (75, True)
+    assert "look for code that decides on one rank alone" in two.log(0)
+    assert "Please report this traceback" not in two.log(0) + two.log(1)
+    assert two.postmortem(0)["ranks"]["first_failure"]["rank"] == 1
+    assert "after step 5: it left train() while the others train on" in two.postmortem(0)["verdict"]
+
+
+@pytest.mark.slow
 @pytest.mark.heals("service", "ddp")
 def test_a_rank_that_asks_a_service_again_is_waited_for(job: Any) -> None:
     two = job(fault="busy", busy_seconds=12, config=SOON)

@@ -7,9 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from self_healing.consensus import RanksDisagree
+from self_healing.instrument.failsafe import Failsafe
+from self_healing.instrument.hooks import Hooks
+from self_healing.instrument.replacing import Replacements
 
 
 def run_script(directory: Path, part: str, seconds: float) -> dict[str, Any]:
@@ -49,6 +55,15 @@ def test_a_vote_raises_on_all_ranks_or_on_none(outcomes: dict[str, Any]) -> None
     for rank in both(outcomes, "votes"):
         assert (rank["fails"], rank["raises"], rank["apart"]) == ("RankFailed", "RankRaised", "RanksDisagree")
         assert rank["still"] == 2.0
+
+
+def test_ranks_that_do_different_things_are_no_bug_of_this_library(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=5))
+    failsafe = Failsafe(trainer, Hooks(), Replacements(), lambda: None)
+    failsafe.switch_off(RanksDisagree("news at the end: other ranks are in another vote"))
+    (record,) = caplog.records
+    assert "step 5 (news at the end: other ranks are in another vote): look for code that decides" in caplog.text
+    assert (record.exc_info, "report" in caplog.text) == (None, False)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,44 @@ def test_a_rank_that_is_killed_has_come_as_far_as_the_others(job: Callable[..., 
     assert first.told[0].step == 7
 
 
+WAITS = Position(5, "between", 10, 30.0, 60.0, training=False, collective="broadcast")
+
+
+def test_a_rank_that_leaves_training_alone_is_told_of_once_another_one_waits_for_it(
+    job: Callable[..., list[Rank]],
+) -> None:
+    first, second, third = job(3)
+    second.ranks.leave()
+    time.sleep(15 * INTERVAL)
+    # It may be at its own end: nothing is waited for yet.
+    assert first.told == third.told == []
+    first.position = third.position = WAITS
+    began = time.monotonic()
+    wait_until(lambda: first.told and third.told)
+    assert time.monotonic() - began >= 10 * INTERVAL
+    assert {str(each.ranks.first_failure()) for each in (first, third)} == {
+        "rank 1 failed first; it failed after step 5: it left train() while the others train on: the ranks do "
+        "different things; look for code that decides on one rank alone (should_training_stop in a callback)"
+    }
+
+
+def test_a_rank_that_leaves_training_at_the_end_of_it_is_not_missed(job: Callable[..., list[Rank]]) -> None:
+    first, second = job(2)
+    first.position = dataclasses.replace(WAITS, ending=True)
+    second.ranks.leave()
+    time.sleep(15 * INTERVAL)
+    assert first.told == []
+    assert first.ranks.first_failure() is None
+
+
+def test_a_collective_that_fails_comes_of_a_rank_that_has_left_training_alone(job: Callable[..., list[Rank]]) -> None:
+    first, second = job(2)
+    second.ranks.leave()
+    wait_until(lambda: 1 not in first.ranks.positions())
+    first.ranks.tell(Failure(0, 5, FailureType.PROCESS_DIED, "Connection closed by peer", follows=True))
+    assert "rank 1 failed first" in str(first.ranks.first_failure())
+
+
 def test_a_rank_that_is_stopped_is_given_up_and_one_that_goes_on_soon_is_not(
     job: Callable[..., list[Rank]], child: Process
 ) -> None:
