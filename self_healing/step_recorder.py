@@ -68,6 +68,12 @@ class StepRecorder(Healer):
         if self._judged is not None:
             self._updated_in = time.perf_counter() - self._judged
 
+    def process_ends(self) -> None:
+        try:
+            self._close()
+        except Exception:
+            self._give_up()
+
     def _row(self, window: Window) -> StepRow:
         run, numerics, step = self._run, self._run.numerics, window.step
         applied = numerics.applied

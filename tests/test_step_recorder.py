@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from conftest import OutputFault, journal, losses, sft_trainer
+from transformers import TrainerCallback
 
-from self_healing import HealingConfig, SelfHealingCallback
+from self_healing import FailureType, HealingConfig, SelfHealingCallback
 from self_healing.journal.step_log import StepLog, StepRow, read_step_log
+from self_healing.ranks import Failure
 
 
 def steps_of(output_dir: Path) -> list[StepRow]:
@@ -43,6 +45,27 @@ def test_a_step_that_is_left_out_is_written_down_as_such(tmp_path: Path, tokeniz
     assert all(math.isnan(row.loss) == bool(row.skipped) for row in rows)
     # What was healed in it is no step.
     assert all(math.isnan(row.busy) for row in rows if row.skipped)
+
+
+@pytest.mark.parametrize("ends", ["with another rank", "at the deadline of a preemption"])
+def test_a_process_that_is_ended_from_the_inside_leaves_its_last_steps(
+    tmp_path: Path, tokenizer: Any, ends: str
+) -> None:
+    healing, rows = SelfHealingCallback(), list[StepRow]()
+
+    class Ended(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                failure = Failure(1, 4, FailureType.USER_CODE, "ValueError: only there")
+                if ends == "with another rank":
+                    healing.run.ending.end_process(str(failure), failure, 75)
+                else:
+                    healing.run.departure._end_at_the_deadline("SIGTERM")
+                rows.extend(steps_of(tmp_path))
+
+    sft_trainer(tmp_path, tokenizer, callbacks=[healing, Ended()]).train()
+    # All of them within the second after which they are written otherwise.
+    assert [row.step for row in rows] == list(range(4))
 
 
 def test_a_log_that_cannot_be_written_costs_nothing_but_itself(

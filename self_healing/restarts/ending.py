@@ -181,6 +181,7 @@ class RunEnding:
                 The exit code.
         """
         run, attempts = self.run, self.attempts
+        run.attachment.healers.process_ends()
         if failure is not None or run.ranks.known:
             kind = FailureType.HANG if failure is None else failure.failure
             newest = newest_marked_checkpoint_of(run.run_id, self._output_dir) or attempts.first_resume

@@ -35,6 +35,9 @@ class Healer(Hooks):
     def run_ends(self, step: int) -> None:
         """Called after that, with the outcomes known: nothing may be left open. Also where healing is off by then."""
 
+    def process_ends(self) -> None:
+        """Called beside the training thread, before the process is ended from the inside: writes down what is kept."""
+
     @property
     def has_claim(self) -> bool:
         """Whether an incident waits for an exception to leave `train()`, to be healed outside."""
@@ -92,6 +95,11 @@ class Healers(Hooks):
         """Called after that, with the outcomes known."""
         for each in self._with["run_ends"]:
             each.run_ends(step)
+
+    def process_ends(self) -> None:
+        """Called beside the training thread, before the process is ended from the inside."""
+        for each in self._with["process_ends"]:
+            each.process_ends()
 
     @property
     def has_claim(self) -> bool:

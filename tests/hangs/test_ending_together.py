@@ -14,6 +14,8 @@ import pytest
 from conftest import journal
 from started_ranks import StruckRanks
 
+from self_healing.journal.step_log import read_step_log
+
 
 # From the fault to the end of the last rank, in seconds.
 BOUND = 10.0
@@ -68,6 +70,8 @@ def test_an_exception_ends_the_rank_that_waits_for_the_one_it_came_on(job: Any) 
     assert left["ranks"]["positions"]["0"]["collective"] in ("all_gather", "backward, with its reduction of gradients")
     (stacks,) = (two.directory / "hangs").iterdir()
     assert "(the training thread)" in stacks.read_text()
+    (steps,) = two.directory.glob("healing_steps-*.bin")
+    assert [row.step for row in read_step_log(steps)[1]] == [0, 1, 2]
     faulty = two.postmortem(1)
     assert faulty["error"]["message"] == "only here"
     assert "Rank 0: waits in" in faulty["ranks"]["where_they_were"]
