@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 
 from .. import consensus
 from ..batch_layout import Layout, layout_of
@@ -49,6 +50,8 @@ class DataPosition:
         self._rows = 0
         self._began_at = 0
         self._sampled: dict[int, list[int]] = {}
+        # Ranks that the first one loads for, itself included; none where what each of them gets is not known.
+        self._loads_for = 1
         self._watched: tuple[Any, type] | None = None
 
     # ---- where we are ----
@@ -69,7 +72,8 @@ class DataPosition:
     def advance(self, batches: Sequence[Any]) -> None:
         """Counts the micro-batches of a finished step."""
         self.micro_batches += len(batches)
-        for position in [position for position in self._sampled if position < self.micro_batches]:
+        first = self._drawn_for(self.micro_batches).start
+        for position in [position for position in self._sampled if position < first]:
             del self._sampled[position]
         if self._streams():
             # Elsewhere rows are known by what the batch sampler has given out.
@@ -107,9 +111,15 @@ class DataPosition:
         The sampler object gets a subclass of its own class for the time of the run: it stays the same object with the
         same attributes for accelerate and for the Trainer, wherever they hold it.
         """
-        sampler = getattr(self._trainer.callback_handler.train_dataloader, "batch_sampler", None)
+        loader = self._trainer.callback_handler.train_dataloader
+        sampler = getattr(loader, "batch_sampler", None)
         if sampler is None or self._streams():
             return
+        if isinstance(loader, DataLoaderDispatcher):
+            self._loads_for = _ranks_served(loader)
+            if self._loads_for == 0 or not consensus.is_first_rank():
+                # What workers of another rank prefetch from its sampler is never trained on.
+                return
         cls, position_now, sampled = type(sampler), self, self._sampled
 
         def __iter__(self: Any) -> Iterator[Any]:
@@ -134,12 +144,45 @@ class DataPosition:
             sampler.__class__ = cls
             self._watched = None
 
+    def share(self, size: int) -> None:
+        """
+        Tells all ranks what the first one has drawn for the current step, where it loads for all. Collective.
+
+        Args:
+            size (`int`):
+                Micro-batches of the step.
+        """
+        if self._loads_for > 1:
+            drawn = consensus.from_first_rank(
+                "samples of the step", lambda: self._drawn_in_step(size), self._trainer.accelerator.device
+            )
+            self._sampled.update(drawn)
+
+    def _drawn_in_step(self, size: int) -> dict[int, list[int]]:
+        positions = range(self.micro_batches, self.micro_batches + size)
+        draws = (draw for position in positions for draw in self._drawn_for(position))
+        return {draw: self._sampled[draw] for draw in draws if draw in self._sampled}
+
+    def _drawn_for(self, micro_batch: int) -> range:
+        """Which batches of the sampler are drawn for a micro-batch of the epoch, by their numbers."""
+        ranks = max(self._loads_for, 1)
+        # Where it is resumed within an epoch, accelerate skips as many of them as micro-batches, whoever they are for.
+        first = self._began_at + (micro_batch - self._began_at) * ranks
+        return range(first, first + ranks)
+
+    def _indices(self, micro_batch: int) -> list[int] | None:
+        """What this rank's part of a micro-batch is made of; `None` where that is unknown."""
+        drawn = [self._sampled.get(draw) for draw in self._drawn_for(micro_batch)]
+        if len({None if each is None else len(each) for each in drawn}) > 1:
+            # They are put together and cut in equal parts, filled up with rows of the first ones.
+            return None
+        return drawn[consensus.own_rank() if self._loads_for > 1 else 0]
+
     # ---- where rows came from ----
 
     def sampled(self, size: int) -> set[int]:
         """Indices of the samples that the micro-batches of the current step were made of, as far as they are known."""
-        positions = range(self.micro_batches, self.micro_batches + size)
-        return {int(index) for position in positions for index in self._sampled.get(position, ())}
+        return {int(index) for batch in self._drawn_in_step(size).values() for index in batch}
 
     def sources(self, layout: Layout, index: int, earlier: Sequence[Any]) -> list[RowSource]:
         """
@@ -162,7 +205,7 @@ class DataPosition:
                 return unknown
             before = self._rows + sum(self._count_rows(batch) for batch in earlier)
             return [RowSource(stream_ordinal=before + row) for row in range(layout.rows)]
-        indices = self._sampled.get(self.micro_batches + index)
+        indices = self._indices(self.micro_batches + index)
         if indices is None:
             return unknown
         if layout.kind == "segments":
@@ -180,3 +223,10 @@ class DataPosition:
 
     def _streams(self) -> bool:
         return isinstance(self._trainer.train_dataset, torch.utils.data.IterableDataset)
+
+
+def _ranks_served(loader: DataLoaderDispatcher) -> int:
+    """For how many ranks the first one draws a batch each; none where all of them get parts or copies of one."""
+    if loader.split_batches or loader.submesh_tp is not None:
+        return 0
+    return int(loader.state.num_processes)
