@@ -10,7 +10,6 @@ from typing import Any
 from . import consensus
 from .assembly import new_run_id
 from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
-from .config import ConfigurationError
 from .exceptions import UnrecoverableTrainingError
 from .failures import FailureType
 from .instrument import Instrument
@@ -23,7 +22,7 @@ logger = logging.getLogger("self_healing")
 
 def begin_run(args: Any) -> str:
     """
-    Asks the process that writes checkpoints, for all of them, whether any can be written. Collective.
+    Sees that checkpoints can be written. Collective.
 
     Args:
         args ([`~transformers.TrainingArguments`]):
@@ -33,20 +32,10 @@ def begin_run(args: Any) -> str:
         `str`: The name of the run that begins.
 
     Raises:
-        ConfigurationError: On all of them, if not.
+        ConfigurationError: On all ranks, if one that has to cannot.
     """
-
-    def look() -> tuple[str | None, str]:
-        try:
-            refuse_unwritable(args)
-        except ConfigurationError as error:
-            return str(error), ""
-        return None, new_run_id()
-
-    refusal, name = consensus.from_first_rank("a run begins", look, args.device)
-    if refusal is not None:
-        raise ConfigurationError(refusal)
-    return name
+    refuse_unwritable(args)
+    return consensus.from_first_rank("a run begins", new_run_id, args.device)
 
 
 def refuse_damaged_checkpoint(context: RunContext, checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tries before the first step whether checkpoints can be written to the `output_dir` of a run."""
+"""Tries before the first step whether checkpoints can be written to the `output_dir` of a run, by all that have to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from . import consensus
 from .classify import describe_exception
 from .config import ConfigurationError
 
@@ -33,24 +34,39 @@ _NEVER_WRITABLE = frozenset(
 )
 
 
+def writes_checkpoints(args: TrainingArguments) -> bool:
+    """Whether this rank writes a part of each checkpoint: weights and state of the Trainer, shards, random states."""
+    return not args.save_only_model or bool(args.should_save) or args.deepspeed_plugin is not None
+
+
 def refuse_unwritable(args: TrainingArguments) -> None:
     """
     Tries whether checkpoints can be written, before the first step: a run that finds out at its end has trained in
-    vain. Only warns if none are to be written.
+    vain. Only warns if none are to be written. Collective: each rank tries that has a part to write.
 
     Args:
         args ([`~transformers.TrainingArguments`]):
             Of the trainer. Its `output_dir` is made if it is not there.
 
     Raises:
-        ConfigurationError: If nothing can ever be written there.
+        ConfigurationError: On all ranks, if one can never write anything there.
     """
-    why = _why_unwritable(Path(str(args.output_dir)))
-    if why is None:
+    why: str | None = None
+
+    def unwritable() -> bool:
+        nonlocal why
+        why = _why_unwritable(Path(str(args.output_dir))) if writes_checkpoints(args) else None
+        return why is not None
+
+    if not consensus.any_rank("output_dir cannot be written", unwritable, args.device):
         return
-    found = f"output_dir={args.output_dir!r} cannot be written ({why})"
+    of_ranks = consensus.from_every_rank("why it cannot be written there", why, args.device)
+    refused = [rank for rank, each in enumerate(of_ranks) if each is not None]
+    who = "" if len(of_ranks) == 1 else f" by {len(refused)} of {len(of_ranks)} ranks, the first of them {refused[0]}"
+    found = f"output_dir={args.output_dir!r} cannot be written{who} ({of_ranks[refused[0]]})"
     if args.save_strategy == SaveStrategy.NO:
-        logger.warning("%s: an exception will leave no checkpoint, and a restart finds nothing to go on from.", found)
+        if consensus.is_first_rank():
+            logger.warning("%s: an exception will leave no checkpoint, and a restart finds none to go on from.", found)
         return
     raise ConfigurationError(
         f"{found}: this run could save no checkpoint, so nothing was trained. Please name another output_dir, or make "

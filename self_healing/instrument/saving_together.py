@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from .. import consensus
 from ..classify import could_not_be_written, describe_exception
+from ..output_dir import writes_checkpoints
 from .replacing import Replacements
 from .zero import engine_of
 from .zero_saving import saves_in_known_order, writes_of
@@ -96,6 +97,9 @@ class SavingTogether:
 
     def _make_directories(self, checkpoint: Path) -> None:
         """Makes what each rank would make by itself in between, where the others wait for it already."""
+        if not writes_checkpoints(self._trainer.args):
+            # It may have no right to.
+            return
         checkpoint.mkdir(parents=True, exist_ok=True)
         plugin = getattr(self._trainer.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and "SHARDED" in str(plugin.state_dict_type):

@@ -144,6 +144,7 @@ def find_start(
         ConfigurationError: If checkpoints can never be written.
     """
     args, in_memory = trainer.args, list[SharedStep]()
+    refuse_unwritable(args)
     of_ranks = consensus.from_every_rank("how the job was started", (launch_of(), loads_more(trainer)), args.device)
     launch = of_all_ranks([each for each, _ in of_ranks])
     memory &= all(more is None for _, more in of_ranks)
@@ -197,7 +198,6 @@ def _look_for_start(
     passed_over: list[Verdict],
     in_memory: Sequence[SharedStep],
 ) -> Start:
-    refuse_unwritable(trainer.args)
     output_dir = str(trainer.args.output_dir)
     record: RunRecord | None = None
     try:
