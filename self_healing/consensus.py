@@ -228,6 +228,13 @@ def ranks_where(question: str, flag: bool, device: torch.device) -> list[int]:
     return [rank for rank, holds in enumerate(from_every_rank(question, bool(flag), device)) if holds]
 
 
+def in_words(ranks: Sequence[int]) -> str:
+    """Names some ranks: the only one, or the first of several."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"{len(ranks)} of {world_size()} ranks, the first of them rank {ranks[0]},"
+
+
 def looked_up_by_first_rank(question: str, look: Callable[[], _T], device: torch.device) -> _T:
     """
     As [`from_first_rank`], for what may take longer than a collective may wait: checkpoints are read to the last byte.

@@ -62,7 +62,7 @@ def refuse_unwritable(args: TrainingArguments) -> None:
         return
     of_ranks = consensus.from_every_rank("why it cannot be written there", why, args.device)
     refused = [rank for rank, each in enumerate(of_ranks) if each is not None]
-    who = "" if len(of_ranks) == 1 else f" by {len(refused)} of {len(of_ranks)} ranks, the first of them {refused[0]}"
+    who = "" if len(of_ranks) == 1 else f" by {consensus.in_words(refused)}"
     found = f"output_dir={args.output_dir!r} cannot be written{who} ({of_ranks[refused[0]]})"
     if args.save_strategy == SaveStrategy.NO:
         if consensus.is_first_rank():

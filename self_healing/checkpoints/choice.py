@@ -24,7 +24,7 @@ from .marker import (
     standing_of,
     step_of,
 )
-from .vetting import Verdict, breach_of_marker, vet
+from .vetting import ON_ONE_DISK, Readers, Verdict, breach_of_marker, vet
 
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,9 @@ def vet_all(output_dir: str | Path) -> list[Verdict]:
     return [vet(checkpoint) for checkpoint in checkpoints_in(output_dir)]
 
 
-def find_trusted_checkpoint(output_dir: str | Path, passed_over: list[Verdict] | None = None) -> str | None:
+def find_trusted_checkpoint(
+    output_dir: str | Path, passed_over: list[Verdict] | None = None, readers: Readers = ON_ONE_DISK
+) -> str | None:
     """
     Finds the newest checkpoint of an output directory that can be resumed from.
 
@@ -48,19 +50,24 @@ def find_trusted_checkpoint(output_dir: str | Path, passed_over: list[Verdict] |
             Of the run.
         passed_over (`list[Verdict]`, *optional*):
             Gets the verdicts on those that are newer, and cannot be.
+        readers ([`Readers`], *optional*):
+            The ranks that are to resume from it.
 
     Returns:
         `str`: its path, or `None` if there is none.
     """
-    newest = _newest_usable(output_dir, [] if passed_over is None else passed_over)
+    newest = _newest_usable(output_dir, [] if passed_over is None else passed_over, readers=readers)
     return None if newest is None else newest.path
 
 
 def _newest_usable(
-    output_dir: str | Path, passed_over: list[Verdict], model: ModelNames | None = None
+    output_dir: str | Path,
+    passed_over: list[Verdict],
+    model: ModelNames | None = None,
+    readers: Readers = ON_ONE_DISK,
 ) -> Verdict | None:
     # Vetting reads every byte: those older than the first whole one are not looked at.
-    return _first_whole((vet(checkpoint, model) for checkpoint in checkpoints_in(output_dir)), passed_over)
+    return _first_whole((vet(checkpoint, model, readers) for checkpoint in checkpoints_in(output_dir)), passed_over)
 
 
 def _first_whole(verdicts: Iterator[Verdict], passed_over: list[Verdict]) -> Verdict | None:
@@ -80,6 +87,7 @@ def resolve_checkpoint(
     output_dir: str | Path,
     passed_over: list[Verdict],
     model: ModelNames | None = None,
+    readers: Readers = ON_ONE_DISK,
 ) -> Verdict | None:
     """
     Finds the checkpoint that a request to resume means.
@@ -93,6 +101,8 @@ def resolve_checkpoint(
             Gets the verdicts on those that cannot be resumed from.
         model ([`ModelNames`], *optional*):
             What the model that is to be trained calls its tensors.
+        readers ([`Readers`], *optional*):
+            The ranks that are to resume from it.
 
     Returns:
         [`Verdict`]: On the one to resume from; `None` for a fresh start.
@@ -103,24 +113,32 @@ def resolve_checkpoint(
     if requested is False:
         return None
     if requested is not True and requested != "auto":
-        return _vetted(Path(requested), output_dir, passed_over, model)
-    chosen = _newest_usable(output_dir, passed_over, model)
+        return _vetted(Path(requested), output_dir, passed_over, model, readers)
+    chosen = _newest_usable(output_dir, passed_over, model, readers)
     if chosen is None and requested is True:
         raise CheckpointError(_none_at_all(output_dir, passed_over))
     return chosen
 
 
-def _vetted(requested: Path, output_dir: str | Path, passed_over: list[Verdict], model: ModelNames | None) -> Verdict:
-    verdict = vet(requested, model)
+def _vetted(
+    requested: Path,
+    output_dir: str | Path,
+    passed_over: list[Verdict],
+    model: ModelNames | None,
+    readers: Readers,
+) -> Verdict:
+    verdict = vet(requested, model, readers)
     if verdict.usable:
         return verdict
     passed_over.append(verdict)
-    raise refused(requested, verdict.reason, output_dir)
+    raise refused(requested, verdict.reason, output_dir, readers)
 
 
-def refused(requested: str | Path, reason: str, output_dir: str | Path) -> CheckpointError:
+def refused(
+    requested: str | Path, reason: str, output_dir: str | Path, readers: Readers = ON_ONE_DISK
+) -> CheckpointError:
     """Builds the error for a checkpoint that cannot be resumed from; it names the newest one that can be."""
-    trusted = find_trusted_checkpoint(output_dir)
+    trusted = find_trusted_checkpoint(output_dir, readers=readers)
     instead = (
         f"there is none in {output_dir} that can be resumed from"
         if trusted is None
@@ -204,6 +222,7 @@ def newest_verdict_of(
     verified: bool = False,
     passed_over: list[Verdict] | None = None,
     wrote: Callable[[Path], bool] = lambda _: False,
+    readers: Readers = ON_ONE_DISK,
 ) -> Verdict | None:
     """
     Finds the same as [`newest_checkpoint_of`], with the verdict on it.
@@ -213,13 +232,20 @@ def newest_verdict_of(
             As for [`newest_checkpoint_of`].
         wrote (`Callable[[Path], bool]`, *optional*):
             Whether a checkpoint without a marker is of this run all the same.
+        readers ([`Readers`], *optional*):
+            The ranks that are to resume from it.
     """
     passed_over = [] if passed_over is None else passed_over
-    return _first_whole(_verdicts_of(run, output_dir, verified, passed_over, wrote), passed_over)
+    return _first_whole(_verdicts_of(run, output_dir, verified, passed_over, wrote, readers), passed_over)
 
 
 def _verdicts_of(
-    run: str, output_dir: str, verified: bool, passed_over: list[Verdict], wrote: Callable[[Path], bool]
+    run: str,
+    output_dir: str,
+    verified: bool,
+    passed_over: list[Verdict],
+    wrote: Callable[[Path], bool],
+    readers: Readers,
 ) -> Iterator[Verdict]:
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)
@@ -232,7 +258,7 @@ def _verdicts_of(
         else:
             wanted = marker.get("run") == run and (not verified or marker.get("standing") == "verified")
         if wanted:
-            yield vet(checkpoint)
+            yield vet(checkpoint, readers=readers)
 
 
 def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:

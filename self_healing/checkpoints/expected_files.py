@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from .deepspeed_folders import is_of_deepspeed
@@ -90,7 +91,9 @@ def _folders(checkpoint: Path, pattern: str) -> list[Path]:
     return sorted(folder for folder in checkpoint.glob(pattern) if folder.is_dir() and any(folder.iterdir()))
 
 
-def other_archives(checkpoint: Path, findings: Findings, ranks: int = 1) -> tuple[list[Path], list[Path]]:
+def other_archives(
+    checkpoint: Path, findings: Findings, ranks: int = 1, here: Collection[int] | None = None
+) -> tuple[list[Path], list[Path]]:
     """
     Lists the torch archives beside the weights, and refuses a checkpoint without optimizer or schedule.
 
@@ -101,6 +104,8 @@ def other_archives(checkpoint: Path, findings: Findings, ranks: int = 1) -> tupl
             Gets the parts of ranks that are missing.
         ranks (`int`, *optional*, defaults to 1):
             How many processes it was written by at least, if by several.
+        here (`Collection[int]`, *optional*):
+            Those that write to this disk, where others have disks of their own.
 
     Returns:
         Those of the optimizer, and the others.
@@ -116,12 +121,12 @@ def other_archives(checkpoint: Path, findings: Findings, ranks: int = 1) -> tupl
     random_states = sorted(checkpoint.glob("rng_state*.pth"))
     if not random_states:
         findings.doubts.append("no rng_state.pth, so a resume draws other random numbers")
-    findings.missing += _missing_parts(random_states, ranks)
+    findings.missing += _missing_parts(random_states, ranks, here)
     others = [scheduler, checkpoint / "scaler.pt", checkpoint / "training_args.bin"]
     return optimizers, [*(file for file in others if file.is_file()), *random_states]
 
 
-def _missing_parts(random_states: list[Path], ranks: int) -> list[str]:
+def _missing_parts(random_states: list[Path], ranks: int, here: Collection[int] | None) -> list[str]:
     """
     Names the random states of ranks that had not written theirs when they were killed: the first rank writes the state
     of the Trainer, last of all, without waiting for them.
@@ -130,5 +135,8 @@ def _missing_parts(random_states: list[Path], ranks: int) -> list[str]:
     if not numbers:
         return []
     # One process alone writes rng_state.pth.
-    there_were = max(max(numbers) + 1, ranks, 2)
-    return [f"rng_state_{number}.pth" for number in range(there_were) if number not in numbers]
+    wanted: Collection[int] = range(max(max(numbers) + 1, ranks, 2))
+    if here is not None and numbers.issubset(here):
+        # Not where machines share a disk all the same.
+        wanted = here
+    return [f"rng_state_{number}.pth" for number in wanted if number not in numbers]

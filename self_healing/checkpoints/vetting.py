@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .. import consensus
-from ..checkpoint_files import MARKER_FILE, ModelNames, number_of
+from ..checkpoint_files import MARKER_FILE, STATE_FILE, ModelNames, number_of
 from .deepspeed_folders import check_deepspeed, is_of_deepspeed
 from .expected_files import (
     check_directory,
@@ -64,7 +64,26 @@ class Verdict:
     whole: bool = True
 
 
-def vet(checkpoint: Path, model: ModelNames | None = None) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """
+    What is known of the ranks that are to resume from a checkpoint, where machines have disks of their own.
+
+    Args:
+        here (`Collection[int]`, *optional*):
+            Those whose parts are on the disk of the first one; `None` if all are.
+        refused (`Mapping[str, str]`):
+            Which of them cannot read a checkpoint, and why, by its path.
+    """
+
+    here: Collection[int] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+ON_ONE_DISK = Readers()
+
+
+def vet(checkpoint: Path, model: ModelNames | None = None, readers: Readers = ON_ONE_DISK) -> Verdict:
     """
     Looks at everything a resume would read: that it is there, whole, what was written, and finite.
 
@@ -73,6 +92,8 @@ def vet(checkpoint: Path, model: ModelNames | None = None) -> Verdict:
             The directory; anything else gets its verdict as well.
         model ([`ModelNames`], *optional*):
             What the model that is to be trained calls its tensors.
+        readers ([`Readers`], *optional*):
+            The ranks that are to resume from it.
 
     Returns:
         [`Verdict`]: Never an exception.
@@ -82,9 +103,11 @@ def vet(checkpoint: Path, model: ModelNames | None = None) -> Verdict:
     step = number_of(checkpoint)
     findings = Findings()
     try:
+        if str(checkpoint) in readers.refused:
+            raise Unusable(readers.refused[str(checkpoint)])
         check_directory(checkpoint)
         step = finished_steps(checkpoint)
-        _examine(checkpoint, step, marker, model, findings)
+        _examine(checkpoint, step, marker, model, readers, findings)
     except Unusable as refusal:
         return Verdict(str(checkpoint), step, False, str(refusal), standing)
     except Exception as error:
@@ -99,6 +122,28 @@ def vet(checkpoint: Path, model: ModelNames | None = None) -> Verdict:
     whole = not findings.missing
     reason = "; ".join(["complete"] * whole + [*findings.notes, *findings.doubts])
     return Verdict(str(checkpoint), step, True, reason, standing, tuple(findings.doubts), whole)
+
+
+def why_not_here(checkpoint: Path) -> str | None:
+    """
+    Looks only whether the files that a resume reads are there: for ranks that do not vet it, and may have another disk
+    than the one that does.
+
+    Returns:
+        Why it cannot be read; `None` if it can.
+    """
+    findings = Findings()
+    try:
+        check_directory(checkpoint)
+        if not (checkpoint / STATE_FILE).is_file():
+            raise Unusable(f"{STATE_FILE} is missing")
+        weight_files(checkpoint, findings)
+        other_archives(checkpoint, findings)
+    except Unusable as refusal:
+        return str(refusal)
+    except Exception as error:
+        return in_short(error)
+    return None
 
 
 def vet_weights(checkpoint: Path) -> str | None:
@@ -156,7 +201,12 @@ def breach_of_marker(checkpoint: Path) -> str | None:
 
 
 def _examine(
-    checkpoint: Path, step: int, marker: Mapping[str, Any] | None, model: ModelNames | None, findings: Findings
+    checkpoint: Path,
+    step: int,
+    marker: Mapping[str, Any] | None,
+    model: ModelNames | None,
+    readers: Readers,
+    findings: Findings,
 ) -> None:
     """Looks at everything in a checkpoint; what is cheap to see comes first."""
     weights = weight_files(checkpoint, findings)
@@ -164,7 +214,8 @@ def _examine(
         if file.suffix == ".safetensors":
             read_header(file)
     check_indexes(checkpoint, weights)
-    optimizers, others = other_archives(checkpoint, findings, consensus.world_size() if marker is None else 1)
+    ranks = consensus.world_size() if marker is None else 1
+    optimizers, others = other_archives(checkpoint, findings, ranks, readers.here)
     checksums: dict[Path, int] = {}
     if marker is not None:
         checksums = _check_marker(checkpoint, marker, weights, findings)

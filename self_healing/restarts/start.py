@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import consensus
 from ..checkpoint_files import STATE_FILE, number_of
 from ..checkpoints.choice import CheckpointError, newest_verdict_of, resolve_checkpoint
 from ..checkpoints.deepspeed_jobs import why_of_another_job
 from ..checkpoints.listing import checkpoints_in
 from ..checkpoints.marker import read_marker, standing_of
-from ..checkpoints.vetting import Verdict
+from ..checkpoints.vetting import Readers, Verdict, why_not_here
 from ..config import HealingConfig
 from ..instrument import names_in_checkpoints, zero_job_of
 from ..instrument.resume_record import loads_more
@@ -171,13 +173,58 @@ def _find_start(
     launch: Launch,
     in_memory: Sequence[SharedStep],
 ) -> Start:
+    args, readers = trainer.args, Readers(_ranks_on_this_disk(trainer.args))
+    start = _found_by_first_rank(trainer, config, requested, launch, in_memory, readers)
+    # Where each rank is on that disk, or its own has the same. The weights are read by all of them.
+    alone = consensus.world_size() == 1 or start.checkpoint is None
+    if alone or consensus.all_ranks("the checkpoint can be read", lambda: _can_be_read(start), args.device):
+        return start
+    readers = replace(readers, refused=_refused_by_ranks(start, str(args.output_dir), args.device))
+    return _found_by_first_rank(trainer, config, requested, launch, in_memory, readers)
+
+
+def _ranks_on_this_disk(args: Any) -> range | None:
+    """The ranks that write to the disk of the first one, as far as not all of them do."""
+    return range(max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)) if args.save_on_each_node else None
+
+
+def _can_be_read(start: Start) -> bool:
+    return why_not_here(Path(str(start.checkpoint))) is None
+
+
+def _refused_by_ranks(start: Start, output_dir: str, device: torch.device) -> dict[str, str]:
+    """Finds which of the checkpoints that the first rank sees others cannot read, and why, by path. Collective."""
+    seen = consensus.from_first_rank(
+        "checkpoints to read", lambda: [str(start.checkpoint), *map(str, checkpoints_in(output_dir))], device
+    )
+    reasons = {path: why_not_here(Path(path)) for path in seen}
+    of_ranks = consensus.from_every_rank("why they cannot be read", reasons, device)
+    refused = {}
+    for path in seen:
+        ranks = [rank for rank, each in enumerate(of_ranks) if each[path] is not None]
+        if ranks:
+            refused[path] = (
+                f"{consensus.in_words(ranks)} cannot read it ({of_ranks[ranks[0]][path]}): machines need a disk that "
+                "they share, or a copy each"
+            )
+    return refused
+
+
+def _found_by_first_rank(
+    trainer: Any,
+    config: HealingConfig,
+    requested: str | os.PathLike[str] | bool | None,
+    launch: Launch,
+    in_memory: Sequence[SharedStep],
+    readers: Readers,
+) -> Start:
     passed_over: list[Verdict] = []
     failed: list[Exception] = []
 
     def look() -> tuple[Start, str | None]:
         start = Start(None)
         try:
-            start = _look_for_start(trainer, config, requested, launch, passed_over, in_memory)
+            start = _look_for_start(trainer, config, requested, launch, passed_over, in_memory, readers)
         except Exception as error:
             failed.append(error)
         for verdict in passed_over:
@@ -197,6 +244,7 @@ def _look_for_start(
     launch: Launch,
     passed_over: list[Verdict],
     in_memory: Sequence[SharedStep],
+    readers: Readers,
 ) -> Start:
     output_dir = str(trainer.args.output_dir)
     record: RunRecord | None = None
@@ -229,19 +277,32 @@ def _look_for_start(
         shared = newest_beyond(in_memory, record.run, newest_step_on_disk(output_dir))
         if shared is not None:
             return _from_memory(shared, record, launch, requested)
-        chosen = newest_of(record, output_dir, passed_over) if taken_up else None
+        chosen = newest_of(record, output_dir, passed_over, readers) if taken_up else None
         shared = newest_beyond(in_memory, record.run, 0 if chosen is None else step_in(Path(chosen.path)))
         if shared is not None:
             return _from_memory(shared, record, launch, requested)
     if chosen is None and requested is not None:
         # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
-        chosen = resolve_checkpoint(requested, output_dir, passed_over, names_in_checkpoints(trainer))
+        wanted = "auto" if requested is True and readers.refused else requested
+        chosen = resolve_checkpoint(wanted, output_dir, passed_over, names_in_checkpoints(trainer), readers)
+    if chosen is None and readers.refused:
+        # The first rank has one, and a fresh start is not what was asked for.
+        raise CheckpointError(_none_that_all_can_read(output_dir, passed_over))
     if chosen is not None and (refusal := refusal_of_another_job(chosen.path, trainer)) is not None:
         raise CheckpointError(refusal)
     path = None if chosen is None else chosen.path
     for doubt in () if chosen is None else chosen.doubts:
         logger.warning("Resuming from %s anyway: %s.", path, doubt)
     return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
+
+
+def _none_that_all_can_read(output_dir: str, passed_over: Sequence[Verdict]) -> str:
+    told = "".join(f"\n  {verdict.path}: {verdict.reason}" for verdict in passed_over)
+    return (
+        f"There is no checkpoint in {output_dir} that all ranks can read:{told}\nWhat to do: see that all machines "
+        "have the newest one at this path, with weights, optimizer state and trainer_state.json; or start anew with "
+        "resume_from_checkpoint=False."
+    )
 
 
 def refusal_of_another_job(checkpoint: str, trainer: Any) -> str | None:
@@ -358,10 +419,14 @@ def continues(record: RunRecord, launch: Launch, requested: Any) -> bool:
     return True
 
 
-def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) -> Verdict | None:
+def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict], readers: Readers) -> Verdict | None:
     """The newest checkpoint of that very run that can be trusted: another run may have left some in its place."""
     return newest_verdict_of(
-        record.run, output_dir, passed_over=passed_over, wrote=lambda checkpoint: was_writing(record, checkpoint)
+        record.run,
+        output_dir,
+        passed_over=passed_over,
+        wrote=lambda checkpoint: was_writing(record, checkpoint),
+        readers=readers,
     )
 
 

@@ -23,13 +23,14 @@ from typer.testing import CliRunner, Result
 from self_healing import SelfHealingCallback
 from self_healing.checkpoints.checksums import ChecksumQueue, MarkedCheckpoint
 from self_healing.checkpoints.choice import (
+    CheckpointError,
     find_trusted_checkpoint,
     newest_checkpoint_of,
     resolve_checkpoint,
     vet_all,
 )
 from self_healing.checkpoints.marker import load_marker, set_standing, write_marker
-from self_healing.checkpoints.vetting import Verdict, vet
+from self_healing.checkpoints.vetting import Readers, Verdict, vet, why_not_here
 from self_healing.cli import app
 from self_healing.instrument import names_in_checkpoints
 
@@ -695,6 +696,35 @@ def test_one_without_the_part_of_a_rank_is_better_than_none(plain: Path) -> None
     assert chosen is not None
     assert chosen.path == str(plain / "checkpoint-4")
     assert "rng_state_1.pth is missing" in chosen.doubts[0]
+
+
+@pytest.mark.parametrize(("ranks", "here", "whole"), [((0,), 1, True), ((0,), 2, False), ((0, 2), 1, False)])
+def test_parts_of_ranks_with_disks_of_their_own_are_not_missed(
+    plain: Path, ranks: tuple[int, ...], here: int, whole: bool
+) -> None:
+    by_ranks(plain / "checkpoint-4", *ranks)
+    assert vet(plain / "checkpoint-4", readers=Readers(range(here))).whole is whole
+    passed_over: list[Verdict] = []
+    chosen = resolve_checkpoint("auto", plain, passed_over, readers=Readers(range(here)))
+    assert chosen is not None
+    assert (chosen.step == 4, not passed_over) == (whole, whole)
+
+
+def test_one_that_another_rank_cannot_read_is_passed_over_without_being_read(plain: Path) -> None:
+    newest, passed_over = str(plain / "checkpoint-4"), list[Verdict]()
+    readers = Readers(refused={newest: "rank 1 cannot read it (does not exist)"})
+    chosen = resolve_checkpoint("auto", plain, passed_over, readers=readers)
+    assert (chosen and chosen.step, [verdict.path for verdict in passed_over]) == (2, [newest])
+    with pytest.raises(CheckpointError, match=r"rank 1 cannot read it .*resume_from_checkpoint='.*checkpoint-2'"):
+        resolve_checkpoint(newest, plain, passed_over, readers=readers)
+
+
+@pytest.mark.parametrize("lacks", ["trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt"])
+def test_what_a_rank_reads_from_its_own_disk_has_to_be_there(plain: Path, lacks: str) -> None:
+    assert why_not_here(plain / "checkpoint-4") is None
+    (plain / "checkpoint-4" / lacks).unlink()
+    assert lacks in (why_not_here(plain / "checkpoint-4") or "")
+    assert why_not_here(plain / "checkpoint-9") == "does not exist"
 
 
 def test_the_command_names_what_a_resume_takes(plain: Path) -> None:

@@ -20,7 +20,7 @@ from self_healing import HealingConfig
 from self_healing.checkpoint_files import STATE_FILE
 from self_healing.checkpoints.choice import CheckpointError
 from self_healing.checkpoints.marker import write_marker
-from self_healing.checkpoints.vetting import Verdict
+from self_healing.checkpoints.vetting import Readers, Verdict
 from self_healing.journal.journal import Journal
 from self_healing.launcher import Launch
 from self_healing.processes import Process
@@ -311,11 +311,15 @@ class TestFinding:
         monkeypatch.setattr(module, "names_in_checkpoints", lambda trainer: None)
         monkeypatch.setattr(module, "refuse_unwritable", lambda args: None)
 
-        def newest_of(record: RunRecord, output_dir: str, passed_over: list[Verdict]) -> Verdict | None:
+        def newest_of(
+            record: RunRecord, output_dir: str, passed_over: list[Verdict], readers: Readers
+        ) -> Verdict | None:
             passed_over.append(Verdict("checkpoint-8", 8, False, "torn", "unmarked"))
             return self.newest
 
-        def resolve(requested: Any, output_dir: str, passed_over: list[Verdict], names: Any) -> Verdict | None:
+        def resolve(
+            requested: Any, output_dir: str, passed_over: list[Verdict], names: Any, readers: Readers
+        ) -> Verdict | None:
             self.resolved.append(requested)
             return Verdict(checkpoint_in(tmp_path, 2), 2, True, "", "unverified")
 
@@ -327,7 +331,9 @@ class TestFinding:
         def find(requested: Any = None, launch: Launch = PLAIN, **settings: Any) -> Start:
             monkeypatch.setattr(module, "launch_of", lambda: launch)
             trainer = SimpleNamespace(
-                args=SimpleNamespace(output_dir=str(tmp_path), process_index=0, device=torch.device("cpu"))
+                args=SimpleNamespace(
+                    output_dir=str(tmp_path), process_index=0, device=torch.device("cpu"), save_on_each_node=False
+                )
             )
             return find_start(trainer, HealingConfig(**settings), requested)
 
@@ -398,7 +404,8 @@ class TestFinding:
         with pytest.raises(CheckpointError) as caught:
             find(True)
         assert caught.value is error
-        trainer = SimpleNamespace(args=SimpleNamespace(process_index=1, device=torch.device("cpu")))
+        args = SimpleNamespace(process_index=1, device=torch.device("cpu"), save_on_each_node=False)
+        trainer = SimpleNamespace(args=args)
         monkeypatch.setattr(module.consensus, "from_first_rank", lambda *_: (Start(None), "there is none"))
         with pytest.raises(CheckpointError, match="there is none"):
             find_start(trainer, HealingConfig(), True)
