@@ -35,9 +35,9 @@ logger = logging.getLogger("self_healing")
 _T = TypeVar("_T")
 _Answers = Sequence[float] | torch.Tensor
 
-# A ballot: which question, whether this rank's own code has failed, whether its training code has raised in an
-# experiment, and the answers.
-_QUESTION, _FAILED, _RAISED, _FIRST_ANSWER = 0, 1, 2, 3
+# A ballot: which question, in three numbers, whether this rank's own code has failed, whether its training code has
+# raised in an experiment, and the answers.
+_QUESTION, _FAILED, _RAISED, _FIRST_ANSWER = slice(0, 3), 3, 4, 5
 _ANSWERS = 12
 BALLOT = _FIRST_ANSWER + _ANSWERS
 # Sums of such numbers over some thousand ranks are exact in single precision, which every device has.
@@ -440,6 +440,20 @@ def _number_of(question: str) -> int:
     return zlib.crc32(question.encode()) % _QUESTIONS
 
 
+def _named(question: str) -> tuple[int, int, int]:
+    """
+    Gives what names a question in a ballot: its number, and the square of that in two parts, so that sums are exact.
+    Numbers whose sum and whose squares' sum are those of as many equal ones are all equal, however many they are.
+    """
+    number = _number_of(question)
+    return (number, *divmod(number**2, _QUESTIONS))
+
+
+@lru_cache(maxsize=256)
+def _blank(question: str, device: torch.device) -> torch.Tensor:
+    return torch.tensor([*_named(question), *[0.0] * (BALLOT - _FAILED)], device=device)
+
+
 def _ballot(
     question: str, answers: _Answers, device: torch.device, failed: bool = False, raised: bool = False
 ) -> torch.Tensor:
@@ -447,19 +461,17 @@ def _ballot(
         raise ValueError(f"{question!r} has {len(answers)} answers; a ballot holds {_ANSWERS}")
     if isinstance(answers, torch.Tensor) and device.type != "cpu":
         # Without a look from the host, for which it would have to wait.
-        ballot = torch.zeros(BALLOT, device=device)
-        ballot[_QUESTION] = _number_of(question)
+        ballot = _blank(question, device).clone()
         ballot[_FIRST_ANSWER : _FIRST_ANSWER + len(answers)] = answers
         return ballot
     given = answers.tolist() if isinstance(answers, torch.Tensor) else answers
     blank = [0.0] * (_ANSWERS - len(given))
     # A fifth of the time of `torch.tensor`, and as that an Inf of what is too large for single precision.
-    numbers = array("f", (_number_of(question), failed, raised, *given, *blank))
+    numbers = array("f", (*_named(question), failed, raised, *given, *blank))
     return torch.frombuffer(numbers, dtype=torch.float32).to(device)
 
 
 def _cast(question: str, ballot: torch.Tensor) -> list[float]:
-    expected = world_size() * _number_of(question)
     _votes.count, _votes.last = _votes.count + 1, question
     dist.all_reduce(ballot)
     found: list[float] = ballot.tolist()
@@ -467,7 +479,9 @@ def _cast(question: str, ballot: torch.Tensor) -> list[float]:
         raise RankFailed(f"{question}: code of self_healing has failed on a rank")
     if found[_RAISED] > 0:
         raise RankRaised(f"{question}: the training code has raised on a rank")
-    # Where some ranks ask one question and the others another, the sum is what none of them expects.
-    if found[_QUESTION] != expected:
+    # Where ranks ask different questions, these are the sums that none of them expects.
+    number, chunks, rest = found[_QUESTION]
+    expected = world_size() * _number_of(question), world_size() * _number_of(question) ** 2
+    if (number, chunks * _QUESTIONS + rest) != expected:
         raise RanksDisagree(f"{question}: other ranks are in another vote")
     return found[_FIRST_ANSWER:]
