@@ -244,7 +244,7 @@ def assemble(
         ),
         news=News(),
         sleep=heartbeat.pausing(sleep or (lambda seconds: departure.sleep(seconds))),
-        leave_asked=lambda: departure.asked,
+        leave_asked=lambda: departure.wish,
     )
     numerics = NumericsState(config, journal, context.budget, outcomes, lambda: context.step)
     rollback = Rollback(config, journal, numerics.remember, numerics.recall)

@@ -282,7 +282,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         if run.attempts.record is not None:
             run.attempts.record.note_step(int(state.global_step))
         if instrument.leaving.leaves(run.departure.asked):
-            run.departure.begun = True
+            run.departure.begin(instrument.leaving.wishes)
             # Saved now, whatever the schedule of checkpoints is; there is no time for an evaluation.
             control.should_save = control.should_training_stop = True
             if control.should_evaluate:

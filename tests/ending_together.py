@@ -52,6 +52,8 @@ def strike_rank(fault: str, note: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "sigusr1":
+        os.kill(os.getpid(), signal.SIGUSR1)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "hang":

@@ -47,7 +47,8 @@ class StepRecord:
         self.start: Bookkeeping | None = None
         self.losses: list[torch.Tensor] = []
         self.grad_norm: Any = None
-        self.stop_wanted = self.rollback_wanted = self.leave_wanted = self.has_news = False
+        self.stop_wanted = self.rollback_wanted = self.has_news = False
+        self.leave_wanted = 0.0
         # Whether weights that are kept on several ranks were not the same on all of them.
         self.apart = False
         self.prepared: dict[int, Any] = {}
@@ -120,7 +121,7 @@ class StepRecord:
         self,
         stop: bool = False,
         roll_back: bool = False,
-        leave: bool = False,
+        leave: float = 0,
         news: bool = False,
         digest: Callable[[], torch.Tensor] | None = None,
     ) -> StepSignals:
@@ -132,8 +133,8 @@ class StepRecord:
                 Whether this rank wants the run to end with this step; [`stop_wanted`] says whether any does.
             roll_back (`bool`, *optional*, defaults to `False`):
                 Whether this rank wants the run to go back to an earlier state; [`rollback_wanted`] likewise.
-            leave (`bool`, *optional*, defaults to `False`):
-                Whether this rank was asked to leave after the step; [`leave_wanted`] likewise.
+            leave (`float`, *optional*, defaults to 0):
+                By what this rank was asked to leave after the step, if it was; [`leave_wanted`] is the sum of all.
             news (`bool`, *optional*, defaults to `False`):
                 Whether this rank has something to tell the others; [`has_news`] likewise.
             digest (`Callable[[], torch.Tensor]`, *optional*):
@@ -151,7 +152,8 @@ class StepRecord:
             self.agreed = True
             loss, norm, *rest = found
             self.apart = are_apart(rest[:DIGEST_PARTS])
-            stop, roll_back, leave, news = (vote > 0 for vote in rest[DIGEST_PARTS:])
+            leave = rest[DIGEST_PARTS + 2]
+            stop, roll_back, _, news = (vote > 0 for vote in rest[DIGEST_PARTS:])
         self.stop_wanted, self.rollback_wanted, self.has_news = stop, roll_back, news
         # Numbers that are taken a second time carry no wish, and do not take one back.
         self.leave_wanted = self.leave_wanted or leave
@@ -163,7 +165,7 @@ class StepRecord:
         )
 
     def _ballot(
-        self, wishes: Sequence[bool], digest: Callable[[], torch.Tensor] | None
+        self, wishes: Sequence[float], digest: Callable[[], torch.Tensor] | None
     ) -> torch.Tensor | Sequence[float]:
         loss, norm = self._loss_and_norm()
         if loss.device.type == "cpu" and digest is None:

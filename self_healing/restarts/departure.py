@@ -46,6 +46,22 @@ class Departure:
         """Whether this process was asked to leave."""
         return self.preemption.requested is not None
 
+    @property
+    def wish(self) -> int:
+        """What this process says of that in the vote of a step ([`Preemption.wish`]); 0 if it was not asked."""
+        return self.preemption.wish
+
+    def begin(self, wishes: float) -> None:
+        """
+        Notes that the run ends with the step that was finished last.
+
+        Args:
+            wishes (`float`):
+                What the ranks have said in its vote; 0 on one process.
+        """
+        self.begun = True
+        self.preemption.agree(wishes)
+
     def sleep(self, seconds: float) -> None:
         """Waits, until this process is asked to leave."""
         ends = time.monotonic() + seconds
@@ -81,7 +97,8 @@ class Departure:
                 has raised.
         """
         preemption, attempts = self.preemption, self._attempts
-        name = "a signal to another process" if preemption.requested is None else preemption.requested.name
+        name = "a signal" if preemption.agreed is None else preemption.agreed.name
+        name = f"{name} to another process" if preemption.requested is None else preemption.requested.name
         checkpoint = checkpoint or newest_checkpoint_of(self._run.run_id, output_dir)
         code, saved_at = preemption.exit_code, 0 if checkpoint is None else step_of(checkpoint, default=step)
         with self._run.incident(step, "preempted", {"signal": name}) as opened:

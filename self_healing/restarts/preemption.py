@@ -26,6 +26,9 @@ EXIT_CODES = {signal.SIGTERM: 128 + signal.SIGTERM}
 if hasattr(signal, "SIGUSR1"):
     # Not on Windows.
     EXIT_CODES[signal.SIGUSR1] = EXIT_FOR_RESTART
+# What ranks that were sent a signal say in the vote of a step, in which it is added up: of one signal more than all
+# ranks together can say of the other one. Such sums are exact in single precision.
+_OF_SIGUSR1, _OF_SIGTERM = 1, 4096
 # What a checkpoint may take longer than the longest one so far, and what leaving takes besides, in seconds.
 _SLOWER_SAVE, _LEAVING = 2.0, 2.0
 # How often is looked whether the main thread moves, in seconds.
@@ -69,6 +72,8 @@ class Preemption:
     ) -> None:
         self.deadline = deadline
         self.requested: signal.Signals | None = None
+        # By which signal all ranks have agreed to leave.
+        self.agreed: signal.Signals | None = None
         self.raised: BaseException | None = None
         self._may_interrupt = may_interrupt
         self._longest_save = longest_save
@@ -159,7 +164,25 @@ class Preemption:
     @property
     def exit_code(self) -> int:
         """The process's exit code: 143 after SIGTERM, 75 after SIGUSR1."""
-        return EXIT_CODES[self.requested or signal.SIGTERM]
+        return EXIT_CODES[self.agreed or self.requested or signal.SIGTERM]
+
+    @property
+    def wish(self) -> int:
+        """What this process says in the vote of a step; 0 where it was sent no signal."""
+        if self.requested is None:
+            return 0
+        return _OF_SIGTERM if self.requested == signal.SIGTERM else _OF_SIGUSR1
+
+    def agree(self, wishes: float) -> None:
+        """
+        Takes over by which signal the ranks leave; 0 on one process.
+
+        Args:
+            wishes (`float`):
+                The sum of what they have said; where it was both signals, SIGTERM counts.
+        """
+        if wishes:
+            self.agreed = signal.SIGTERM if wishes >= _OF_SIGTERM else signal.SIGUSR1
 
     # ---- a signal comes ----
 

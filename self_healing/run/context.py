@@ -96,8 +96,8 @@ class RunContext:
             What they learn one by one and all have to know, told in the votes of a step.
         sleep (`Callable[[float], None]`):
             How waiting is done, in seconds.
-        leave_asked (`Callable[[], bool]`):
-            Whether this process was asked to leave, by a signal.
+        leave_asked (`Callable[[], int]`):
+            What this process says in the vote of a step of a signal by which it was asked to leave; 0 if it was not.
     """
 
     config: HealingConfig
@@ -114,7 +114,7 @@ class RunContext:
     ranks: OtherRanks
     news: News
     sleep: Callable[[float], None]
-    leave_asked: Callable[[], bool]
+    leave_asked: Callable[[], int]
     attachment: Attachment = field(default_factory=Attachment)
     stop: StopRequest = field(default_factory=StopRequest)
 

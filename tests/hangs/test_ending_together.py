@@ -169,6 +169,14 @@ def test_a_rank_that_stops_training_alone_ends_the_one_that_waits_for_it(job: An
 
 
 @pytest.mark.slow
+def test_a_signal_to_one_rank_has_all_of_them_leave_with_its_code(job: Any) -> None:
+    two = job(fault="sigusr1")
+    assert [two.end_of(rank)[0] for rank in (0, 1)] == [75, 75]
+    (action,) = journal(two.directory, "action")
+    assert (action["action"], action["exit_code"]) == ("save_and_leave", 75)
+
+
+@pytest.mark.slow
 @pytest.mark.heals("service", "ddp")
 def test_a_rank_that_asks_a_service_again_is_waited_for(job: Any) -> None:
     two = job(fault="busy", busy_seconds=12, config=SOON)

@@ -155,6 +155,32 @@ class TestAProcessThatIsAskedToLeave:
         assert (action["checkpoint"], run.journal.incidents[0].steps_repeated) == ("checkpoint-4", 0)
         assert (run.journal.incidents[0].cause, action["exit_code"]) == ("a signal to another process", 143)
 
+    @pytest.mark.parametrize(
+        ("said", "code", "name"),
+        [
+            (["SIGUSR1"], 75, "SIGUSR1"),
+            (["SIGTERM"], 143, "SIGTERM"),
+            (["SIGUSR1"] * 2000, 75, "SIGUSR1"),
+            (["SIGUSR1"] * 2000 + ["SIGTERM"], 143, "SIGTERM"),
+        ],
+    )
+    @pytest.mark.usefixtures("older")
+    def test_all_ranks_leave_by_the_signal_that_some_were_sent(
+        self, tmp_path: Path, said: list[str], code: int, name: str
+    ) -> None:
+        run, wishes = process(tmp_path), 0.0
+        for each in said:
+            run.departure.preemption.requested = signal.Signals[each]
+            wishes += run.context.leave_asked()
+        run.departure.preemption.requested = None
+        run.departure.begin(wishes)
+        left = self.leave(run)
+        assert isinstance(left, SystemExit)
+        assert (left.code, run.journal.incidents[0].cause) == (code, f"{name} to another process")
+        # What the launcher sends to those that are left once one of them has ended.
+        run.departure.preemption.requested = signal.SIGTERM
+        assert run.departure.preemption.exit_code == code
+
     def test_without_a_checkpoint_all_steps_are_done_again(self, tmp_path: Path) -> None:
         run = process(tmp_path)
         self.leave(run)
