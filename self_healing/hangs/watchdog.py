@@ -517,7 +517,7 @@ class Watchdog:
         if first is not None and not first.follows:
             # Another one has told it already, and may be gone by now.
             return str(first)
-        everywhere = self._ranks.positions()
+        everywhere = self._ranks.positions() or {self._journal.rank: self.position()}
         if not (found := behind(everywhere)):
             step = min(each.step for each in everywhere.values())
             failure = Failure(None, step, FailureType.HANG, where_all_wait(everywhere))

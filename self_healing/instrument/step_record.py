@@ -147,13 +147,13 @@ class StepRecord:
         else:
             # Not tried twice: the norm may be a collective, which one of the processes cannot begin again.
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
-            wishes = stop, roll_back, leave, news
+            wishes = stop, roll_back, news, leave
             found = consensus.sum_over_ranks("the step", lambda: self._ballot(wishes, digest), self.engine.view.device)
             self.agreed = True
             loss, norm, *rest = found
             self.apart = are_apart(rest[:DIGEST_PARTS])
-            leave = rest[DIGEST_PARTS + 2]
-            stop, roll_back, _, news = (vote > 0 for vote in rest[DIGEST_PARTS:])
+            *votes, leave = rest[DIGEST_PARTS:]
+            stop, roll_back, news = (vote > 0 for vote in votes)
         self.stop_wanted, self.rollback_wanted, self.has_news = stop, roll_back, news
         # Numbers that are taken a second time carry no wish, and do not take one back.
         self.leave_wanted = self.leave_wanted or leave

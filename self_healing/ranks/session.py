@@ -205,8 +205,11 @@ class Session:
 
         self._wait_for(found, within)
         first = first_of(self.failures)
-        # What a collective has raised may come of a rank that is in train() no more.
-        return self._left_early() or first if first is None or first.follows else first
+        if first is not None and first.follows:
+            # What a collective has raised may come of a rank that is in train() no more.
+            with contextlib.suppress(Exception):
+                return self._left_early() or first
+        return first
 
     def positions(self, within: float) -> dict[int, Position]:
         """As [`OtherRanks.positions`]."""
@@ -496,10 +499,11 @@ class Session:
         if channel is None or now - self._waits_since < _MISSED * self._interval:
             return
         failure = self._left_early()
-        if failure is not None:
-            self.failures.append(failure)
-            self._post(channel, failure)
-            self._on_failure(failure)
+        if failure is None:
+            return
+        self.failures.append(failure)
+        self._post(channel, failure)
+        self._on_failure(failure)
 
     def _left_early(self) -> Failure | None:
         """Finds a rank that has left `train()` without a failure while this one trains on."""
