@@ -132,11 +132,11 @@ class Departure:
 
     def _end_at_the_deadline(self, why: str) -> None:
         run = self._run
-        run.attachment.healers.process_ends()
         run.journal.event("preemption_deadline", run.step, why=why)
         code = self.preemption.exit_code
         run.ranks.tell(Failure(run.ranks.rank, run.step, FailureType.PREEMPTED, why, exit_code=code))
         self._attempts.end(*self._ending(why))
+        run.attachment.healers.process_ends()
 
     def _ending(self, why: str) -> tuple[Ending, str]:
         """

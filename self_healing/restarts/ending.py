@@ -181,7 +181,6 @@ class RunEnding:
                 The exit code.
         """
         run, attempts = self.run, self.attempts
-        run.attachment.healers.process_ends()
         if failure is not None or run.ranks.known:
             kind = FailureType.HANG if failure is None else failure.failure
             newest = newest_marked_checkpoint_of(run.run_id, self._output_dir) or attempts.first_resume
@@ -193,6 +192,8 @@ class RunEnding:
         elif failure is not None and failure.for_good:
             ending = Ending.GAVE_UP
         attempts.end(ending, why)
+        # Last: a disk that hangs here keeps nothing from the next process.
+        run.attachment.healers.process_ends()
 
     def _close_as_fatal(self, incident: Incident) -> None:
         self.run.journal.acted(incident, Action.STOP.value)
