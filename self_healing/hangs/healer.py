@@ -21,6 +21,9 @@ from .watchdog import Watchdog
 
 logger = logging.getLogger("self_healing")
 
+# Seconds in which an exception that lets the training thread out of a collective has left `train()`.
+_LETTING_OUT, _GLANCE = 1.0, 0.05
+
 
 class HangWatch(Healer):
     """
@@ -135,17 +138,24 @@ class HangWatch(Healer):
         return instrument is not None and instrument.view.at_the_end
 
     def _leave_last_step(self) -> None:
-        """Called beside the training thread, which waits in a collective for a rank that is gone."""
-        run = self._run
-        instrument, began = run.attachment.instrument, self._position()
-        if instrument is None or began.collective is None:
-            return
+        """
+        Called beside the training thread, which waits in a collective for a rank that is gone, or has been let out of
+        it by an exception since.
+        """
+        instrument, deadline = self._run.attachment.instrument, time.monotonic() + _LETTING_OUT
+        began = self._position()
+        while not self._stands(began) and time.monotonic() < deadline:
+            time.sleep(_GLANCE)
+            began = self._position()
+        if instrument is not None and self._stands(began):
+            self._leave_state(instrument, lambda: self._stands(began))
 
-        def still_there() -> bool:
-            now = self._position()
-            return now.collective is not None and (now.step, now.section) == (began.step, began.section)
-
-        self._leave_state(instrument, still_there)
+    def _stands(self, since: Position) -> bool:
+        """Whether the training thread changes nothing any more, and has not since it was somewhere."""
+        now = self._position()
+        if self._joint_exit.holds_training:
+            return now.step == since.step
+        return now.collective is not None and (now.step, now.section) == (since.step, since.section)
 
     def _position(self) -> Position:
         if self._watchdog is None:

@@ -69,6 +69,8 @@ class JointExit:
         self._thread: threading.Thread | None = None
         # Where this rank was when it was clear that it does not end by itself.
         self._stayed_at: Position | None = None
+        # Whether the training thread has come to `call_off` while this rank is being ended, and stays there.
+        self.holds_training = False
         self.training_thread = 0
         self._began = time.monotonic()
 
@@ -97,8 +99,10 @@ class JointExit:
     def call_off(self) -> None:
         """Called in the training thread when `train()` is left: from here on the process is the caller's."""
         # Not while it is being ended: what is written down would be cut off.
+        self.holds_training = True
         with self._lock:
             self._called_off.set()
+        self.holds_training = False
 
     def failed(self, failure: Failure) -> None:
         """Another rank has failed: ends this one as soon as it is clear that it does not end by itself."""

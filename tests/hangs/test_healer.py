@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from self_healing import Action, HealingConfig
+from self_healing.hangs import healer as hangs_healer
 from self_healing.hangs.exits import HangExits
 from self_healing.hangs.healer import HangWatch
 from self_healing.hangs.watchdog import TrainingHang, Watchdog
@@ -66,8 +67,10 @@ class Watching:
             still_training=lambda frame: True,
             over=lambda: None,
             counts_attempts=lambda: False,
-            leave_state=lambda instrument, undisturbed: None,
+            leave_state=lambda instrument, undisturbed: self.left.append(undisturbed()),
         )
+        # Of each state that was left, whether training stood still until the end.
+        self.left: list[bool] = []
 
     @property
     def watchdog(self) -> Watchdog:
@@ -235,6 +238,29 @@ def test_after_the_last_step_a_hang_is_only_told_of(watching: Any, monkeypatch: 
     run.wait(700)
     assert [incident.evidence["section"] for incident in run.journal.incidents] == ["between"]
     assert sent == []
+
+
+# ---- the state that is left where this rank ends with another one ----
+
+
+def test_it_is_left_too_where_the_collective_has_failed_while_the_rank_is_ended(watching: Any) -> None:
+    run = watching()
+    joint_exit = run.healer._joint_exit
+    with joint_exit._lock:
+        training = threading.Thread(target=joint_exit.call_off)
+        training.start()
+        run.healer._leave_last_step()
+        assert run.left == [True]
+    training.join()
+
+
+def test_it_is_not_left_of_a_rank_that_goes_on(watching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hangs_healer, "_LETTING_OUT", 0.0)
+    run = watching()
+    run.healer._leave_last_step()
+    run.healer._joint_exit.call_off()
+    run.healer._leave_last_step()
+    assert run.left == []
 
 
 # ---- the watchdog's thread and signal ----
