@@ -165,10 +165,12 @@ def main(directory: Path) -> None:
             gradient_accumulation_steps=1,
         )
         results[name] = {"ended": ""}
-        try:
-            trainer.train()
-        except UnrecoverableTrainingError as error:
-            results[name]["ended"] = str(error)
+        # On a busy machine reading was seen to take long, so that the next comparison was that of the last step.
+        with patch.object(replicas, "_MOST_STEPS", 10):
+            try:
+                trainer.train()
+            except UnrecoverableTrainingError as error:
+                results[name]["ended"] = str(error)
 
     def unseen(name: str) -> None:
         """NaN in a row of one rank that no batch reads, and a best checkpoint that is cut in half."""
