@@ -122,6 +122,18 @@ class Start:
         return 0 if self.record is None else max(self.record.newest.last_step - self.step, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What decides where a run begins: what was asked for, how it was started, and who can read what there is."""
+
+    trainer: Any
+    config: HealingConfig
+    requested: str | os.PathLike[str] | bool | None
+    launch: Launch
+    in_memory: Sequence[SharedStep]
+    readers: Readers
+
+
 def find_start(
     trainer: Any,
     config: HealingConfig,
@@ -152,12 +164,13 @@ def find_start(
     memory &= all(more is None for _, more in of_ranks)
     if memory and may_go_on_from_memory(config, launch):
         in_memory = steps_in_memory(args.output_dir, args.process_index, args.device)
-    start = _find_start(trainer, config, requested, launch, in_memory)
+    search = _Search(trainer, config, requested, launch, in_memory, Readers(_ranks_on_this_disk(args)))
+    start = _find_start(search)
     if start.shared is None:
         return start
     opened = open_in_memory(args.output_dir, start.shared, args.process_index, args.device)
     if opened is None:
-        return _find_start(trainer, config, requested, launch, ())
+        return _find_start(replace(search, in_memory=()))
     return replace(start, memory=opened, checkpoint=opened.checkpoint)
 
 
@@ -166,21 +179,15 @@ def may_go_on_from_memory(config: HealingConfig, launch: Launch) -> bool:
     return config.resume_from_memory and config.resume_after_restart and launch.started_again
 
 
-def _find_start(
-    trainer: Any,
-    config: HealingConfig,
-    requested: str | os.PathLike[str] | bool | None,
-    launch: Launch,
-    in_memory: Sequence[SharedStep],
-) -> Start:
-    args, readers = trainer.args, Readers(_ranks_on_this_disk(trainer.args))
-    start = _found_by_first_rank(trainer, config, requested, launch, in_memory, readers)
+def _find_start(search: _Search) -> Start:
+    args = search.trainer.args
+    start = _found_by_first_rank(search)
     # Where each rank is on that disk, or its own has the same. The weights are read by all of them.
     alone = consensus.world_size() == 1 or start.checkpoint is None
     if alone or consensus.all_ranks("the checkpoint can be read", lambda: _can_be_read(start), args.device):
         return start
-    readers = replace(readers, refused=_refused_by_ranks(start, str(args.output_dir), args.device))
-    return _found_by_first_rank(trainer, config, requested, launch, in_memory, readers)
+    refused = _refused_by_ranks(start, str(args.output_dir), args.device)
+    return _found_by_first_rank(replace(search, readers=replace(search.readers, refused=refused)))
 
 
 def _ranks_on_this_disk(args: Any) -> range | None:
@@ -210,42 +217,29 @@ def _refused_by_ranks(start: Start, output_dir: str, device: torch.device) -> di
     return refused
 
 
-def _found_by_first_rank(
-    trainer: Any,
-    config: HealingConfig,
-    requested: str | os.PathLike[str] | bool | None,
-    launch: Launch,
-    in_memory: Sequence[SharedStep],
-    readers: Readers,
-) -> Start:
+def _found_by_first_rank(search: _Search) -> Start:
     passed_over: list[Verdict] = []
     failed: list[Exception] = []
 
     def look() -> tuple[Start, str | None]:
         start = Start(None)
         try:
-            start = _look_for_start(trainer, config, requested, launch, passed_over, in_memory, readers)
+            start = _look_for_start(search, passed_over)
         except Exception as error:
             failed.append(error)
         for verdict in passed_over:
             logger.warning("%s is passed over: %s.", verdict.path, verdict.reason)
         return replace(start, passed_over=tuple(passed_over)), str(failed[0]) if failed else None
 
-    start, refusal = consensus.looked_up_by_first_rank("where the run begins", look, trainer.args.device)
+    start, refusal = consensus.looked_up_by_first_rank("where the run begins", look, search.trainer.args.device)
     if refusal is not None:
         raise failed[0] if failed else CheckpointError(refusal)
     return start
 
 
-def _look_for_start(
-    trainer: Any,
-    config: HealingConfig,
-    requested: str | os.PathLike[str] | bool | None,
-    launch: Launch,
-    passed_over: list[Verdict],
-    in_memory: Sequence[SharedStep],
-    readers: Readers,
-) -> Start:
+def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
+    trainer, config, readers = search.trainer, search.config, search.readers
+    requested, launch, in_memory = search.requested, search.launch, search.in_memory
     output_dir = str(trainer.args.output_dir)
     record: RunRecord | None = None
     try:
