@@ -306,8 +306,13 @@ def test_the_rate_is_lowered_where_deepspeed_has_made_the_schedule(further: list
 
 def test_the_loss_scaler_is_gone_back_with(further: list[dict[str, Any]]) -> None:
     for rank in further:
-        for what in ("loss_scaler", "state", "losses", "norms", "rates", "steps"):
-            assert rank["half_weights"][what] == rank["half_weights_plain"][what]
+        healed, plain = rank["half_weights"], rank["half_weights_plain"]
+        for what in ("loss_scaler", "state", "losses", "rates", "steps"):
+            assert healed[what] == plain[what]
+        # Under ZeRO-3 DeepSpeed divides the norm by the scale of the next step, twice this one's where it has grown.
+        logged = (1, 2) if plain["stage"] == 3 else (1,)
+        for norm, other in zip(healed["norms"], plain["norms"], strict=True):
+            assert norm in [factor * other for factor in logged]
     assert further[0]["half_weights"]["actions"] == ["roll_back", "replay_steps"]
 
 
