@@ -40,6 +40,7 @@ from two_sharded_processes import PoisonGradient, inside
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints.choice import vet_all
 from self_healing.exceptions import UnrecoverableTrainingError
+from self_healing.instrument.live_state import innermost
 
 
 # Of a micro-batch, and what one rank has memory for.
@@ -270,6 +271,18 @@ class Uneven(torch.nn.Module):
         return hidden * self.weight.mean()
 
 
+class UpdatedAt(TrainerCallback):
+    """Notes the rates that DeepSpeed's optimizer updates weights with, call by call."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.fired: list[list[float]] = []
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        inner = innermost(kwargs["optimizer"])
+        inner.register_step_post_hook(lambda *_: self.fired.append([group["lr"] for group in inner.param_groups]))
+
+
 class Runs:
     """Trains the same model again and again, struck by one fault after the other, and notes what became of it."""
 
@@ -425,6 +438,18 @@ class Runs:
         healing = HealingConfig(snapshot_verify_steps=1)
         self.run("weights_plain", healed=False, **same)
         self.run("weights", fault=lambda trainer: NanWeights(trainer, 1, 4), healing=healing, **same)
+
+    def rate(self, stage: int, bf16: bool) -> None:
+        """A rule of the user's own goes back, and lowers the rate; the groups of parameters are two."""
+        rules = self._directory / f"rules.{self.rank}.toml"
+        rules.write_text(
+            '[mine]\nmetric = "learning_rate"\nobjectives = ["sft"]\nhealthy = "low"\n'
+            'red_flag = [{ is = "above", value = 0.0006 }]\nsteps = 3\nobservations = 3\n'
+            'severity = "error"\naction = "rollback"\ndiagnosis = "It is there."\nremedy = "None."\n'
+        )
+        same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 10, "gradient_accumulation_steps": 1}
+        same |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
+        self.run("lowered", fault=UpdatedAt, healing=HealingConfig(rules_file=str(rules)), **same)
 
     def entered_again(self, stage: int, bf16: bool) -> None:
         same: dict[str, Any] = {"stage": stage, "bf16": bf16, "max_steps": 5}

@@ -56,9 +56,10 @@ class Rates:
         Puts rates in place whenever the optimizer updates weights, and for nothing else of the step: DeepSpeed moves
         its schedule on in it, and calls the optimizer once for each group.
         """
-        inner = innermost(self._trainer.optimizer)
+        inner, groups = innermost(self._trainer.optimizer), list(self._trainer.optimizer.param_groups)
         with contextlib.ExitStack() as update:
-            before = inner.register_step_pre_hook(lambda *_: update.enter_context(self.set(rates)))
+            # Of all groups: under ZeRO-1 and 2 the optimizer has only the one that is updated meanwhile.
+            before = inner.register_step_pre_hook(lambda *_: update.enter_context(_in_place(rates, groups)))
             after = inner.register_step_post_hook(lambda *_: update.close())
             try:
                 yield
@@ -69,16 +70,24 @@ class Rates:
     @contextlib.contextmanager
     def set(self, rates: Sequence[Any], options: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
         """Puts rates, and options where there are any, in place for the time of a step."""
-        groups, theirs_before = self._trainer.optimizer.param_groups, self.options() if options else []
-        theirs = [group["lr"] for group in groups]
+        groups, theirs = self._trainer.optimizer.param_groups, self.options() if options else []
         try:
             for group, chosen in zip(groups, options, strict=False):
                 group.update(chosen)
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-            yield
+            with _in_place(rates, groups):
+                yield
         finally:
-            for group, rate in zip(groups, theirs, strict=True):
-                group["lr"] = rate
-            for group, before in zip(groups, theirs_before, strict=False):
+            for group, before in zip(groups, theirs, strict=False):
                 group.update(before)
+
+
+@contextlib.contextmanager
+def _in_place(rates: Sequence[Any], groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    theirs = [group["lr"] for group in groups]
+    try:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        yield
+    finally:
+        for group, rate in zip(groups, theirs, strict=True):
+            group["lr"] = rate

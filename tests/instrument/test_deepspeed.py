@@ -35,7 +35,7 @@ def run_parts(directory: Path, case: str, *parts: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results(case: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_parts(tmp_path_factory.mktemp("zero"), case, "stage", "adapter", "rows", "weights")
+    return run_parts(tmp_path_factory.mktemp("zero"), case, "stage", "adapter", "rows", "weights", "rate")
 
 
 def test_it_is_zero_that_trains(results: list[dict[str, Any]], case: str) -> None:
@@ -117,6 +117,13 @@ def test_nan_in_the_master_weights_of_one_rank_is_gone_back_from(results: list[d
         for what in ("state", "losses", "rates", "steps"):
             assert rank["weights"][what] == rank["weights_plain"][what]
     assert results[0]["weights"]["actions"] == ["roll_back", "replay_steps"]
+
+
+def test_a_rate_that_is_lowered_is_that_of_each_group_of_parameters(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert "reduce_learning_rate" in rank["lowered"]["actions"]
+        assert (rank["lowered"]["stopped"], rank["lowered"]["steps"][0]) == ("", 10)
+        assert all(rate < 1e-3 for rates in rank["lowered"]["fired"][-4:] for rate in rates)
 
 
 @pytest.mark.slow
