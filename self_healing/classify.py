@@ -155,7 +155,11 @@ def text_of(error: BaseException) -> str:
 def describe_exception(error: BaseException) -> str:
     """Returns type and message of an exception; a `KeyboardInterrupt` has no message."""
     text = text_of(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    described = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, OSError | EOFError) and _comes_from_a_dying_worker(error):
+        # A connection that is reset, or a file that is not found, sends people to the network and to the disk.
+        return f"{described} (a DataLoader worker is gone)"
+    return described
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -295,10 +295,13 @@ def raised_through(calls: list[tuple[str, str]], error: BaseException) -> BaseEx
 )
 def test_what_a_dying_data_loader_worker_leaves_is_told_from_the_network(module: str, error: Exception) -> None:
     fetching = ("torch.utils.data.dataloader", "_try_get_data")
-    assert classify_exception(raised_through([fetching, (module, "recv")], error)) is FailureType.PROCESS_DIED
+    raised = raised_through([fetching, (module, "recv")], error)
+    assert classify_exception(raised) is FailureType.PROCESS_DIED
+    assert describe_exception(raised).endswith("(a DataLoader worker is gone)")
     # The same in code of the user, which has processes of its own.
     elsewhere = raised_through([(module, "recv")], type(error)(*error.args))
     assert classify_exception(elsewhere) is not FailureType.PROCESS_DIED
+    assert "DataLoader" not in describe_exception(elsewhere)
 
 
 def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
