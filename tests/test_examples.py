@@ -38,6 +38,7 @@ def sft(monkeypatch: pytest.MonkeyPatch) -> Any:
     return sft
 
 
+@pytest.mark.slow
 def test_sft_offline(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"max_steps: 3\nnan_patience: 2\nhealing_dir: {tmp_path / 'healing'}\n", encoding="utf-8")
