@@ -221,7 +221,9 @@ class Failsafe:
                 leave_out()
         except Exception as failed:
             self.give_back()
-            raise consensus.Stranded("self_healing failed, and what is left of the step is not known") from failed
+            apart = isinstance(error, consensus.RanksDisagree)
+            why = f"the ranks do different things ({error})" if apart else "self_healing failed"
+            raise consensus.Stranded(f"{why}, and what is left of the step is not known") from failed
         if displaced:
             self.give_back()
             raise consensus.Stranded(

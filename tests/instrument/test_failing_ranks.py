@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from self_healing.consensus import RanksDisagree
+from self_healing import consensus
+from self_healing.consensus import RanksDisagree, Stranded
 from self_healing.instrument.failsafe import Failsafe
 from self_healing.instrument.hooks import Hooks
 from self_healing.instrument.replacing import Replacements
@@ -69,6 +70,17 @@ def test_ranks_that_do_different_things_are_no_bug_of_this_library(caplog: pytes
     (record,) = caplog.records
     assert "step 5 (news at the end: other ranks are in another vote): look for code that decides" in caplog.text
     assert (record.exc_info, "report" in caplog.text) == (None, False)
+
+
+def test_nor_are_those_that_do_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apart(*_: Any) -> list[float]:
+        raise RanksDisagree("what is left of the step: other ranks are in another vote")
+
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=5), accelerator=SimpleNamespace(device=None))
+    failsafe = Failsafe(trainer, Hooks(), Replacements(), lambda: None)
+    monkeypatch.setattr(consensus, "sum_over_ranks", apart)
+    with pytest.raises(Stranded, match=r"the ranks do different things \(the step: other ranks are in another vote\)"):
+        failsafe.give_up_together(RanksDisagree("the step: other ranks are in another vote"))
 
 
 @pytest.mark.parametrize("where", ["between_steps", "after_the_vote"])
