@@ -356,22 +356,19 @@ def evaluated_policy(directory: Path, rank: int) -> dict[str, Any]:
     return result_of(trainer, healing)
 
 
-FINDINGS = (
+SCENARIOS = (
     votes,
     between_steps,
+    before_the_vote,
     after_the_vote,
+    at_the_end,
     snapshot_without_memory,
     batches_too_large,
     experiment_raises,
+    experiment_strands,
     checkpoint_elsewhere,
     incident_of_a_thread,
     callback_raises,
-)
-# Other places of the same, and what a run that generates comes to.
-FURTHER = (
-    before_the_vote,
-    at_the_end,
-    experiment_strands,
     callback_raises_past_a_collective,
     draws_from_nan,
     draws_from_nan_alone,
@@ -463,7 +460,7 @@ def main(directory: Path, part: str) -> None:
     if seeds:
         outcomes = fuzz(directory, strategy, range(*map(int, seeds.split("-"))))
     else:
-        wanted = {"findings": FINDINGS, "further": FURTHER}[part]
+        wanted = [each for each in SCENARIOS if part in ("findings", each.__name__)]
         outcomes = {each.__name__: run_pair(directory / each.__name__, each) for each in wanted}
     (directory / "outcomes.json").write_text(json.dumps(outcomes))
 

@@ -31,11 +31,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_script(tmp_path_factory.mktemp("failing"), "findings", 3600)
 
 
-@pytest.fixture(scope="module")
-def further(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_script(tmp_path_factory.mktemp("further"), "further", 3600)
-
-
 def both(outcomes: dict[str, Any], scenario: str) -> list[dict[str, Any]]:
     """The results of both ranks, which came to the end together."""
     outcome = outcomes[scenario]
@@ -83,30 +78,27 @@ def test_nor_are_those_that_do_so_again(monkeypatch: pytest.MonkeyPatch) -> None
         failsafe.give_up_together(RanksDisagree("the step: other ranks are in another vote"))
 
 
-@pytest.mark.parametrize("where", ["between_steps", "after_the_vote"])
-def test_a_failure_of_our_own_on_one_rank_switches_healing_off_on_both(outcomes: dict[str, Any], where: str) -> None:
-    switches_off_on_both(outcomes, where)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "where", ["before_the_vote", "at_the_end", "search_before_generation", "search_in_an_experiment"]
+    "where",
+    [
+        "between_steps",
+        "before_the_vote",
+        "after_the_vote",
+        "at_the_end",
+        "search_before_generation",
+        "search_in_an_experiment",
+    ],
 )
-def test_so_does_one_elsewhere_in_a_step_or_in_generation(further: dict[str, Any], where: str) -> None:
-    switches_off_on_both(further, where)
-
-
-def switches_off_on_both(outcomes: dict[str, Any], where: str) -> None:
+def test_a_failure_of_our_own_on_one_rank_switches_healing_off_on_both(outcomes: dict[str, Any], where: str) -> None:
     ranks = both(outcomes, where)
     assert [rank["broken"] for rank in ranks] == [True, True]
     assert trained_alike(ranks)
 
 
-@pytest.mark.slow
 def test_weights_of_one_rank_that_an_evaluation_could_not_generate_with_are_healed_first(
-    further: dict[str, Any],
+    outcomes: dict[str, Any],
 ) -> None:
-    ranks = both(further, "evaluated_policy")
+    ranks = both(outcomes, "evaluated_policy")
     assert [rank["failures"] for rank in ranks] == [["corrupted_state"]] * 2
     assert trained_alike(ranks)
 
@@ -130,9 +122,8 @@ def test_an_experiment_that_raises_on_one_rank_is_given_up_on_both(outcomes: dic
     assert trained_alike(ranks)
 
 
-@pytest.mark.slow
-def test_an_experiment_that_leaves_a_rank_in_a_collective_ends_both(further: dict[str, Any]) -> None:
-    outcome = further["experiment_strands"]
+def test_an_experiment_that_leaves_a_rank_in_a_collective_ends_both(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["experiment_strands"]
     assert not outcome["hung"]
     waiting, raising = (rank["error"] for rank in outcome["ranks"])
     assert raising.startswith("Stranded")
@@ -158,24 +149,21 @@ def test_a_callback_that_one_rank_alone_calls_again_costs_nothing(outcomes: dict
     assert trained_alike(ranks)
 
 
-@pytest.mark.slow
-def test_a_callback_that_has_met_the_other_rank_is_not_called_again_alone(further: dict[str, Any]) -> None:
-    outcome = further["callback_raises_past_a_collective"]
+def test_a_callback_that_has_met_the_other_rank_is_not_called_again_alone(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["callback_raises_past_a_collective"]
     assert not outcome["hung"]
     assert outcome["ranks"][1]["error"].startswith("ConnectionError: the storage went away")
     assert "error" in outcome["ranks"][0]
 
 
-@pytest.mark.slow
-def test_an_exception_that_says_nan_is_healed_where_all_ranks_raise_it(further: dict[str, Any]) -> None:
-    ranks = both(further, "draws_from_nan")
+def test_an_exception_that_says_nan_is_healed_where_all_ranks_raise_it(outcomes: dict[str, Any]) -> None:
+    ranks = both(outcomes, "draws_from_nan")
     assert [rank["failures"] for rank in ranks] == [["nonfinite_transient"]] * 2
     assert trained_alike(ranks)
 
 
-@pytest.mark.slow
-def test_an_exception_that_says_nan_on_one_rank_ends_both(further: dict[str, Any]) -> None:
-    outcome = further["draws_from_nan_alone"]
+def test_an_exception_that_says_nan_on_one_rank_ends_both(outcomes: dict[str, Any]) -> None:
+    outcome = outcomes["draws_from_nan_alone"]
     assert not outcome["hung"]
     assert outcome["ranks"][1]["error"].startswith("RuntimeError: probability tensor contains")
     assert "error" in outcome["ranks"][0]

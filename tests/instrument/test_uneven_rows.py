@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from accelerate import Accelerator
 from conftest import POISON_WORD, PoisonToken, build_tokenizer, dpo_trainer, journal, losses
@@ -53,7 +52,6 @@ def _train_on_pairs(directory: Path, rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 def test_a_pair_that_poisons_one_rank_is_left_out_of_dpo(tmp_path: Path) -> None:
     ranks = run_pair(tmp_path, _train_on_pairs)["ranks"]
     assert sorted(rank["fired"] > 0 for rank in ranks) == [False, True]
