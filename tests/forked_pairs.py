@@ -40,6 +40,8 @@ def _run_rank(
     os.setpgid(0, 0)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", **environment)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # As torchrun has it. Without it accelerate gives each rank as many threads as there are cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
     log = os.open(directory / f"log.{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
