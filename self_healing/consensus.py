@@ -18,7 +18,7 @@ import pickle
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
@@ -82,6 +82,8 @@ class _Votes:
         self.last = ""
         # Names the meeting before them, which no other ranks have had.
         self.meeting = ""
+        # Whether the others are in a collective that follows a vote, and is none.
+        self.exchanging = False
 
 
 _votes = _Votes()
@@ -166,8 +168,8 @@ def largest(question: str, answers: _Answers | Callable[[], _Answers], device: t
 
     sum_over_ranks(question, prepare, device)
     assert found is not None
-    # All are here, and nothing can come between.
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    with _exchanging():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return [float(each) for each in found.tolist()]
 
 
@@ -206,9 +208,9 @@ def _from_rank(source: int, question: str, find: Callable[[], _T], device: torch
 
     chunks, rest = (int(each) for each in sum_over_ranks(question, size, device)[:2])
     length = chunks * _CHUNK + rest
-    # All are here, and nothing can come between.
-    box = torch.frombuffer(bytearray(content or length), dtype=torch.uint8).to(device)
-    dist.broadcast(box, src=source)
+    with _exchanging():
+        box = torch.frombuffer(bytearray(content or length), dtype=torch.uint8).to(device)
+        dist.broadcast(box, src=source)
     received: _T = pickle.loads(box.cpu().numpy().tobytes())
     return received
 
@@ -218,9 +220,18 @@ def from_every_rank(question: str, value: _T, device: torch.device) -> list[_T]:
     wait_for_all_ranks(question, device)
     if world_size() == 1:
         return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    with _exchanging():
+        values: list[Any] = [None] * world_size()
+        dist.all_gather_object(values, value)
     return values
+
+
+@contextlib.contextmanager
+def _exchanging() -> Iterator[None]:
+    """Marks what follows a vote, to which all have come. Where it fails here, the others may stay in it."""
+    _votes.exchanging = True
+    yield
+    _votes.exchanging = False
 
 
 def ranks_where(question: str, flag: bool, device: torch.device) -> list[int]:
@@ -288,12 +299,46 @@ def tell_failure(question: str, error: Exception, device: torch.device) -> NoRet
 
     Raises:
         RankFailed: On all ranks.
+        Stranded: On this one, if the others are in another collective.
     """
     if isinstance(error, AgreedFailure | Stranded):
         raise error
     log_failure(question, error)
+    if _votes.exchanging:
+        raise Stranded(f"{question}: self_healing has failed on this rank alone") from error
+    store = job_store()
+    if store is not None and dist.get_rank() == 0:
+        # They may wait for what it would have looked up, and come to the vote then.
+        with contextlib.suppress(RuntimeError):
+            store.set(_key("looked_up", _votes.count), b"")
     _cast(question, _ballot(question, (), device, failed=True))
     raise AssertionError("a ballot that says so raises")
+
+
+@contextlib.contextmanager
+def all_or_none(question: str, device: torch.device, alike: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """
+    Marks a block, maybe with votes in it, that all ranks come through or none.
+
+    Args:
+        question (`str`):
+            Names the vote at its end.
+        device (`torch.device`):
+            Where the run trains.
+        alike (`tuple` of exception types, *optional*):
+            What all ranks raise if one does.
+
+    Raises:
+        AgreedFailure: On the other ranks, if one fails.
+    """
+    try:
+        yield
+    except Exception as error:
+        if world_size() > 1 and not isinstance(error, alike):
+            with contextlib.suppress(AgreedFailure, Stranded):
+                tell_failure(question, error, device)
+        raise
+    wait_for_all_ranks(question, device)
 
 
 def log_failure(question: str, error: Exception) -> None:
@@ -379,7 +424,7 @@ def job_store() -> Any:
 
 def name_meeting(name: str) -> None:
     """Notes by which name all ranks have met, before the first of their votes."""
-    _votes.meeting = name
+    _votes.meeting, _votes.exchanging = name, False
 
 
 def meeting() -> str:

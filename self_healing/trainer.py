@@ -18,7 +18,7 @@ from .assembly import Run, assemble
 from .callback import SelfHealingCallback, adopt_run
 from .checkpoints.choice import CheckpointError, newest_checkpoint_of
 from .closing_report import ClosingReport
-from .config import HealingConfig, as_config
+from .config import ConfigurationError, HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
 from .instrument import ReportingGuard, let_go, let_go_of_engine, rows_per_step
@@ -165,12 +165,13 @@ class SelfHealingTrainer:
         closing = ClosingReport(run)
         guard = ReportingGuard(self.trainer, reporting, closing.before_closing)
         try:
+            # First: from here on the others learn in seconds of what ends this rank.
+            _contained(run.hangs.listen)
             guard.attach()
             take_up(run.context, run.attempts, start)
             adopt_run(self.trainer, run)
             if self.config.on_preemption == "save":
                 run.departure.preemption.listen()
-            _contained(run.hangs.listen)
             output = self._enter_until_done(Recovery(self.trainer, run), start.checkpoint, kwargs)
             if run.departure.begun and not self._at_the_end():
                 run.departure.leave(int(self.trainer.state.global_step), self.trainer.args.output_dir)
@@ -204,7 +205,14 @@ class SelfHealingTrainer:
         """Begins a run, or goes on with one that an earlier process began."""
         args = self.trainer.args
         meet(self.config.to_dict(), args.ddp_timeout)
-        start = find_start(self.trainer, self.config, requested)
+        alike = CheckpointError, ConfigurationError
+        with consensus.all_or_none("where the run begins is known", args.device, alike):
+            start = find_start(self.trainer, self.config, requested)
+        with consensus.all_or_none("the run is opened", args.device):
+            return self._opened(start), start
+
+    def _opened(self, start: Start) -> Run:
+        args = self.trainer.args
         directory = Path(self.config.healing_dir or args.output_dir)
         self._run = run = assemble(
             self.config,
@@ -223,7 +231,7 @@ class SelfHealingTrainer:
         _contained(partial(let_snapshots_outlive, run.context, run.attempts, run.rollback, self.trainer))
         if args.process_index == 0:
             note_start(run.journal, start, args.output_dir)
-        return run, start
+        return run
 
     def _at_the_end(self) -> bool:
         state = self.trainer.state
