@@ -82,8 +82,8 @@ class _Votes:
         self.last = ""
         # Names the meeting before them, which no other ranks have had.
         self.meeting = ""
-        # Whether the others are in a collective that follows a vote, and is none.
-        self.exchanging = False
+        # Whether this process has entered a collective of a vote, or of what follows one, and not come through it.
+        self.inside = False
 
 
 _votes = _Votes()
@@ -108,6 +108,14 @@ def own_rank() -> int:
 def is_first_rank() -> bool:
     """Whether this process is the one that decides about files."""
     return own_rank() == 0
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    """Marks a collective to which all ranks have come. If it fails here, the others may stay in it."""
+    _votes.inside = True
+    yield
+    _votes.inside = False
 
 
 # ---- votes: every rank has to come ----
@@ -168,7 +176,7 @@ def largest(question: str, answers: _Answers | Callable[[], _Answers], device: t
 
     sum_over_ranks(question, prepare, device)
     assert found is not None
-    with _exchanging():
+    with _inside():
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return [float(each) for each in found.tolist()]
 
@@ -208,7 +216,7 @@ def _from_rank(source: int, question: str, find: Callable[[], _T], device: torch
 
     chunks, rest = (int(each) for each in sum_over_ranks(question, size, device)[:2])
     length = chunks * _CHUNK + rest
-    with _exchanging():
+    with _inside():
         box = torch.frombuffer(bytearray(content or length), dtype=torch.uint8).to(device)
         dist.broadcast(box, src=source)
     received: _T = pickle.loads(box.cpu().numpy().tobytes())
@@ -220,18 +228,10 @@ def from_every_rank(question: str, value: _T, device: torch.device) -> list[_T]:
     wait_for_all_ranks(question, device)
     if world_size() == 1:
         return [value]
-    with _exchanging():
+    with _inside():
         values: list[Any] = [None] * world_size()
         dist.all_gather_object(values, value)
     return values
-
-
-@contextlib.contextmanager
-def _exchanging() -> Iterator[None]:
-    """Marks what follows a vote, to which all have come. Where it fails here, the others may stay in it."""
-    _votes.exchanging = True
-    yield
-    _votes.exchanging = False
 
 
 def ranks_where(question: str, flag: bool, device: torch.device) -> list[int]:
@@ -299,13 +299,11 @@ def tell_failure(question: str, error: Exception, device: torch.device) -> NoRet
 
     Raises:
         RankFailed: On all ranks.
-        Stranded: On this one, if the others are in another collective.
+        Exception: The failure, if all ranks know of it, or if it is that of a collective, where nobody can be told.
     """
-    if isinstance(error, AgreedFailure | Stranded):
+    if isinstance(error, AgreedFailure | Stranded) or _votes.inside:
         raise error
     log_failure(question, error)
-    if _votes.exchanging:
-        raise Stranded(f"{question}: self_healing has failed on this rank alone") from error
     store = job_store()
     if store is not None and dist.get_rank() == 0:
         # They may wait for what it would have looked up, and come to the vote then.
@@ -335,7 +333,7 @@ def all_or_none(question: str, device: torch.device, alike: tuple[type[Exception
         yield
     except Exception as error:
         if world_size() > 1 and not isinstance(error, alike):
-            with contextlib.suppress(AgreedFailure, Stranded):
+            with contextlib.suppress(Exception):
                 tell_failure(question, error, device)
         raise
     wait_for_all_ranks(question, device)
@@ -424,7 +422,7 @@ def job_store() -> Any:
 
 def name_meeting(name: str) -> None:
     """Notes by which name all ranks have met, before the first of their votes."""
-    _votes.meeting, _votes.exchanging = name, False
+    _votes.meeting, _votes.inside = name, False
 
 
 def meeting() -> str:
@@ -518,8 +516,9 @@ def _ballot(
 
 def _cast(question: str, ballot: torch.Tensor) -> list[float]:
     _votes.count, _votes.last = _votes.count + 1, question
-    dist.all_reduce(ballot)
-    found: list[float] = ballot.tolist()
+    with _inside():
+        dist.all_reduce(ballot)
+        found: list[float] = ballot.tolist()
     if found[_FAILED] > 0:
         raise RankFailed(f"{question}: code of self_healing has failed on a rank")
     if found[_RAISED] > 0:
