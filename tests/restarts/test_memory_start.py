@@ -359,7 +359,7 @@ def test_each_way_to_shard_goes_on_from_memory(
             assert result["sharded"]
             assert ("Replicate" in result["placements"]) == (name == "hsdp")
             assert (result["weights"], result["losses"]) == (result["plain_weights"], result["plain_losses"])
-            assert rank > 0 or resumed_from_memory(tmp_path / name) == [5]
+            assert rank > 0 or resumed_from_memory(tmp_path / name) == ([] if name == "changed" else [5])
     if "changed" in variants:
         resumed_from = journal(tmp_path / "changed", "run_started")[-1]["resumed_from"]
         assert resumed_from == str(tmp_path / "changed" / "checkpoint-3")
