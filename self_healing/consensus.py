@@ -520,7 +520,7 @@ def _cast(question: str, ballot: torch.Tensor) -> list[float]:
         dist.all_reduce(ballot)
         found: list[float] = ballot.tolist()
     if found[_FAILED] > 0:
-        raise RankFailed(f"{question}: code of self_healing has failed on a rank")
+        raise RankFailed(f"{question}: code of self_healing has failed on a rank, whose log says how")
     if found[_RAISED] > 0:
         raise RankRaised(f"{question}: the training code has raised on a rank")
     # Where ranks ask different questions, these are the sums that none of them expects.

@@ -44,4 +44,4 @@ def test_what_fails_on_one_rank_ends_the_others_unless_training_needs_none_of_it
         assert errors == [None, None]
         return
     assert errors[on] == "OSError: only here"
-    assert errors[1 - on] == f"RankFailed: {question}: code of self_healing has failed on a rank"
+    assert errors[1 - on] == f"RankFailed: {question}: code of self_healing has failed on a rank, whose log says how"
