@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import consensus
+from ..detectors.symptom import Symptom
 from ..failures import Action, FailureType
 from ..instrument import Window
 from ..journal.incident import Incident
@@ -34,12 +35,14 @@ class RedFlagHealer(NumericsHealer):
                 run.journal.noticed(symptom)
         if numerics.rules is None:
             return
-        for symptom in numerics.rules.observe(step, logs):
-            if symptom.severity == "info":
+        told: set[str] = set()
+        for symptom in sorted(numerics.rules.observe(step, logs), key=_alerts_last):
+            action, about = str(symptom.evidence.get("action")), str(symptom.evidence.get("about", ""))
+            if symptom.severity == "info" or (action == "alert" and about in told):
                 run.journal.noticed(symptom)
                 continue
+            told |= {about} - {""}
             opened = self.open(symptom, FailureType.RED_FLAG, symptom.name.removeprefix("rule:").replace("_", " "))
-            action = str(symptom.evidence.get("action"))
             acts = numerics.policy.acts_on(action)
             if acts and action == "stop" and run.stop.incident is None:
                 run.stop.incident = opened.incident
@@ -92,3 +95,7 @@ class RedFlagHealer(NumericsHealer):
         opened = self.incident(window.step, incident.symptom, evidence, incident.severity)
         opened.diagnosed(incident.failure or FailureType.RED_FLAG, incident.cause)
         return opened.incident
+
+
+def _alerts_last(symptom: Symptom) -> tuple[bool, bool]:
+    return symptom.evidence.get("action") == "alert", symptom.severity != "error"

@@ -634,6 +634,36 @@ def test_a_constant_reward_is_reported(tmp_path: Path, tokenizer: Any, caplog: A
     assert {event["outcome"] for event in of_kind(tmp_path, "outcome")} == {"reported"}
 
 
+def test_of_alerts_about_the_same_in_one_log_the_most_severe_speaks_for_all(tmp_path: Path, tokenizer: Any) -> None:
+    trainer = grpo_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback()],
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        max_steps=25,
+        gradient_accumulation_steps=1,
+    )
+    trainer.train()
+    assert [event["symptom"] for event in of_kind(tmp_path, "detected")] == ["rule:reward_std_zero"]
+    noticed = {event["symptom"] for event in of_kind(tmp_path, "noticed")}
+    assert noticed >= {"rule:no_group_has_signal", "rule:reward_stuck_at_zero"}
+
+
+def test_a_rule_that_acts_is_never_spoken_for_by_another(tmp_path: Path, tokenizer: Any) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[reward_stuck_at_zero]\naction = "stop"\n')
+    trainer = grpo_trainer(
+        tmp_path,
+        tokenizer,
+        callbacks=[SelfHealingCallback(HealingConfig(rules_file=str(rules)))],
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        max_steps=25,
+        gradient_accumulation_steps=1,
+    )
+    with pytest.raises(UnrecoverableTrainingError, match="reward stuck at zero"):
+        trainer.train()
+
+
 def detach_policy(trainer: Any) -> None:
     """The loss does not reach the parameters, which is what a wrongly wrapped model does."""
     for parameter in trainer.model.parameters():

@@ -54,6 +54,7 @@ RULE_KEYS: dict[str, _Check] = {
     "action": _choice(get_args(RuleAction)),
     "diagnosis": _TEXT,
     "remedy": _TEXT,
+    "about": _TEXT,
     "source": _TEXT,
     "enabled": ((lambda value: isinstance(value, bool)), "true or false"),
 }

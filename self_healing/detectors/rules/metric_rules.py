@@ -112,7 +112,7 @@ class MetricRules:
         red = all(map(holds, rule.red_flag, read, repeat(self.limits)))
         if not track.extend(step, red, self._logs):
             return None
-        evidence = {
+        evidence: dict[str, Any] = {
             "metric": name,
             "value": self._series[name].value,
             "bound": bound_of(rule.red_flag[0], read[0], self.limits),
@@ -125,6 +125,8 @@ class MetricRules:
             "remedy": rule.remedy,
             "source": rule.source,
         }
+        if rule.about:
+            evidence["about"] = rule.about
         others = {part.metric: series.value for part, series in zip(rule.red_flag, read, strict=True) if part.metric}
         if others:
             evidence["other_values"] = others

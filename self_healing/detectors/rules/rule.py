@@ -107,6 +107,8 @@ class MetricRule:
             What it means.
         remedy (`str`, *optional*):
             What helps.
+        about (`str`, *optional*):
+            What it is about, in a word or two: of alerts about the same in one log, the most severe speaks for all.
         source (`str`, *optional*):
             Where the rule comes from.
         enabled (`bool`, *optional*, defaults to `True`):
@@ -124,6 +126,7 @@ class MetricRule:
     action: RuleAction = "alert"
     diagnosis: str = ""
     remedy: str = ""
+    about: str = ""
     source: str = ""
     enabled: bool = True
 
