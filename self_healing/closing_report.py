@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+import time
 from typing import Any
 
 from .assembly import Run
-from .report.data import RunReport
+from .detectors.progress import movement_of
+from .report.data import RunReport, State
 from .report.files import write_report_files
 from .report.reading import read_run
 from .report.trackers import log_to_tracker
@@ -42,7 +43,7 @@ class ClosingReport:
         if journal.rank > 0:
             return
         try:
-            self._log(tracker, self._at_the_end(read_run(journal.directory, journal.run_id)))
+            self._log(tracker, read_run(journal.directory, journal.run_id, ended=self._at_the_end()))
         except Exception:
             self._tell_of_failure(tracker)
 
@@ -52,6 +53,9 @@ class ClosingReport:
         if journal.rank > 0:
             return
         report = write_report_files(journal.directory, journal.run_id)
+        if report is not None and report.state.name == "ended" and report.verdict is not None:
+            attachment = self._run.context.attachment
+            attachment.verdict, attachment.doubtful = str(report.verdict), report.verdict.name != "good"
         if report is None or report.state.name in ("running", "ended"):
             return
         for callback in self._trainer.callback_handler.callbacks:
@@ -68,14 +72,14 @@ class ClosingReport:
         if id(tracker) not in self._told and log_to_tracker(tracker, report, report.state.step):
             self._told.add(id(tracker))
 
-    def _at_the_end(self, report: RunReport) -> RunReport:
-        """The run has taken its last step, and it is not written down yet that it has ended."""
+    def _at_the_end(self) -> tuple[State, dict[str, Any]] | None:
+        """Of a run that has taken its last step, which is not written down yet."""
         state = self._trainer.state
-        step = int(state.global_step)
-        if not 0 < int(state.max_steps) <= step:
-            return report
-        told = f"The run came to its end at step {step} of {state.max_steps}."
-        return replace(report, state=replace(report.state, name="ended", step=step, why="", told=told))
+        step, of = int(state.global_step), int(state.max_steps)
+        if not 0 < of <= step:
+            return None
+        told = f"The run came to its end at step {step} of {of}."
+        return State("ended", step, of, time.time(), told=told), movement_of(state.log_history)
 
     @property
     def _trainer(self) -> Any:

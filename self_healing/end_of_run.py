@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .assembly import Run
 from .checkpoints.owed import owe_evaluation
+from .detectors.progress import movement_of
 from .instrument import BestChoice, Instrument
 from .numerics.state import NumericsState
 from .restarts.status import RunState
@@ -45,7 +46,14 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
         # Seen in the last log: there is no step left to stop before.
         context.dealing_with(context.stop.incident).close("reported")
         context.stop.incident = None
-    context.journal.event("run_ended", step, incidents=len(context.journal.incidents), **run.numerics.rate_in_force())
+    movement = movement_of(instrument.trainer.state.log_history)
+    context.journal.event(
+        "run_ended",
+        step,
+        incidents=len(context.journal.incidents),
+        **({"learned": movement} if movement else {}),
+        **run.numerics.rate_in_force(),
+    )
     if run.attempts.status is not None and not leaves:
         run.attempts.status.end(RunState.ENDED, step)
     _tell_what_to_know(run.numerics, step)

@@ -12,7 +12,7 @@ from typing import Any
 
 from .assembly import Run
 from .instrument import Instrument
-from .journal.incident import Incident
+from .journal.incident import Incident, counted
 from .journal.terminal import Terminal, announce
 from .log_safely import log_safely
 
@@ -137,19 +137,23 @@ def tell_end(run: Run, left_by: BaseException | None) -> None:
         left_by (`BaseException`, *optional*):
             What has ended its `train()`.
     """
-    trainer, incidents = run.context.attachment.trainer, run.journal.of_all_ranks
-    if run.journal.rank != 0 or trainer is None:
+    attachment, incidents = run.context.attachment, run.journal.of_all_ranks
+    if run.journal.rank != 0 or attachment.trainer is None:
         return
+    trainer = attachment.trainer
     step, of = int(trainer.state.global_step), int(trainer.state.max_steps)
     where = f"at step {step} of {of}" if of > 0 else "before its first step"
-    healed = all(_BECAME[incident.outcome] == "healed" for incident in incidents)
-    level, severity = (logging.WARNING, "info" if healed else "warning") if incidents else (logging.INFO, "info")
+    healed = all(_BECAME[incident.outcome] == "healed" for incident in incidents) and not attachment.doubtful
+    level = logging.WARNING if incidents or attachment.doubtful else logging.INFO
+    severity = "info" if healed else "warning"
     how = f"ended {where}"
     if isinstance(left_by, KeyboardInterrupt | SystemExit | GeneratorExit):
         level, severity, how = logging.WARNING, "warning", f"left {where} ({type(left_by).__name__})"
     elif left_by is not None:
         level, severity, how = logging.ERROR, "error", f"stopped {where} by {type(left_by).__name__}"
     text = f"{how}: {_summed_up(incidents)}"
+    if attachment.verdict:
+        text += f". {attachment.verdict.removesuffix('.')}"
     if incidents:
         text += f". More: self-healing report {shlex.quote(str(run.journal.directory))}"
     announce(text, level, severity)
@@ -162,13 +166,15 @@ def _summed_up(incidents: Sequence[Incident]) -> str:
     named = [f"{times} {kind}" for kind, times in kinds.most_common(_NAMED)]
     rest = len(incidents) - sum(times for _, times in kinds.most_common(_NAMED))
     became = collections.Counter(_BECAME[incident.outcome] for incident in incidents)
-    lost = sum(incident.steps_lost for incident in incidents)
+    lost = f"{counted(sum(incident.steps_lost for incident in incidents), 'step')} lost"
+    if any("steps_lost_unknown" in incident.evidence for incident in incidents):
+        lost = "steps lost not known"
     repeated = sum(incident.steps_repeated for incident in incidents)
     parts = [
         f"{len(incidents)} incident{'' if len(incidents) == 1 else 's'} "
         f"({', '.join([*named, *([f'{rest} more'] if rest else [])])})",
         *(f"{times} {word}" for word, times in became.items()),
-        f"{lost} step{'' if lost == 1 else 's'} lost",
+        lost,
         *([f"{repeated} repeated"] if repeated else []),
         f"{sum(incident.seconds_lost for incident in incidents):.1f} s",
     ]

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, FailureType
-from .data import Budget, CheckpointRow, IncidentStory, NextStep, RowNamed, State
+from .data import Budget, CheckpointRow, IncidentStory, NextStep, RowNamed, State, Verdict
+from .verdict import needs_a_look
 from .words import counted, sentence
 
 
-# Share of the steps of a run whose loss makes its weights doubtful.
-_MANY = 0.2
 # Different advice about incidents, and incidents that are named for one.
 _ADVISED, _NAMED = 3, 5
 
@@ -27,7 +26,7 @@ def next_steps(
     quarantine: Sequence[RowNamed],
     checkpoints: Sequence[CheckpointRow],
     budgets: Sequence[Budget],
-    missing: int,
+    verdict: Verdict | None,
     rate: float | None,
     postmortem: Mapping[str, Any] | None,
 ) -> list[NextStep]:
@@ -41,8 +40,8 @@ def next_steps(
             Of the run.
         checkpoints (`Sequence[CheckpointRow]`), budgets (`Sequence[Budget]`):
             Of the run.
-        missing (`int`):
-            Steps that are known not to be in the weights.
+        verdict ([`Verdict`], *optional*):
+            On its weights.
         rate (`float`, *optional*):
             The learning rate that worked, if it was reduced.
         postmortem (`Mapping[str, Any]`, *optional*):
@@ -54,16 +53,16 @@ def next_steps(
         *_about_the_state(output_dir, state, checkpoints, postmortem, anew),
         *_about_budgets(state, budgets),
         *_about_incidents(directory, incidents, resumed=not (over or anew)),
-        *_about_lost_steps(state, missing),
+        *([NextStep("Do not use the weights.", verdict.reasons)] if verdict and verdict.name == "do not use" else []),
         *_about_rows(directory, quarantine),
         # What goes on from a checkpoint goes on at its rate.
         *(_about_the_rate(rate, incidents) if over else ()),
     ]
     if found:
         return _once(found)
-    if state.name == "running":
+    if verdict is None:
         return [NextStep("Let it run.", "No incident is open, and no budget is nearly used up.")]
-    return [NextStep("Use the weights.", "The run ended, and no incident is open.")]
+    return [NextStep(verdict.learned, verdict.reasons)]
 
 
 def _about_the_state(
@@ -166,9 +165,8 @@ def _about_budgets(state: State, budgets: Sequence[Budget]) -> Iterable[NextStep
 
 
 def _about_incidents(directory: Path, incidents: Sequence[IncidentStory], resumed: bool) -> Iterable[NextStep]:
-    unhealed = [each for each in incidents if each.outcome in ("unresolved", "fatal")]
     by_advice: dict[str, list[IncidentStory]] = {}
-    for incident in unhealed:
+    for incident in filter(needs_a_look, incidents):
         if incident.advice or _batch_of(incident):
             # What the newest one asks for comes last.
             same = by_advice.pop(incident.advice, [])
@@ -194,14 +192,15 @@ def _batch_of(incident: IncidentStory) -> bool:
 
 
 def _concerned(incidents: Sequence[IncidentStory]) -> str:
-    """Names the incidents that the same advice is about."""
+    """Names the incidents that the same advice is about, and says what it is that was only reported."""
     newest = incidents[-1]
+    told = f" {sentence(newest.diagnosis)}" if newest.outcome == "reported" and newest.diagnosis else ""
     if len(incidents) == 1:
-        return f"Step {newest.step}, {newest.title}: {newest.outcome}."
+        return f"Step {newest.step}, {newest.title}: {newest.outcome}.{told}"
     steps = [str(each.step) for each in incidents[-_NAMED:]]
     earlier = "..., " if len(incidents) > _NAMED else ""
     at = f"{earlier}{', '.join(steps[:-1])} and {steps[-1]}"
-    return f"{len(incidents)} incidents, at steps {at}; the newest, {newest.title}: {newest.outcome}."
+    return f"{len(incidents)} incidents, at steps {at}; the newest, {newest.title}: {newest.outcome}.{told}"
 
 
 def _once(steps: Sequence[NextStep]) -> list[NextStep]:
@@ -217,18 +216,6 @@ def _once(steps: Sequence[NextStep]) -> list[NextStep]:
         incidents = list(dict.fromkeys([*first.incidents, *step.incidents]))
         kept[same] = NextStep(first.text, why, first.command or step.command, incidents)
     return kept
-
-
-def _about_lost_steps(state: State, missing: int) -> Iterable[NextStep]:
-    if state.name == "running":
-        return
-    missing = min(missing, state.step)
-    if state.step > 0 and missing == state.step:
-        yield NextStep("Do not use the weights.", f"None of its {counted(state.step, 'step')} is in them.")
-    elif state.step > 0 and missing > _MANY * state.step:
-        yield NextStep(
-            "Evaluate the weights before you use them.", f"{missing} of {state.step} steps are not in them."
-        )
 
 
 def _about_rows(directory: Path, quarantine: Sequence[RowNamed]) -> Iterable[NextStep]:

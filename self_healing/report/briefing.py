@@ -31,6 +31,8 @@ def _lines(report: RunReport) -> Iterable[str]:
     yield f"# Run {report.run}: {headline(report)}"
     yield ""
     yield f"{report.state.told} Read {moment(report.made)}."
+    if report.verdict is not None:
+        yield f"Verdict: {report.verdict}"
     if report.goodput is not None:
         yield goodput_line(report.goodput)
     if report.learning_rate:
@@ -68,8 +70,9 @@ def _lines(report: RunReport) -> Iterable[str]:
 
 def _next_steps(steps: Sequence[NextStep]) -> Iterable[str]:
     for number, step in enumerate(steps[:_STEPS], start=1):
-        command = f" `{step.command}`" if step.command else ""
-        yield f"{number}. {step.text}{command}{f' ({step.why})' if step.why else ''}"
+        line, why = f"{number}. {step.text}{f' `{step.command}`' if step.command else ''}", f"({step.why})"
+        # Neither advice nor diagnosis is cut for the other.
+        yield from [f"{line} {why}" if step.why else line] if len(line + why) < _WIDTH else [line, f"   {why}"]
 
 
 def _incidents(incidents: Sequence[IncidentStory]) -> Iterable[str]:
@@ -82,7 +85,7 @@ def _incidents(incidents: Sequence[IncidentStory]) -> Iterable[str]:
     chosen = (open_ones[-_INCIDENTS:] + rest[::-1])[:_INCIDENTS]
     for incident in sorted(chosen, key=lambda each: (each.time or 0.0, each.id)):
         done = ", ".join(action.replace("_", " ") for action in incident.actions) or "nothing"
-        cost = f"{counted(incident.steps_lost, 'step')}, {duration(incident.seconds_lost)} lost"
+        cost = f"{incident.lost}, {duration(incident.seconds_lost)}"
         named = [row.name for row in incident.rows[:_ROWS]] + [file.path for file in incident.files]
         told = f" See: {', '.join(named)}." if named else ""
         yield (

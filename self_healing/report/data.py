@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..files import jsonable
+from ..journal.incident import counted
 
 
 # Named in every JSON file and output; the number goes up when a key is renamed, removed, or means something else.
@@ -159,6 +160,8 @@ class IncidentStory:
             In a few words, without the step: `"loss not finite: poison rows"`.
         text (`str`):
             In a paragraph, for a person at 3 a.m.
+        diagnosis (`str`):
+            What it means, in a sentence or two.
         advice (`str`):
             What to do about it; empty if nothing is.
         time (`float`, *optional*), closed (`float`, *optional*):
@@ -188,6 +191,7 @@ class IncidentStory:
     seconds_lost: float = 0.0
     title: str = ""
     text: str = ""
+    diagnosis: str = ""
     advice: str = ""
     time: float | None = None
     closed: float | None = None
@@ -197,6 +201,12 @@ class IncidentStory:
     story: list[StoryLine] = field(default_factory=list)
     rows: list[RowNamed] = field(default_factory=list)
     files: list[FileNamed] = field(default_factory=list)
+
+    @property
+    def lost(self) -> str:
+        """How many steps it has cost, in words."""
+        known = "steps_lost_unknown" not in self.evidence
+        return f"{counted(self.steps_lost, 'step')} lost" if known else "steps lost not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,6 +522,34 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """
+    What is known of the weights that a run has left.
+
+    Args:
+        name (`str`):
+            `"good"`, `"look first"` or `"do not use"`.
+        why (`list[str]`):
+            What it rests on, most pressing first.
+        learned (`str`):
+            What the run has learned as far as its logs say, and what to do, in a sentence.
+    """
+
+    name: str
+    why: list[str]
+    learned: str = ""
+
+    @property
+    def reasons(self) -> str:
+        """What it rests on, in a sentence."""
+        told = "; ".join(self.why)
+        return f"{told[:1].upper()}{told[1:]}."
+
+    def __str__(self) -> str:
+        return f"{self.name.capitalize()}: {'; '.join(self.why)}. {self.learned}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
 class RunBrief:
     """
     One of several runs that wrote into the same directory.
@@ -558,6 +596,8 @@ class RunReport:
             As they say; checkpoints newest first.
         learning_rate (`str`):
             What became of the rate, in a sentence; empty if it is the schedule's.
+        verdict ([`Verdict`], *optional*):
+            What is known of its weights; `None` as long as the run goes on, or may.
         next_steps (`list[NextStep]`):
             What to do, most pressing first; never empty.
         series ([`Series`]):
@@ -588,6 +628,7 @@ class RunReport:
     quarantine: list[RowNamed] = field(default_factory=list)
     checkpoints: list[CheckpointRow] = field(default_factory=list)
     learning_rate: str = ""
+    verdict: Verdict | None = None
     next_steps: list[NextStep] = field(default_factory=list)
     series: Series = field(default_factory=Series)
     files: list[FileNamed] = field(default_factory=list)
@@ -598,6 +639,12 @@ class RunReport:
     def steps_lost(self) -> int:
         """Optimizer steps that are missing from the weights."""
         return sum(incident.steps_lost for incident in self.incidents)
+
+    @property
+    def lost(self) -> str:
+        """How many steps are missing from the weights, in words."""
+        unknown = next((each.lost for each in self.incidents if "steps_lost_unknown" in each.evidence), None)
+        return unknown or f"{counted(self.steps_lost, 'step')} lost"
 
     @property
     def steps_repeated(self) -> int:

@@ -63,6 +63,12 @@ class HealingReport:
         return sum(incident["steps_lost"] for incident in self.incidents)
 
     @property
+    def lost(self) -> str:
+        """How many steps are missing from the weights, in words."""
+        unknown = any("steps_lost_unknown" in incident["evidence"] for incident in self.incidents)
+        return "steps lost not known" if unknown else f"{counted(self.steps_lost, 'step')} lost"
+
+    @property
     def steps_repeated(self) -> int:
         """Optimizer steps that were finished, were in no checkpoint, and had to be done again."""
         return sum(incident["steps_repeated"] for incident in self.incidents)
@@ -230,7 +236,7 @@ class HealingReport:
         for incident in self.incidents:
             cells = (
                 str(incident["step"]),
-                textwrap.fill(incident["symptom"].replace("_", " "), _FAULT_WIDTH),
+                textwrap.fill(incident["symptom"].removeprefix("rule:").replace("_", " "), _FAULT_WIDTH),
                 incident["cause"],
                 ", ".join(action.replace("_", " ") for action in incident["actions"]) or "-",
                 _cost(incident),
@@ -256,6 +262,7 @@ def _cost(incident: Mapping[str, Any]) -> str:
     """Steps and seconds that it cost, below each other."""
     lost, again, seconds = incident["steps_lost"], incident["steps_repeated"], incident["seconds_lost"]
     told = [
+        *(["steps lost\nnot known"] if "steps_lost_unknown" in incident["evidence"] else []),
         *([f"{counted(lost, 'step')} lost"] if lost else []),
         *([f"{again:,} repeated"] if again else []),
         *([f"{seconds:.1f} s"] if seconds >= 0.05 else []),

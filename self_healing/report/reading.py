@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..journal.step_log import StepRow
 from ..restarts.record import RunRecord, UnreadableRecordError
@@ -19,6 +20,7 @@ from .journals import Event, Journals, moment, number, read_journals, status_in
 from .left_behind import list_checkpoints, list_files, read_postmortem, read_quarantine
 from .steps import read_steps, series_of
 from .stories import Places, tell_incidents
+from .verdict import judge_weights
 
 
 # Events that are worth a word though nothing had to be done, by their kind.
@@ -33,7 +35,11 @@ _NOTICED = {
 
 
 def read_run(
-    directory: str | Path, run: str | None = None, charts: bool = True, now: float | None = None
+    directory: str | Path,
+    run: str | None = None,
+    charts: bool = True,
+    now: float | None = None,
+    ended: tuple[State, Mapping[str, Any]] | None = None,
 ) -> RunReport:
     """
     Reads all that is known of a run.
@@ -48,6 +54,8 @@ def read_run(
             Whether to read what can be drawn.
         now (`float`, *optional*):
             In seconds since the epoch. Defaults to the time it is.
+        ended (`tuple`, *optional*):
+            Of a run whose end is not written down yet: its state, and what it has learned.
 
     Returns:
         [`RunReport`]
@@ -57,7 +65,8 @@ def read_run(
         ValueError: If the file is no journal, or there is no such run, or more than one.
     """
     journals = read_journals(directory)
-    return _Reader(journals, Path(directory), _chosen(journals, run), time.time() if now is None else now).read(charts)
+    reader = _Reader(journals, Path(directory), _chosen(journals, run), time.time() if now is None else now)
+    return reader.read(charts, ended)
 
 
 def _chosen(journals: Journals, run: str | None) -> str:
@@ -89,7 +98,7 @@ class _Reader:
         self.status = self._find_status()
         self.record = self._find_record()
 
-    def read(self, charts: bool) -> RunReport:
+    def read(self, charts: bool, ended: tuple[State, Mapping[str, Any]] | None) -> RunReport:
         status, journals = self.status, self.journals
         recorded = [event["output_dir"] for event in self.started if "output_dir" in event]
         places = Places(self.directory, self.output_dir, recorded)
@@ -97,7 +106,8 @@ class _Reader:
         quarantine = read_quarantine(self.directory, self.run, named, self.remarks)
         incidents = tell_incidents(self.events, places, quarantine)
         rows, about = read_steps(self.directory, self.run, self.remarks)
-        state = self._state(status, rows)
+        last = next((event for event in reversed(self.events) if event["kind"] == "run_ended"), {})
+        state, learned = ended or (self._state(status, rows), last.get("learned", {}))
         times = [event.get("time", 0.0) for event in self.events] + [row.time for row in rows]
         attempts = self._attempts(state, sorted(each for each in times if each))
         until = self.now if state.name == "running" else state.since
@@ -110,6 +120,7 @@ class _Reader:
         postmortem = None
         if state.name != "ended":
             postmortem = read_postmortem(self.directory / "postmortem.json", self.run)
+        verdict = judge_weights(state, incidents, checkpoints, steps_missing(rows, incidents), learned)
         todo: list[NextStep] = next_steps(
             self.directory,
             self.output_dir,
@@ -118,7 +129,7 @@ class _Reader:
             quarantine,
             checkpoints,
             left,
-            steps_missing(rows, incidents),
+            verdict,
             rate.learning_rate,
             postmortem,
         )
@@ -141,6 +152,7 @@ class _Reader:
             quarantine=quarantine,
             checkpoints=checkpoints,
             learning_rate=rate.rate,
+            verdict=verdict,
             next_steps=todo,
             series=series_of(rows, about, self.output_dir) if charts else Series(),
             files=list_files(places, self.run),

@@ -123,7 +123,7 @@ def _tell(
     healed = Action.ROLL_BACK in incident.actions and Action.STOP not in incident.actions
     severity = "warning" if recipe is None or healed else recipe.severity
     of_it = [row for row in rows if _is_of(row, names, incident)]
-    symptom = incident.symptom.replace("_", " ")
+    symptom = incident.symptom.removeprefix("rule:").replace("_", " ")
     plain = incident.cause in ("unknown", symptom)
     unhealed = incident.outcome in ("unresolved", "fatal", "reported", "open")
     return IncidentStory(
@@ -140,6 +140,7 @@ def _tell(
         seconds_lost=incident.seconds_lost,
         title=symptom if plain else f"{symptom}: {incident.cause}",
         text=describe(incident),
+        diagnosis=str(incident.evidence.get("diagnosis") or ("" if recipe is None else recipe.diagnosis)),
         advice=str(incident.evidence.get("remedy") or (recipe.advice if recipe is not None and unhealed else "")),
         time=first.get("time"),
         closed=next((event.get("time") for event in reversed(lines) if event["kind"] == "outcome"), None),

@@ -17,6 +17,7 @@ from .words import counted, goodput_line, moment, printable, size
 # Of rows, files and checkpoints: all of them are in the JSON.
 _SHOWN = 8
 _STATE_STYLES = {"running": "cyan", "ended": "green", "stopped": "bold red", "died": "bold red", "left": "yellow"}
+_VERDICT_STYLES = {"good": "green", "look first": "yellow", "do not use": "bold red"}
 
 
 def show(report: RunReport, summary: HealingReport, console: Console) -> None:
@@ -45,6 +46,8 @@ def show(report: RunReport, summary: HealingReport, console: Console) -> None:
         _line(console, remark, "yellow")
     _line(console, report.state.told, _STATE_STYLES.get(report.state.name, ""))
     _line(console, summary.ending)
+    if report.verdict is not None:
+        _line(console, f"Verdict: {report.verdict}", _VERDICT_STYLES[report.verdict.name])
     if summary.status is not None:
         _show_next_steps(report.next_steps, console)
     if report.other_runs:
@@ -65,8 +68,8 @@ def _show_incidents(summary: HealingReport, console: Console) -> None:
         return
     console.print(summary.table())
     again = f", {counted(summary.steps_repeated, 'step')} done again." if summary.steps_repeated else "."
-    lost = f"{counted(summary.steps_lost, 'step')} and {summary.seconds_lost:.1f} s lost"
-    _line(console, f"{counted(len(summary.incidents), 'incident')}, {lost}{again}")
+    cost = f"{summary.lost}, {summary.seconds_lost:.1f} s{again}"
+    _line(console, f"{counted(len(summary.incidents), 'incident')}, {cost}")
     if earlier := summary.of_earlier_runs:
         _line(console, f"Of these, {counted(earlier, 'incident')} of earlier runs in this directory.")
 

@@ -82,6 +82,7 @@ EVENT: Mapping[str, Check] = {
     "happened": is_flag,
     "evidence": is_mapping,
     "limits": is_mapping,
+    "learned": is_mapping,
 }
 EVIDENCE: Mapping[str, Check] = {"tensors": is_list, "tensors_total": is_count, "rows": is_list, "samples": is_list}
 # Of a line of the quarantine.

@@ -42,6 +42,8 @@ class Attachment:
             Whether what lies on the device is neither touched nor freed any more.
         terminal ([`Terminal`], *optional*):
             Speaks for the time of this call; `None` where one does that for several of them.
+        verdict (`str`), doubtful (`bool`):
+            On the weights, once the run has ended; whether they are to be looked at first.
     """
 
     instrument: Instrument | None = None
@@ -50,6 +52,8 @@ class Attachment:
     broken: bool = False
     device_lost: bool = False
     terminal: Terminal | None = None
+    verdict: str = ""
+    doubtful: bool = False
 
 
 @dataclass(slots=True)

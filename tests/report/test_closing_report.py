@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import OutputFault, RaisingForward, sft_trainer
+from conftest import OutputFault, RaisingForward, adapter_trainer, sft_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
@@ -106,6 +106,25 @@ def test_tensorboard_has_the_metrics_and_the_report(
     text = report.tensor_proto.string_val[0].decode()
     assert report.step == 6
     assert "ended, step 6 of 6; 1 incident" in text
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["callback", "wrapper"])
+def test_terminal_file_and_tracker_give_the_same_verdict_on_a_run_that_learned_nothing(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrapped: bool
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    own = {"callbacks": [SelfHealingCallback()]} if not wrapped else {}
+    trainer = adapter_trainer(
+        tmp_path / "run", tokenizer, learning_rate=1.0, max_steps=60, report_to=["tensorboard"], **own
+    )
+    (SelfHealingTrainer(trainer) if wrapped else trainer).train()
+    verdict = report_in(tmp_path / "run")["verdict"]
+    assert verdict["name"] == "look first"
+    told = f"Look first: {'; '.join(verdict['why'])}. {verdict['learned'].removesuffix('.')}"
+    (last,) = [line for line in capsys.readouterr().err.splitlines() if "ended at step 60 of 60" in line]
+    assert told in last
+    (report,) = texts_in(tmp_path / "board")
+    assert told in report.tensor_proto.string_val[0].decode()
 
 
 def test_tensorboard_has_the_report_of_a_run_that_an_exception_ends(

@@ -17,7 +17,7 @@ from self_healing.failures import FAILURE_RECIPES, FailureType
 from self_healing.journal.step_log import StepLog, StepRow, step_log_of
 from self_healing.processes import Process
 from self_healing.report.briefing import LINES, briefing_of
-from self_healing.report.data import SCHEMA
+from self_healing.report.data import SCHEMA, Verdict
 from self_healing.report.healing_report import HealingReport
 from self_healing.report.reading import read_run
 from self_healing.report.text import show
@@ -97,6 +97,12 @@ def made_up(tmp_path: Path) -> MadeUpDirectory:
     return MadeUpDirectory(tmp_path / "run")
 
 
+def verdict_of(made_up: MadeUpDirectory) -> Verdict:
+    verdict = read_run(made_up.path).verdict
+    assert verdict is not None
+    return verdict
+
+
 # ---- what has become of it ----
 
 
@@ -106,7 +112,8 @@ def test_a_run_that_ended_says_so_and_asks_for_nothing(made_up: MadeUpDirectory)
     made_up.status(RunState.ENDED, 100)
     report = read_run(made_up.path)
     assert (report.state.name, report.state.step, report.state.max_steps) == ("ended", 100, 100)
-    assert [step.text for step in report.next_steps] == ["Use the weights."]
+    assert str(report.verdict) == "Good: no fault was found. Evaluate the weights before you use them."
+    assert [step.text for step in report.next_steps] == ["Evaluate the weights before you use them."]
 
 
 def test_a_run_that_goes_on_is_running(made_up: MadeUpDirectory) -> None:
@@ -147,7 +154,7 @@ def test_steps_that_were_not_written_down_are_not_missing_from_the_weights(made_
     made_up.event("run_ended", 20, incidents=1)
     made_up.status(RunState.ENDED, 20)
     made_up.steps(row(0, skipped=1), row(1))
-    assert not [step for step in read_run(made_up.path).next_steps if step.text.startswith("Evaluate the weights")]
+    assert verdict_of(made_up).why[-1] == "1 of 20 steps is not in the weights"
 
 
 def test_many_steps_that_were_skipped_are_missing_from_the_weights(made_up: MadeUpDirectory) -> None:
@@ -155,7 +162,7 @@ def test_many_steps_that_were_skipped_are_missing_from_the_weights(made_up: Made
     made_up.event("run_ended", 20, incidents=0)
     made_up.status(RunState.ENDED, 20)
     made_up.steps(*(row(step, skipped=int(step < 5)) for step in range(20)))
-    assert read_run(made_up.path).next_steps[0].why == "5 of 20 steps are not in them."
+    assert verdict_of(made_up).why == ["5 of 20 steps are not in the weights"]
 
 
 def test_a_postmortem_says_what_to_do(made_up: MadeUpDirectory) -> None:

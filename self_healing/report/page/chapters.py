@@ -105,7 +105,7 @@ def tell(incident: IncidentStory, number: int) -> Told:
     cost = [f"step {wording.number(incident.step)}"]
     if incident.actions:
         cost.append(", ".join(wording.spoken(action) for action in dict.fromkeys(incident.actions)))
-    cost.append(f"{words.counted(incident.steps_lost, 'step')} lost" if incident.steps_lost else "no step lost")
+    cost.append(incident.lost)
     if incident.steps_repeated:
         cost.append(f"{words.counted(incident.steps_repeated, 'step')} done again")
     if incident.seconds_lost:

@@ -48,6 +48,7 @@ _STATES = {
     "died": ("bad", "The run died"),
     "unknown": ("calm", "Whether the run is still going is not known"),
 }
+_VERDICTS = {"good": "good", "look first": "warn", "do not use": "bad"}
 # Of the first bytes of a page, by which it is known again.
 _HEAD, _GENERATOR = 4096, b'<meta name="generator" content="self-healing-trl'
 _ICON = {"good": "%2315803d", "bad": "%23b91c1c", "warn": "%23a84b05", "busy": "%231d4ed8", "calm": "%235b6473"}
@@ -184,12 +185,15 @@ def _version() -> str:
 def _verdict(report: RunReport) -> dict[str, Any]:
     state = report.state
     tone, title = _STATES.get(state.name, _STATES["unknown"])
+    if state.name == "ended" and report.verdict is not None:
+        tone = _VERDICTS[report.verdict.name]
     share = min(state.step / state.max_steps, 1.0) if state.max_steps else None
     of = f" of {wording.number(state.max_steps)}" if state.max_steps else ""
     return {
         "tone": tone,
         "title": title,
         "told": state.told,
+        "weights": "" if report.verdict is None else f"Verdict: {report.verdict}",
         "share": share,
         "progress": f"Step {wording.number(state.step)}{of}",
         "percent": "" if share is None else f"{math.floor(100 * share)} %",
@@ -228,7 +232,8 @@ def _figures(report: RunReport, tellings: Sequence[Told]) -> list[dict[str, str]
     again = (
         f"{words.counted(report.steps_repeated, 'step')} done again" if report.steps_repeated else "none done again"
     )
-    found.append(("Steps lost", wording.number(report.steps_lost), again))
+    lost = "not known" if report.lost.endswith("known") else wording.number(report.steps_lost)
+    found.append(("Steps lost", lost, again))
     found.append(("Time spent on healing", wording.duration(report.seconds_lost), "diagnosis and remedies"))
     if report.quarantine:
         found.append(("Left out of training", wording.number(len(report.quarantine)), "rows and samples"))
