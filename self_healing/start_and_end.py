@@ -40,8 +40,10 @@ _BECAME = {
     "fatal": "fatal",
     "open": "not judged yet",
 }
-# Kinds of incidents that are named at the end, the most frequent first.
+# Kinds of incidents that are named at the end, the most frequent first; rules that cannot fire, at the start.
 _NAMED = 3
+# Steps between two logs, as TRL has them: what is too seldom for a rule with these as well is the length of the run.
+_USUAL = 10
 
 
 def _contained(tell: Callable[..., None]) -> Callable[..., None]:
@@ -124,6 +126,28 @@ def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
     if needs_wrapper:
         text += f"; with SelfHealingTrainer also {', '.join(needs_wrapper)}"
     announce(f"{text}. Journal: {run.journal.path}", severity="info")
+    _tell_of_silent_rules(run, instrument)
+
+
+def _tell_of_silent_rules(run: Run, instrument: Instrument) -> None:
+    """Warns of metric rules that cannot fire because the run logs too seldom; not of those that are only noted."""
+    args, state, rules = instrument.trainer.args, instrument.trainer.state, run.numerics.rules
+    steps, logs = int(state.max_steps), int(state.num_train_epochs) if args.logging_strategy == "epoch" else 0
+    logs = steps // int(state.logging_steps) if args.logging_strategy == "steps" else logs
+    logs += args.logging_first_step
+    # What a trainer of no known objective logs beside the Trainer's own metrics, it logs when it likes.
+    known = instrument.objective.name not in ("generic", "unknown")
+    silent = [
+        f"{rule.name} needs {rule.logs_needed}"
+        for rule in ([] if rules is None else rules.rules)
+        if rule.severity != "info" and logs < rule.logs_needed <= steps // _USUAL and rule.steps <= steps
+        if {"loss", "grad_norm"}.issuperset(rule.metrics) or (known and "eval_" not in "".join(rule.metrics))
+    ]
+    if silent:
+        named = ", ".join([*silent[:_NAMED], *["..."][: len(silent) - _NAMED]])
+        text = f"{counted(len(silent), 'metric rule')} cannot fire: this run logs {counted(logs, 'time')} in {steps} "
+        text += f'steps ({named}). Set logging_strategy="steps", logging_steps={_USUAL}.'
+        announce(text, logging.WARNING)
 
 
 @_contained

@@ -660,6 +660,16 @@ def test_a_rule_reports_its_red_flag_once_and_not_too_early(name: str) -> None:
     assert seen == [(example.after + max(rule.steps, rule.observations), f"rule:{name}")]
 
 
+@pytest.mark.parametrize("every", [1, 7, 20, 50, 500])
+@pytest.mark.parametrize("name", TABLE)
+def test_a_rule_that_is_said_not_to_fire_with_so_few_logs_does_not(name: str, every: int) -> None:
+    """And with a few more it does."""
+    rule, red = TABLE[name], EXAMPLES[name].red
+    reported = feed(MetricRules([rule], LIMITS), {every * log: red(log) for log in range(1, rule.logs_needed + 75)})
+    assert [name for step, name in reported if step < every * rule.logs_needed] == []
+    assert len(reported) == 1
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_a_rule_is_silent_while_its_metric_is_healthy(name: str) -> None:
     """With some noise, and alone or among the other rules."""

@@ -15,9 +15,13 @@ from conftest import (
     OutputFault,
     RaisingAt,
     RaisingForward,
+    dpo_trainer,
+    grpo_trainer,
     journal,
     lost_connection,
     plain_trainer,
+    reward_trainer,
+    sft_trainer,
     tiny_model,
 )
 from replayed_terminal import terminal_of
@@ -104,6 +108,100 @@ def test_a_healthy_run_says_what_it_heals_and_that_nothing_happened(tmp_path: Pa
         f"{ON} Journal: {tmp_path}/healing_events.jsonl",
         ended_well(2),
     ]
+
+
+class StopsAtOnce(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+def said_of_rules(build: Callable[..., Trainer], directory: Path, tokenizer: Any, **arguments: Any) -> list[str]:
+    settings = HealingConfig(rules_file=arguments.pop("rules_file", None))
+    trainer = build(directory, tokenizer, callbacks=[SelfHealingCallback(settings), StopsAtOnce()], **arguments)
+    begin, *between, end = said(trainer.train)
+    assert "] on: heals" in begin
+    assert "] ended at step 1 of" in end
+    return between
+
+
+ONE_EPOCH = {
+    "max_steps": -1,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+}
+TOO_SELDOM: list[tuple[Callable[..., Trainer], dict[str, Any], str]] = [
+    (
+        sft_trainer,
+        {"max_steps": 100, "logging_steps": 500},
+        "1 metric rule cannot fire: this run logs 0 times in 100 steps (sft_grad_norm_high needs 3)",
+    ),
+    (
+        grpo_trainer,
+        {"max_steps": 600, "logging_steps": 20},
+        "2 metric rules cannot fire: this run logs 30 times in 600 steps (reward_std_mostly_zero needs 40, "
+        "most_steps_without_signal needs 40)",
+    ),
+    (
+        grpo_trainer,
+        {"max_steps": 100, "logging_steps": 500, "logging_first_step": True},
+        "15 metric rules cannot fire: this run logs 1 time in 100 steps (reward_stuck_at_zero needs 3, "
+        "reward_std_zero needs 3, no_group_has_signal needs 3, ...)",
+    ),
+    *(
+        (
+            dpo_trainer,
+            {**ONE_EPOCH, **arguments},
+            f"2 metric rules cannot fire: this run logs {times} in 64 steps (dpo_not_training needs 3, dpo_saturated "
+            "needs 3)",
+        )
+        for times, arguments in (
+            ("0 times", {"logging_strategy": "no"}),
+            ("1 time", {"logging_strategy": "epoch"}),
+            ("2 times", {"logging_steps": 0.5}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "arguments", "line"), TOO_SELDOM)
+def test_rules_that_cannot_fire_because_the_run_logs_too_seldom_are_named(
+    build: Callable[..., Trainer], arguments: dict[str, Any], line: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    assert said_of_rules(build, tmp_path, tokenizer, **arguments) == [
+        f'[self_healing] {line}. Set logging_strategy="steps", logging_steps=10.'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments"),
+    [
+        # As often as TRL logs: the loss plateau of SFT has to wait for 102 logs all the same.
+        (sft_trainer, {"max_steps": 300, "logging_steps": 10}),
+        # A short run: with more logs it would have no rule that can fire, either.
+        (grpo_trainer, {"max_steps": 20, "logging_steps": 500}),
+        # Enough for all but the rule that is only noted.
+        (sft_trainer, {"max_steps": 2000, "logging_steps": 50}),
+        # It logs nothing that a rule reads.
+        (plain_trainer, {"max_steps": 100, "logging_steps": 500}),
+        # Its one rule reads evaluations.
+        (reward_trainer, {"max_steps": 100, "logging_steps": 500}),
+    ],
+)
+def test_no_rule_is_spoken_of_in_an_ordinary_run(
+    build: Callable[..., Trainer], arguments: dict[str, Any], tmp_path: Path, tokenizer: Any
+) -> None:
+    assert said_of_rules(build, tmp_path, tokenizer, **arguments) == []
+
+
+def test_a_rule_of_the_users_own_is_named_where_it_reads_what_the_trainer_logs(tmp_path: Path, tokenizer: Any) -> None:
+    rule = '[{}]\nmetric = "{}"\nred_flag = [{{ is = "above", value = 9.0 }}]\n'
+    own = tmp_path / "rules.toml"
+    own.write_text(rule.format("high_loss", "loss") + rule.format("high_score", "my_score"))
+    (line,) = said_of_rules(
+        plain_trainer, tmp_path / "run", tokenizer, max_steps=100, logging_steps=500, rules_file=str(own)
+    )
+    assert "] 1 metric rule cannot fire: this run logs 0 times in 100 steps (high_loss needs 3)." in line
 
 
 def test_a_preset_that_is_in_force_is_named(tmp_path: Path, tokenizer: Any) -> None:

@@ -11,7 +11,7 @@ from numbers import Real
 from statistics import median
 from typing import Any
 
-from .rule import TRENDS, Condition
+from .rule import EARLY, TRENDS, Condition
 
 
 # How the other relations compare a value with its bound; "near" compares the distance between them with its tolerance.
@@ -22,8 +22,6 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "at_most": operator.le,
     "near": operator.le,
 }
-# Observations of a metric whose median is the run's own early level.
-_EARLY = 10
 # A trend must exceed the standard error of the difference of two medians by this factor. Windows overlap from one
 # observation to the next and metrics are not independent: two or three would cry wolf in a long run.
 _STANDARD_ERRORS = 4.0
@@ -52,7 +50,7 @@ class Series:
             self.highest = value
         if self.start is None:
             self.early.append(value)
-            if len(self.early) == _EARLY:
+            if len(self.early) == EARLY:
                 self.start = median(self.early)
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,7 +65,7 @@ class Series:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.recent.extend(state["recent"])
         self.early = list(state["early"])
-        self.start = median(self.early) if len(self.early) == _EARLY else None
+        self.start = median(self.early) if len(self.early) == EARLY else None
         if state["range"] is not None:
             self.lowest, self.highest, self.value = state["range"]
         self.log = state["log"]

@@ -19,6 +19,8 @@ RuleAction = Literal["alert", "rollback", "stop"]
 OBJECTIVES = (*(objective.name for objective in BY_CLASS_NAME.values()), "ebft", "generic")
 
 TRENDS = ("rising", "falling", "flat")
+# Observations of a metric whose median is the run's own early level.
+EARLY = 10
 # Before `rewards/NAME/mean` and `rewards/NAME/std` there was the mean alone, under the name of the reward function.
 _REWARD_IN_OLDER_TRL = re.compile(r"rewards/[^/]+")
 
@@ -134,6 +136,13 @@ class MetricRule:
     def metrics(self) -> tuple[str, ...]:
         """The metrics it reads: the one it watches first."""
         return tuple(dict.fromkeys([self.metric, *(part.metric for part in self.red_flag if part.metric)]))
+
+    @property
+    def logs_needed(self) -> int:
+        """Logs until it can report: a trend and an early level are not known before."""
+        trends = [part.window for part in self.red_flag if part.relation in TRENDS]
+        early = [EARLY for part in self.red_flag if part.of == "start"]
+        return max([1, *trends, *early]) + self.observations - 1
 
     def describe(self) -> str:
         """Puts the red flag into words."""
