@@ -240,15 +240,15 @@ class Journal:
         self._report(incident)
 
     def _log(self, incident: Incident, severity: str) -> None:
-        """One line, with the incident itself for handlers of the program's own."""
-        of_its_kind = (incident.failure, incident.symptom, *dict.fromkeys(incident.actions))
+        """One line, with the incident for handlers of the program's own, in values that JSON has as well."""
+        of_its_kind = " ".join([str(incident.failure), incident.symptom, *dict.fromkeys(incident.actions)])
         # Never below WARNING, which is what Python shows by default: a run that was healed must not look untouched.
         log_safely(
             logger,
             logging.ERROR if severity == "error" else logging.WARNING,
             "%s",
             headline(incident, HEADLINE_WIDTH),
-            extra={"incident": incident, "severity": severity, "kind": of_its_kind},
+            extra={"incident": jsonable(incident.to_dict()), "severity": severity, "kind": of_its_kind},
         )
 
     def closed(self, incident: Incident, outcome: str, **evidence: Any) -> None:

@@ -118,8 +118,8 @@ class Terminal(logging.Handler):
             return
         name, incident = self._name, getattr(record, "incident", None)
         text = record.getMessage()
-        if isinstance(incident, Incident):
-            text = headline(incident, WIDTH - len(name) - 1 - len(suffix))
+        if incident is not None:
+            text = headline(Incident.from_dict(incident), WIDTH - len(name) - 1 - len(suffix))
         text += suffix
         if record.exc_info:
             text += "\n" + (self.formatter or _TRACEBACK).formatException(record.exc_info)

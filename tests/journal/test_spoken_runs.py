@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import (
     OutputFault,
     RaisingAt,
@@ -202,6 +204,44 @@ def test_a_rule_of_the_users_own_is_named_where_it_reads_what_the_trainer_logs(t
         plain_trainer, tmp_path / "run", tokenizer, max_steps=100, logging_steps=500, rules_file=str(own)
     )
     assert "] 1 metric rule cannot fire: this run logs 0 times in 100 steps (high_loss needs 3)." in line
+
+
+class AsJson(logging.Formatter):
+    """As Ray's: what is not of every record is dumped as it is."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        usual = vars(logging.makeLogRecord({}))
+        added = {name: value for name, value in vars(record).items() if name not in usual}
+        return json.dumps({"message": record.getMessage(), **added})
+
+
+def test_each_incident_reaches_a_log_in_json(
+    tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OneThatRaises(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                raise ValueError("a broken row")
+            return rows[index]
+
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    handler.setFormatter(AsJson())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    trainer = plain_trainer(tmp_path / "run", tokenizer, max_steps=12)
+    rows = trainer.train_dataset
+    trainer.train_dataset = OneThatRaises()
+    OutputFault(trainer.model, lambda forward: forward == 5)
+    RaisingForward(trainer.model, lambda forward: forward == 15, lost_connection)
+    healer_of(trainer).train()
+    assert "Logging error" not in capsys.readouterr().err
+    lines = [json.loads(line) for line in written.getvalue().splitlines()]
+    told = [line["incident"] for line in lines if "incident" in line]
+    assert {each["failure"] for each in told} == {"nonfinite_transient", "network", "bad_data"}
+    assert {each["incident"] for each in told} == {each["incident"] for each in journal(tmp_path / "run", "detected")}
 
 
 def test_a_preset_that_is_in_force_is_named(tmp_path: Path, tokenizer: Any) -> None:

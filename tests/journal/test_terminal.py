@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
+import math
 import os
 import re
 import string
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from incidents_of_each_kind import EACH_KIND, SECRET, A, F, incident
 from replayed_terminal import terminal_of
 from rich.console import Console
@@ -240,13 +243,27 @@ def test_a_log_file_gets_the_same_lines_in_plain_text_beside_the_terminal(tmp_pa
     assert all(character in string.printable for line in lines for character in line)
 
 
-def test_the_incident_itself_goes_with_the_record(tmp_path: Path) -> None:
+def test_the_fields_of_the_incident_go_with_the_record(tmp_path: Path) -> None:
     found: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = found.append  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     piped(tmp_path, EACH_KIND[0])
-    assert [record.incident for record in found] == [EACH_KIND[0]]  # type: ignore[attr-defined]
+    assert [Incident.from_dict(record.incident) for record in found] == [EACH_KIND[0]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("each", EACH_KIND, ids=lambda each: f"{each.failure}-{each.id}")
+def test_what_goes_with_the_record_is_strict_json(each: Incident, tmp_path: Path) -> None:
+    each = Incident.from_dict(each.to_dict())
+    each.evidence |= {"value": math.inf, "rows": {7}, "batch": (torch.ones(2), Path("x")), 3: F.HANG}
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    piped(tmp_path, each)
+    (record,) = found
+    usual = vars(logging.makeLogRecord({}))
+    assert json.dumps({name: value for name, value in vars(record).items() if name not in usual}, allow_nan=False)
 
 
 def test_the_whole_story_is_logged_as_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,7 @@ class TestAnIncidentThatNothingCures:
         incident = fatal(run)
         run.ending.stop(incident, "why")
         assert told == [(incident.id, "fatal")]
-        (line,) = [record for record in caplog.records if getattr(record, "incident", None) is incident]
+        (line,) = [record for record in caplog.records if getattr(record, "incident", None) == incident.to_dict()]
         assert line.levelname == "ERROR"
 
     def test_the_emergency_checkpoint_of_this_step_is_what_to_go_on_from(
