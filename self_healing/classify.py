@@ -32,6 +32,7 @@ _NETWORK_TYPES = frozenset(
         "urllib.error.URLError",
         "http.client.HTTPException",
         "httpx.TransportError",
+        "httpx2.TransportError",
         "httpcore.NetworkError",
         "httpcore.TimeoutException",
         "aiohttp.client_exceptions.ClientConnectionError",
@@ -68,6 +69,11 @@ _DEAD_WORKER = re.compile(
 )
 # How torch passes on what was raised in one.
 _IN_A_WORKER = re.compile(r"Caught (\w+) in DataLoader worker")
+# The answer of a server in the words of hf_xet, and in those of an exception that torch cannot make again.
+_SAID_STATUS = re.compile(
+    r"(?s)HTTP status (?:client|server) error \((\d{3})"
+    r"|Caught \w+ in DataLoader worker.*?(?:\b(\d{3}) (?:Client|Server) Error|\bHTTP Error (\d{3}))\b"
+)
 # Modules through which a batch comes from a data loader worker.
 _HANDING_OVER = frozenset({"multiprocessing.connection", "torch.multiprocessing.reductions"})
 # gloo raises a bare RuntimeError that names its source.
@@ -87,8 +93,10 @@ _DISK_TEXTS = (
     "basic_ios::clear: iostream error",
     "write(): fd ",
 )
-# How Rust puts an error of the system. tokenizers (0.22) raises it as a bare `Exception`, with no number of its own.
-_RUST_ERRNO = re.compile(r"\(os error (\d+)\)$")
+# How Rust puts an error of the system. tokenizers (0.22) raises it as a bare `Exception`, with no number of its own;
+# hf_xet, the storage of the Hub, as a `RuntimeError`.
+_RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
+_XET_TEXTS = ("CAS service error", "CAS Client Error")
 # Where a file is written; anywhere else they are a mistake in the user's code.
 _FORBIDDEN_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
 # RFC 9110 and RFC 6585: request timeout, too early, too many requests; every 5xx but "not implemented" may pass.
@@ -256,8 +264,11 @@ def _classify_one(error: BaseException) -> FailureType | None:
             return failure
         if _DEAD_WORKER.search(text) or _is_of_a_gone_peer(error, text):
             return FailureType.PROCESS_DIED
-        if any(marker in text for marker in _DISK_TEXTS):
+        number = _errno_of(error)
+        if any(marker in text for marker in _DISK_TEXTS) or number in _DISK_ERRNOS:
             return FailureType.DISK
+        if any(marker in text for marker in _XET_TEXTS) and number in {None, *_NETWORK_ERRNOS}:
+            return FailureType.NETWORK
         return _classify_worker_report(text)
     if "safetensors._safetensors_rust.SafetensorError" in names and "I/O error" in text_of(error):
         return FailureType.DISK
@@ -268,7 +279,7 @@ def _errno_of(error: BaseException) -> int | None:
     """Returns the number of the system's error that an exception stands for, one of a library in Rust included."""
     if isinstance(error, OSError):
         return error.errno
-    said = _RUST_ERRNO.search(text_of(error)) if type(error) is Exception else None
+    said = _RUST_ERRNO.search(text_of(error)) if type(error) in (Exception, RuntimeError) else None
     return None if said is None else int(said.group(1))
 
 
@@ -325,14 +336,10 @@ def could_not_be_written(error: BaseException) -> bool:
 
 
 def _classify_worker_report(text: str) -> FailureType | None:
-    """Classifies an exception that torch cannot make again (HTTP errors) and a data loader worker reports as text."""
+    """Classifies an exception that torch cannot make again and a data loader worker reports as text."""
     caught = _IN_A_WORKER.search(text)
     if caught is None:
         return None
-    status = re.search(r"\b(\d{3}) (?:Client|Server) Error|\bHTTP Error (\d{3})\b", text)
-    if status is not None:
-        code = int(status.group(1) or status.group(2))
-        return FailureType.NETWORK if code in _RETRYABLE_STATUS else None
     names = {name.rsplit(".", 1)[-1] for name in _NETWORK_TYPES}
     return FailureType.NETWORK if caught.group(1) in names else None
 
@@ -340,10 +347,12 @@ def _classify_worker_report(text: str) -> FailureType | None:
 def http_status(error: BaseException) -> int | None:
     """
     Returns the status of the response that an HTTP exception carries (requests, httpx, huggingface_hub, urllib,
-    aiohttp, openai), or that TRL's client of a vLLM server has put into its message.
+    aiohttp, openai), or that TRL's client of a vLLM server or hf_xet has put into its message.
     """
     if type(error) is Exception and (said := re.match(r"Request failed: (\d{3})\b", text_of(error))):
         return int(said.group(1))
+    if type(error) in (RuntimeError, ConnectionError) and (said := _SAID_STATUS.search(text_of(error))):
+        return int(next(filter(None, said.groups())))
     response = attribute_of(error, "response")
     for holder, names in ((response, ("status_code", "status")), (error, ("status_code", "status", "code"))):
         for name in names:

@@ -12,9 +12,8 @@ import logging
 import re
 import tomllib
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 
 logger = logging.getLogger(__name__)
@@ -44,9 +43,6 @@ class KnownError:
     fix: str
     reference: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class _Row:
@@ -73,7 +69,9 @@ def known_errors() -> tuple[KnownError, ...]:
     return tuple(row.error for row in _table())
 
 
-def match_known_error(error: BaseException | None, exit_code: int | None = None) -> KnownError | None:
+def match_known_error(
+    error: BaseException | None, exit_code: int | None = None, trained: str = ""
+) -> KnownError | None:
     """
     Looks an error up; the first row that matches wins. Never raises.
 
@@ -87,6 +85,8 @@ def match_known_error(error: BaseException | None, exit_code: int | None = None)
         exit_code (`int`, *optional*):
             Exit code of the process: negative for a signal, as Python and torchrun tell it, or above 128, as a
             shell does.
+        trained (`str`, *optional*):
+            What is trained, for rows that are not for all: `"[objective sft]"`, with `"[taken away: 'text']"`.
 
     Example:
 
@@ -96,17 +96,17 @@ def match_known_error(error: BaseException | None, exit_code: int | None = None)
     ```
     """
     try:
-        return _match(error, exit_code)
+        return _match(error, exit_code, trained)
     except Exception:
         # An exception whose own `__str__` raises, for one.
         logger.debug("An error could not be looked up in the table of known errors.", exc_info=True)
         return None
 
 
-def _match(error: BaseException | None, exit_code: int | None) -> KnownError | None:
+def _match(error: BaseException | None, exit_code: int | None, trained: str) -> KnownError | None:
     for text in _texts(error):
         for row in _table():
-            if row.pattern is not None and row.pattern.search(text):
+            if row.pattern is not None and row.pattern.search(text + trained):
                 return row.error
     if exit_code is not None:
         for row in _table():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ..classify import describe_exception
 from ..objectives import ANY_POSITIVE_LOSS, BY_CLASS_NAME, GENERIC, UNKNOWN, Objective
 
 
@@ -27,6 +29,16 @@ def objective_of(trainer: Any) -> Objective:
             objective = replace(objective, detectors=objective.detectors & ANY_POSITIVE_LOSS)
         return objective
     return UNKNOWN if own_loss else GENERIC
+
+
+def what_is_trained(trainer: Any, error: BaseException | None) -> str:
+    """Says it for the table of known errors, with the columns that the Trainer takes away if an error misses one."""
+    taken = set[str]()
+    with suppress(Exception):
+        if error is not None and trainer.args.remove_unused_columns and "KeyError" in describe_exception(error):
+            columns = getattr(trainer.train_dataset, "column_names", None) or dict(trainer.train_dataset[0])
+            taken = {*columns} - {*trainer._signature_columns}
+    return f"[objective {objective_of(trainer).name}][taken away: {sorted(taken)}]"
 
 
 def has_own_loss(trainer: Any) -> bool:

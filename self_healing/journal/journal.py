@@ -375,14 +375,15 @@ class Journal:
         exit_code: int | None = None,
         other_ranks: Sequence[Mapping[str, Any]] = (),
         ranks: Mapping[str, Any] | None = None,
+        trained: str = "",
     ) -> str | None:
         """
         Writes `postmortem.json`, and reports to the sinks that the run has ended; the arguments are those of
         [`Postmortem`].
 
         Args:
-            exit_code (`int`, *optional*):
-                Of a process that left no exception.
+            exit_code (`int`, *optional*), trained (`str`, *optional*):
+                Of a process that left no exception, and what it trained: those of [`match_known_error`].
 
         Returns:
             The path, or `None` if it could not be written.
@@ -396,7 +397,7 @@ class Journal:
             checkpoint=checkpoint,
             advice=advice,
             older_checkpoint=older_checkpoint,
-            known=find_known_error(error, exit_code),
+            known=find_known_error(error, exit_code, trained),
             other_ranks=other_ranks,
             ranks=ranks,
         )

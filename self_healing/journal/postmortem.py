@@ -10,7 +10,7 @@ import re
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ class Postmortem:
             "failure": self.failure.value,
             "diagnosis": FAILURE_RECIPES[self.failure].diagnosis,
             "what_to_do": self.what_to_do,
-            "known_error": None if self.known is None else self.known.to_dict(),
+            "known_error": None if self.known is None else asdict(self.known),
             "step": self.step,
             "error": None if self.error is None else _error_entry(self.error),
             "other_ranks": list(self.other_ranks),
@@ -163,9 +163,9 @@ def _error_entry(error: BaseException) -> dict[str, Any]:
     }
 
 
-def find_known_error(error: BaseException | None, exit_code: int | None) -> KnownError | None:
+def find_known_error(error: BaseException | None, exit_code: int | None, trained: str) -> KnownError | None:
     """Looks up the error that ends a run, or the exit code of its process, and logs what is known."""
-    known = match_known_error(error, exit_code)
+    known = match_known_error(error, exit_code, trained)
     if known is not None:
         logger.error(
             "The error that ended the run is known (%s): %s What to do: %s", known.name, known.cause, known.fix

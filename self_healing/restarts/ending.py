@@ -10,6 +10,7 @@ from ..checkpoints.emergency import publish, remove_emergency_checkpoints
 from ..classify import add_note, classify_exception, comes_from_a_collective, describe_exception
 from ..exceptions import UnrecoverableTrainingError
 from ..failures import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, Action, FailureType
+from ..instrument.objective import what_is_trained
 from ..journal.incident import Incident
 from ..journal.postmortem import where_to_go_on
 from ..launcher import EXIT_FOR_RESTART
@@ -276,12 +277,13 @@ class RunEnding:
         advice: str | None,
         older_checkpoint: str | None,
     ) -> str | None:
-        log_history = self._trainer.state.log_history
+        logged = self._trainer.state.log_history
         ranks = self._ranks(error)
         if ranks is not None and error is not None and ranks["first_failure"]["rank"] != self.run.ranks.rank:
             verdict = f"{ranks['what_happened']}; here: {verdict}"
+        trained = what_is_trained(self._trainer, error)
         return self.run.journal.write_postmortem(
-            verdict, failure, self.step, error, log_history, checkpoint, advice, older_checkpoint, ranks=ranks
+            verdict, failure, self.step, error, logged, checkpoint, advice, older_checkpoint, None, (), ranks, trained
         )
 
     def _ranks(self, error: BaseException | None) -> dict[str, Any] | None:

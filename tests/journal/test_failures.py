@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import socket
 import ssl
 import subprocess
@@ -30,6 +31,12 @@ def http_error(status: int) -> HfHubHTTPError:
 def caused_by(outer: Exception, inner: Exception) -> Exception:
     outer.__cause__ = inner
     return outer
+
+
+# httpx, or httpx2 from huggingface_hub 2.0 on.
+HUBS_CLIENT = importlib.import_module(HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
+# As the storage of the Hub (hf_xet) begins what it says.
+XET = "Data processing error: CAS service error : "
 
 
 @pytest.mark.parametrize(
@@ -65,6 +72,32 @@ def caused_by(outer: Exception, inner: Exception) -> Exception:
         (urllib.error.URLError("x"), FailureType.NETWORK),
         (httpx.ConnectTimeout("x"), FailureType.NETWORK),
         (httpx.RemoteProtocolError("x"), FailureType.NETWORK),
+        (HUBS_CLIENT.ConnectError("x"), FailureType.NETWORK),
+        (RuntimeError(XET + "ReqwestMiddleware Error: Request failed after 5 retries"), FailureType.NETWORK),
+        (RuntimeError(XET + "Reqwest Error: error decoding response body, domain: no-url"), FailureType.NETWORK),
+        (
+            RuntimeError(XET + "Reqwest Error: HTTP status server error (502 Bad Gateway), domain: x"),
+            FailureType.NETWORK,
+        ),
+        (
+            RuntimeError("Task error: File reconstruction error: CAS Client Error: Request middleware error: x"),
+            FailureType.NETWORK,
+        ),
+        (
+            RuntimeError(f"Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: {XET}Connection reset"),
+            FailureType.NETWORK,
+        ),
+        (caused_by(OSError("Can't load the model"), RuntimeError(XET + "Request failed")), FailureType.NETWORK),
+        # It writes what it fetches, and is refused like anybody else.
+        (RuntimeError(XET + "IO Error: No space left on device (os error 28)"), FailureType.DISK),
+        (
+            RuntimeError("Data processing error: File reconstruction error: IO Error: x (os error 122)"),
+            FailureType.DISK,
+        ),
+        (RuntimeError(XET + "IO Error: Permission denied (os error 13)"), FailureType.USER_CODE),
+        (RuntimeError(XET + "Reqwest Error: HTTP status client error (401 Unauthorized), x"), FailureType.USER_CODE),
+        (ConnectionError("Network error: HTTP status client error (404 Not Found), domain: x"), FailureType.USER_CODE),
+        (ConnectionError("Rate limited: HTTP status client error (429 Too Many Requests), x"), FailureType.NETWORK),
         (http_error(503), FailureType.NETWORK),
         (http_error(429), FailureType.NETWORK),
         (http_error(404), FailureType.USER_CODE),

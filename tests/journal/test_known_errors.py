@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -29,6 +30,7 @@ from conftest import (
     common_arguments,
     grpo_trainer,
     journal,
+    plain_trainer,
     sft_trainer,
     tiny_config,
     tiny_model,
@@ -45,7 +47,7 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
 
-from self_healing import HealingConfig, SelfHealingTrainer
+from self_healing import HealingConfig, SelfHealingTrainer, UnrecoverableTrainingError
 from self_healing.failures import FailureType
 from self_healing.journal.journal import Journal
 from self_healing.known_errors import KnownError, known_errors, match_known_error
@@ -175,6 +177,28 @@ def no_labels(path: Path, tokenizer: Any) -> None:
 def labels_of_different_lengths(path: Path, tokenizer: Any) -> None:
     batch = [{"input_ids": [1], "labels": [1, 2]}, {"input_ids": [1], "labels": [1]}]
     DataCollatorWithPadding(tokenizer)(batch)
+
+
+@says("cannot_make_tensor")
+def rows_of_different_lengths(path: Path, tokenizer: Any) -> None:
+    torch.tensor([[1, 2, 3], [1, 2]])
+
+
+@says("not_json")
+def a_metric_of_numpy_in_the_state_of_the_trainer(path: Path, tokenizer: Any) -> None:
+    trainer = plain(path, tiny_model(tokenizer), rows(input_ids=[1, 2], labels=[1, 2]))
+    trainer.state.log_history.append({"accuracy": np.float32(0.5)})
+    trainer.state.save_to_json(str(path / "trainer_state.json"))
+
+
+@says("bf16_to_numpy")
+def a_prediction_in_bf16(path: Path, tokenizer: Any) -> None:
+    torch.ones(1, dtype=torch.bfloat16).numpy()
+
+
+@says("bf16_to_numpy")
+def numpy_asked_for_bf16(path: Path, tokenizer: Any) -> None:
+    np.zeros(1, dtype="bfloat16")
 
 
 @says("evaluation_set_missing")
@@ -472,6 +496,35 @@ def test_what_the_libraries_say_is_known(
 
 QUOTED: list[tuple[str, str, str]] = [
     (
+        "xet_storage",
+        "RuntimeError: Data processing error: CAS service error : ReqwestMiddleware Error: Request failed after 5 "
+        "retries",
+        "https://github.com/huggingface/xet-core/issues/407",
+    ),
+    (
+        "disk_full",
+        "RuntimeError: Data processing error: CAS service error : IO Error: No space left on device (os error 28)",
+        "of runs in containers whose disk is too small",
+    ),
+    (
+        "bf16_not_supported",
+        "TypeError: Trying to convert BFloat16 to the MPS backend but it does not have support for that dtype.",
+        "aten/src/ATen/native/mps/OperationUtils.mm",
+    ),
+    (
+        "strategy_not_loaded",
+        "[WARNING] [axolotl.prompt_strategies.base.load:33] [PID:4859] [RANK:0] unable to load strategy .gsm8k_grpo",
+        "https://github.com/axolotl-ai-cloud/axolotl/issues/2740",
+    ),
+    *(
+        ("turn_boundaries", text, "axolotl, prompt_strategies/chat_template.py")
+        for text in (
+            "Content end boundary is before start boundary for turn 3",
+            "Content end boundary is the same as start boundary for turn 0. This is likely an empty turn.",
+            "Could not find content start boundary for turn 2",
+        )
+    ),
+    (
         "killed",
         "torch/distributed/elastic/multiprocessing/api.py:826] failed (exitcode: -9) local_rank: 0 (pid: 1322) of "
         "binary: /root/miniconda3/bin/python",
@@ -654,8 +707,91 @@ def test_exit_codes_are_known(exit_code: int, name: str) -> None:
     assert known.name == name
 
 
+# ---- what is said depends on what is trained ----
+
+
+def with_columns(**columns: Any) -> Dataset:
+    return Dataset.from_dict({"text": TEXTS, **{name: [value] * len(TEXTS) for name, value in columns.items()}})
+
+
+def collating(tokenizer: Any, column: str) -> Callable[[list[Any]], Any]:
+    def collate(batch: list[Any]) -> Any:
+        encoded = tokenizer([row[column] for row in batch], padding=True, return_tensors="pt")
+        return {**encoded, "labels": encoded["input_ids"]}
+
+    return collate
+
+
+def reads_it_in_the_collator(path: Path, tokenizer: Any, **arguments: Any) -> Trainer:
+    data = {"train_dataset": with_columns(label=0), "data_collator": collating(tokenizer, "text")}
+    return plain_trainer(path, tokenizer, trainer_kwargs=data, **arguments)
+
+
+def reads_it_in_a_worker(path: Path, tokenizer: Any) -> Trainer:
+    return reads_it_in_the_collator(path, tokenizer, dataloader_num_workers=1)
+
+
+def reads_it_in_a_transform(path: Path, tokenizer: Any) -> Trainer:
+    def encode(batch: Any) -> Any:
+        return {"input_ids": [[1, 2]] * len(batch["text"]), "labels": [[1, 2]] * len(batch["text"])}
+
+    data = {"train_dataset": with_columns(label=0).with_transform(encode)}
+    return plain_trainer(path, tokenizer, trainer_kwargs=data)
+
+
+def reads_it_from_rows_of_torch(path: Path, tokenizer: Any) -> Trainer:
+    data = {"train_dataset": list(with_columns(label=0)), "data_collator": collating(tokenizer, "text")}
+    return plain_trainer(path, tokenizer, trainer_kwargs=data)
+
+
+def reads_what_is_not_there(path: Path, tokenizer: Any) -> Trainer:
+    data = {"train_dataset": with_columns(label=0), "data_collator": collating(tokenizer, "chosen")}
+    return plain_trainer(path, tokenizer, trainer_kwargs=data)
+
+
+def reads_what_is_not_there_with_trl(path: Path, tokenizer: Any) -> Trainer:
+    return sft_trainer(path, tokenizer, trainer_kwargs={"data_collator": collating(tokenizer, "chosen")})
+
+
+TRAINED: list[tuple[Callable[[Path, Any], Trainer], str]] = [
+    (reads_it_in_the_collator, "column_taken_away"),
+    (reads_it_in_a_worker, "column_taken_away"),
+    (reads_it_in_a_transform, "column_taken_away"),
+    (reads_it_from_rows_of_torch, "column_taken_away"),
+    (reads_what_is_not_there, "missing_column"),
+    (reads_what_is_not_there_with_trl, "wrong_columns"),
+]
+
+
+@pytest.mark.parametrize(("build", "name"), TRAINED, ids=[build.__name__ for build, _ in TRAINED])
+def test_a_column_that_is_missing_is_explained_by_what_is_trained(
+    build: Callable[[Path, Any], Trainer], name: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    with pytest.raises(UnrecoverableTrainingError, match=r"KeyError: '(text|chosen)'"):
+        SelfHealingTrainer(build(tmp_path, tokenizer)).train()
+    told = postmortem(tmp_path)
+    assert told["known_error"]["name"] == name
+    assert ("`remove_unused_columns=False`" in told["what_to_do"]) == (name == "column_taken_away")
+    assert ("DPO" in told["what_to_do"]) == (name == "wrong_columns")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("scale_reward() got an unexpected keyword argument 'step'"),
+        ModuleNotFoundError("No module named 'dotenv'"),
+    ],
+)
+def test_advice_about_rewards_is_for_trainers_that_have_them(error: Exception) -> None:
+    for objective in ("generic", "unknown", "sft", "dpo", "reward"):
+        assert match_known_error(error, trained=f"[objective {objective}]") is None
+    assert match_known_error(error, trained="[objective grpo]") == match_known_error(error)
+    assert match_known_error(error) is not None
+
+
 def test_every_row_has_been_shown_a_real_text() -> None:
     shown = {name for name, *_ in [*RAISED, *QUOTED, *IN_SOURCES]} | {"segmentation_fault"}
+    shown |= {name for _, name in TRAINED}
     assert {known.name for known in known_errors()} == shown
     assert len(shown) >= 30
 

@@ -244,6 +244,15 @@ def test_each_incident_reaches_a_log_in_json(
     assert {each["incident"] for each in told} == {each["incident"] for each in journal(tmp_path / "run", "detected")}
 
 
+def test_a_storage_of_the_hub_that_does_not_answer_is_waited_for(tmp_path: Path, tokenizer: Any) -> None:
+    text = "Data processing error: CAS service error : ReqwestMiddleware Error: Request failed after 5 retries"
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=4)
+    RaisingForward(trainer.model, lambda forward: forward == 5, lambda: RuntimeError(text))
+    _, waited, end = said(healer_of(trainer).train)
+    assert "step 2: RuntimeError, network -> saved, waits, then resumes; 0 steps lost" in waited
+    assert "ended at step 4 of 4: 1 incident (1 network), 1 healed" in end
+
+
 def test_a_preset_that_is_in_force_is_named(tmp_path: Path, tokenizer: Any) -> None:
     healer = SelfHealingTrainer(plain_trainer(tmp_path, tokenizer, max_steps=1), HealingConfig.aggressive())
     assert said(healer.train)[0].startswith("[self_healing] on (preset aggressive): heals NaN/Inf")

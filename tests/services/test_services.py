@@ -161,6 +161,7 @@ def policy(**settings: Any) -> tuple[RetryPolicy, list[float]]:
         httpx.ConnectError("refused"),
         *[http_error(status) for status in (408, 425, 429, 500, 502, 503, 504)],
         Exception("Request failed: 503, Service Unavailable"),
+        RuntimeError("Data processing error: CAS service error : Error : single flight error: Real call failed: x"),
     ],
     ids=lambda error: f"{type(error).__name__}{getattr(error, 'code', '')}",
 )
