@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import consensus
 from ..checkpoint_files import BESIDE_DIR, EMERGENCY_DIR
-from ..classify import classify_exception, could_not_be_written
+from ..classify import classify_exception, could_not_be_written, describe_exception
 from ..failures import FailureType
 from ..instrument import (
     Instrument,
@@ -27,6 +27,7 @@ from ..instrument import (
 )
 from .marker import ChecksumsLater, load_marker, write_marker
 from .owed import owing
+from .removal import named_as_full
 
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ def save_emergency_checkpoint(
             hopeless = classify_exception(error) in (FailureType.DEVICE, FailureType.PROCESS_DIED)
             if hopeless or attempt == _WRITES or (could_not_be_written(error) and not give_way()):
                 raise
-            logger.warning("The emergency checkpoint %s could not be written; trying once more.", path, exc_info=True)
+            told = "The emergency checkpoint %s could not be written (%s); trying once more."
+            logger.warning(told, path, describe_exception(error))
             let_go(error)
         else:
             break
@@ -113,10 +115,13 @@ def _write_emergency(
         write_marker(new, run, instrument.view.step, bookkeeping, True, finite=True, later=later)
         if new != path:
             _switch(new, path)
-    except Exception:
+    except Exception as error:
+        told = named_as_full(error, new)
         # Half a checkpoint is worse than none: it may be resumed from.
         shutil.rmtree(new, ignore_errors=True)
-        raise
+        if told is error:
+            raise
+        raise told from error
 
 
 def write_again(

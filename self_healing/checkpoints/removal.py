@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from ..checkpoint_files import MARKER_FILE, STATE_FILE, files_of, numbered, remove_checkpoint
+from ..checkpoint_files import MARKER_FILE, STATE_FILE, files_of, numbered, remove_checkpoint, size_of
+from ..classify import could_not_be_written, text_of
 from .marker import read_marker
+
+
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+# How safetensors and torch put them.
+_FULL_TEXTS = (f"os error {errno.ENOSPC})", f"os error {errno.EDQUOT})", "No space left", "Disk quota exceeded")
 
 
 def remove_torn(checkpoint: Path) -> str | None:
@@ -55,3 +63,35 @@ def expendable_checkpoint(run: str, output_dir: Path, best: str | None) -> Path 
         if marker.get("standing") != "verified" and not is_best and not linked:
             return entry
     return None
+
+
+class DiskFull(OSError):
+    """A checkpoint did not fit; its text is how much room there was."""
+
+
+def is_full(error: Exception, checkpoint: Path) -> bool:
+    """Whether a checkpoint could not be written because the disk is full."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _FULL_ERRNOS
+    if any(text in text_of(error) for text in _FULL_TEXTS):
+        return True
+    if "os error" in text_of(error):
+        return False
+    # torch's writer does not say why: the disk is full if another checkpoint would not fit.
+    others = [size_of(other) for other in checkpoint.parent.glob("checkpoint-*")]
+    return bool(others) and shutil.disk_usage(checkpoint.parent).free < max(others)
+
+
+def named_as_full(error: Exception, checkpoint: Path) -> Exception:
+    """Names the disk that was full when a checkpoint, still there in part, could not be written: torch does not."""
+    with suppress(OSError):
+        usage, folder = shutil.disk_usage(checkpoint.parent), checkpoint.parent
+        largest = max(map(size_of, folder.glob("checkpoint-*")), default=0)
+        # Where the system says so and there is room enough, it is something else that is used up, or another's disk.
+        scarce = usage.free <= max(largest, usage.total / 100)
+        if scarce and could_not_be_written(error) and is_full(error, checkpoint):
+            unit, name = (1e9, "GB") if usage.total >= 1e9 else (1e6, "MB")
+            full = DiskFull(f"{usage.free / unit:.3g} of {usage.total / unit:.3g} {name} free at {folder}")
+            full.__cause__ = error
+            return full
+    return error

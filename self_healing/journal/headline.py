@@ -112,7 +112,8 @@ def _seen(incident: Incident) -> str:
     if incident.failure in _CAUSE_ALONE:
         return cause
     if incident.failure is FailureType.DISK:
-        return f"checkpoint not written ({incident.symptom})"
+        full = incident.symptom == "DiskFull"
+        return "checkpoint not written" + (f": {evidence['message']}" if full else f" ({incident.symptom})")
     if incident.failure is FailureType.HARDER_DATA:
         return f"loss rose, {cause}"
     if incident.failure is FailureType.PREEMPTED:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint_files import size_of
-from ..checkpoints.removal import expendable_checkpoint, remove_torn
+from ..checkpoints.removal import expendable_checkpoint, is_full, named_as_full, remove_torn
 from ..classify import describe_exception, text_of
 from ..failures import Action, FailureType
 from ..instrument import CheckpointSaving
@@ -19,10 +16,6 @@ from ..run.healer import Healer
 
 
 logger = logging.getLogger("self_healing")
-
-_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-# How safetensors and torch put them.
-_FULL_TEXTS = (f"os error {errno.ENOSPC})", f"os error {errno.EDQUOT})", "No space left", "Disk quota exceeded")
 
 
 class SaveHealer(Healer):
@@ -66,7 +59,8 @@ class SaveHealer(Healer):
         Returns:
             Whether to write it once more, because there is more room now.
         """
-        journal, incident = self._run.journal, self._opened(error, checkpoint, step)
+        told = named_as_full(error, checkpoint)
+        journal, incident = self._run.journal, self._opened(told, checkpoint, step)
         kept = "nothing was written to the checkpoint that was there already" if untouched else None
         why = kept or remove_torn(checkpoint)
         journal.acted(
@@ -74,7 +68,7 @@ class SaveHealer(Healer):
             Action.REMOVE_PARTIAL_CHECKPOINT.value,
             happened=why is None,
             checkpoint=str(checkpoint),
-            error=describe_exception(error)[:300],
+            error=describe_exception(told)[:300],
             why=why,
         )
         if why is not None and not untouched:
@@ -84,13 +78,14 @@ class SaveHealer(Healer):
                 checkpoint,
                 why,
             )
-        if self._kept_ones_give_way(incident, error, checkpoint):
+        full = is_full(error, checkpoint)
+        if full and self._kept_ones_give_way(incident):
             return True
         if self._run.config.make_room_for_checkpoints and self._made_room_at != step:
             self._made_room_at = step
-            if self._make_room(incident, error, checkpoint, best):
+            if full and self._make_room(incident, checkpoint, best):
                 return True
-        self._go_on_without(incident, error, checkpoint, step)
+        self._go_on_without(incident, told, checkpoint, step)
         return False
 
     def failed_together(self, error: Exception, checkpoint: Path, step: int, again: bool) -> None:
@@ -140,20 +135,16 @@ class SaveHealer(Healer):
         self._told = True
         self._run.journal.dealt_with(incident)
 
-    def _kept_ones_give_way(self, incident: Incident, error: Exception, checkpoint: Path) -> bool:
+    def _kept_ones_give_way(self, incident: Incident) -> bool:
         """They are ours, and there only because nobody needed the room: this is asked of nobody."""
-        if not _is_full(error, checkpoint):
-            return False
         removed = self._give_way()
         if removed:
             self._run.journal.acted(incident, Action.MAKE_ROOM.value, kept=removed)
             incident.figures.append(f"last-known-good/ gave way: {', '.join(removed)} removed")
         return bool(removed)
 
-    def _make_room(self, incident: Incident, error: Exception, checkpoint: Path, best: str | None) -> bool:
+    def _make_room(self, incident: Incident, checkpoint: Path, best: str | None) -> bool:
         journal, run = self._run.journal, self._run.run_id
-        if not _is_full(error, checkpoint):
-            return False
         oldest = expendable_checkpoint(run, checkpoint.parent, best)
         why: str | None
         if oldest is None:
@@ -232,15 +223,3 @@ class SaveHealer(Healer):
             step,
             incident.id,
         )
-
-
-def _is_full(error: Exception, checkpoint: Path) -> bool:
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _FULL_ERRNOS
-    if any(text in text_of(error) for text in _FULL_TEXTS):
-        return True
-    if "os error" in text_of(error):
-        return False
-    # torch's writer does not say why: the disk is full if another checkpoint would not fit.
-    others = [size_of(other) for other in checkpoint.parent.glob("checkpoint-*")]
-    return bool(others) and shutil.disk_usage(checkpoint.parent).free < max(others)

@@ -380,6 +380,9 @@ def test_a_full_file_system_costs_its_checkpoints_and_not_the_run(tmp_path: Path
     assert vet(left / "checkpoint-6").usable
     [outcome] = journal(left, "outcome")
     assert (outcome["outcome"], outcome["missing"]) == ("resolved", [2, 4])
+    [detected] = journal(left, "detected")
+    assert detected["evidence"]["message"].endswith(f" of 4.19 MB free at {tmp_path / 'disk'}")
+    assert f"checkpoint-4 could not be written either (DiskFull: 0 of 4.19 MB free at {tmp_path}" in done.stderr
 
     clean = plain_trainer(tmp_path / "clean", tokenizer, max_steps=8, **SAVING)
     clean.train()

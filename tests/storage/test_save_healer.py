@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from made_up_run import MadeUpRun
 
+from self_healing.checkpoints.removal import named_as_full
+from self_healing.journal.headline import headline
 from self_healing.storage.healer import SaveHealer
 
 
@@ -102,11 +105,47 @@ def test_where_the_disk_is_full_what_is_kept_gives_way(saves: Saves, error: Exce
 def test_torch_does_not_say_why_so_the_room_is_measured(
     saves: Saves, monkeypatch: pytest.MonkeyPatch, others: bool, free: int, full: bool
 ) -> None:
-    monkeypatch.setattr("self_healing.storage.healer.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=10**10))
     saves.kept = ["checkpoint-2"]
     if others:
         saves.checkpoint(4)
     assert saves.fail(5, RuntimeError("unexpected pos 64 vs 0")) is full
+
+
+HIDDEN = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+BROKEN = OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("error", [FULL, HIDDEN, Exception("No space left on device (os error 28)")])
+def test_a_full_disk_is_told_with_the_room_it_has(
+    saves: Saves, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4, total=4_000_000))
+    saves.checkpoint(4)
+    saves.fail(5, error)
+    (detected,) = saves.events("detected")
+    room = f"4e-06 of 4 MB free at {saves.directory}"
+    assert (detected["symptom"], detected["evidence"]["message"]) == ("DiskFull", room)
+    assert headline(saves.run.journal.incidents[0], 500).startswith(f"step 5: checkpoint not written: {room} -> ")
+    assert room in saves.events("action")[0]["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "free"), [(FULL, 3_000_000), (HIDDEN, 3_000_000), (HIDDEN, 20), (BROKEN, 0), (BROKEN, 3_000_000)]
+)
+def test_a_disk_that_is_not_full_is_not_said_to_be(
+    saves: Saves, monkeypatch: pytest.MonkeyPatch, error: Exception, free: int
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=4_000_000))
+    saves.fail(5, error)
+    (detected,) = saves.events("detected")
+    assert (detected["symptom"], "free" in json.dumps(detected)) == (type(error).__name__, False)
+
+
+def test_a_mistake_in_code_is_not_taken_for_a_full_disk(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0, total=4_000_000))
+    mistake = TypeError("Object of type Model is not JSON serializable")
+    assert named_as_full(mistake, saves.checkpoint(5)) is mistake
 
 
 @pytest.mark.parametrize("oldest", [True, False])
