@@ -125,6 +125,9 @@ def tell_start(run: Run, instrument: Instrument, wrapped: bool) -> None:
         text += f"; steps are only watched ({instrument.trainer.accelerator.distributed_type})"
     if needs_wrapper:
         text += f"; with SelfHealingTrainer also {', '.join(needs_wrapper)}"
+    args = instrument.trainer.args
+    if args.save_only_model and args.save_strategy != "no":
+        text += "; killed, it cannot go on from its checkpoints (save_only_model=True; please set it to False)"
     announce(f"{text}. Journal: {run.journal.path}", severity="info")
     _tell_of_silent_rules(run, instrument)
 

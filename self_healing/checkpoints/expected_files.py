@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .deepspeed_folders import is_of_deepspeed
 from .findings import Findings, Unusable, few, json_object_in, reading
-from .stored_tensors import read_header
+from .stored_tensors import check_archive, read_header
+from .trainer_files import check_mapping
 
 
 _SENTINEL = "checkpoint-is-incomplete.txt"
@@ -118,12 +119,23 @@ def other_archives(
     scheduler = checkpoint / "scheduler.pt"
     if not scheduler.is_file() and not deepspeed:
         raise Unusable("scheduler.pt is missing: a resume would silently start the learning rate's schedule anew")
-    random_states = sorted(checkpoint.glob("rng_state*.pth"))
+    random_states = [file for file in sorted(checkpoint.glob("rng_state*.pth")) if _is_whole(file, findings)]
     if not random_states:
         findings.doubts.append("no rng_state.pth, so a resume draws other random numbers")
     findings.missing += _missing_parts(random_states, ranks, here)
     others = [scheduler, checkpoint / "scaler.pt", checkpoint / "training_args.bin"]
     return optimizers, [*(file for file in others if file.is_file()), *random_states]
+
+
+def _is_whole(random_state: Path, findings: Findings) -> bool:
+    """Whether a random state can be read. If not it is taken for missing, which a resume gets over."""
+    try:
+        check_archive(random_state, None)
+        check_mapping(random_state)
+    except Unusable as reason:
+        findings.doubts.append(f"{reason}, and is taken for missing: the resume is not bitwise")
+        return False
+    return True
 
 
 def _missing_parts(random_states: list[Path], ranks: int, here: Collection[int] | None) -> list[str]:

@@ -70,7 +70,9 @@ def write_marker(
             checkpoint, what its marker says, and where the same files may be by then. Defaults to computing all at
             once.
     """
-    sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in files_of(checkpoint)}
+    # Without random states, which a resume gets over: a marker that holds does not depend on them.
+    needed = (file for file in files_of(checkpoint) if not file.match("rng_state*.pth"))
+    sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in needed}
     content: dict[str, Any] = {
         "schema": MARKER_SCHEMA,
         "time": time.time(),

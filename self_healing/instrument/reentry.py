@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
+from ..classify import classify_exception, describe_exception
+from ..failures import FailureType
 from ..random_state import RandomState
 from .bookkeeping import METRIC_STORES, Bookkeeper, Bookkeeping
 from .device_memory import free_memory
@@ -19,6 +22,9 @@ from .resume_point import Leave, Pending, ResumePoint
 from .row_sources import DataPosition
 from .training_fault import TrainingFault
 from .window import Window
+
+
+logger = logging.getLogger("self_healing")
 
 
 class Reentry:
@@ -363,13 +369,22 @@ class Reentry:
         self._note_best()
         return Leave(None, self._stop, leave.epoch_ended)
 
-    def load_random_state(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def load_random_state(self, original: Callable[..., None], checkpoint: Any) -> None:
         """Wraps `_load_rng_state`: what was owed to the step of the checkpoint may have drawn from it."""
         paid, self._paid_rng = self._paid_rng, None
-        if paid is None:
-            original(*args, **kwargs)
-        else:
-            paid.restore()
+        try:
+            original(checkpoint) if paid is None else paid.restore()
+        except Exception as error:
+            if classify_exception(error) is FailureType.DEVICE:
+                raise
+            args = self._trainer.args
+            logger.warning(
+                "%s/rng_state%s.pth cannot be loaded (%s) and is taken for missing: training goes on, and draws other "
+                "random numbers than the interrupted run, so the result is not bitwise the same.",
+                checkpoint,
+                f"_{args.process_index}" if args.world_size > 1 else "",
+                describe_exception(error),
+            )
 
     def _note_best(self) -> None:
         """Notes a checkpoint as the best that was saved before it could be known to be."""

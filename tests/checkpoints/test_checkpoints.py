@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_same_weights, journal, sft_trainer, weights
-from test_vetting import DAMAGES, SILENT_DAMAGES, as_just_written, resharded
+from test_vetting import DAMAGED_RANDOM_STATES, DAMAGES, SILENT_DAMAGES, as_just_written, resharded
 from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
@@ -142,7 +142,6 @@ def test_the_checksums_of_large_checkpoints_follow_while_the_run_goes_on(
     [
         ("optimizer.pt", "optimizer.pt is gone; the marker healing.json names it"),
         pytest.param("scheduler.pt", "scheduler.pt is gone", marks=pytest.mark.slow),
-        pytest.param("rng_state.pth", "rng_state.pth is gone", marks=pytest.mark.slow),
     ],
 )
 def test_the_callback_refuses_what_lacks_a_file(run: Path, tokenizer: Any, name: str, reason: str) -> None:
@@ -152,6 +151,21 @@ def test_the_callback_refuses_what_lacks_a_file(run: Path, tokenizer: Any, name:
         trainer.train(resume_from_checkpoint=True)
     assert f"resume_from_checkpoint={str(run / 'checkpoint-4')!r}" in str(caught.value)
     assert trainer.state.global_step == 6
+
+
+@pytest.mark.parametrize("damage", ["empty", pytest.param("truncated", marks=pytest.mark.slow), "garbage"])
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapper", "callback"])
+def test_a_resume_gets_over_a_random_state_that_cannot_be_loaded(
+    run: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, wrapped: bool, damage: str
+) -> None:
+    DAMAGED_RANDOM_STATES[damage](run / "checkpoint-6")
+    trainer = sft_trainer(run, tokenizer, callbacks=None if wrapped else [SelfHealingCallback()], **LATER)
+    (SelfHealingTrainer(trainer) if wrapped else trainer).train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 8
+    assert [each["resumed_from"] for each in journal(run, "run_started")][-1] == str(run / "checkpoint-6")
+    told = f"{run / 'checkpoint-6' / 'rng_state.pth'} cannot be loaded"
+    assert told in caplog.text
+    assert "and is taken for missing: training goes on" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["flipped bit of a mantissa", "another number in the state"])

@@ -154,7 +154,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "optimizer state of no bytes": (truncated("optimizer.pt", 0), "optimizer.pt is empty"),
     "not a torch archive": (written("optimizer.pt", "garbage"), "optimizer.pt cannot be read"),
     "damaged schedule": (truncated("scheduler.pt"), "scheduler.pt cannot be read"),
-    "damaged random state": (flipped("rng_state.pth"), "rng_state.pth cannot be read"),
     "NaN weight": (weight(float("nan")), "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf"),
     "Inf weight": (weight(float("inf")), "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf"),
     "-Inf weight": (weight(float("-inf")), "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf"),
@@ -609,6 +608,38 @@ def test_missing_random_states_are_mentioned(plain: Path) -> None:
     verdict = vet(plain / "checkpoint-4")
     assert verdict.usable
     assert "no rng_state.pth" in verdict.reason
+
+
+DAMAGED_RANDOM_STATES: dict[str, Damage] = {
+    "empty": truncated("rng_state.pth", 0),
+    "truncated": truncated("rng_state.pth"),
+    "one byte": flipped("rng_state.pth"),
+    "garbage": written("rng_state.pth", "garbage"),
+    "a list": lambda checkpoint: torch.save([1, 2], checkpoint / "rng_state.pth"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_RANDOM_STATES)
+@pytest.mark.parametrize("kind", ["plain", "marked"])
+def test_random_states_that_cannot_be_loaded_are_taken_for_missing(
+    request: pytest.FixtureRequest, kind: str, damage: str
+) -> None:
+    run: Path = request.getfixturevalue(kind)
+    DAMAGED_RANDOM_STATES[damage](run / "checkpoint-4")
+    chosen = resolve_checkpoint(True, run, [])
+    assert chosen is not None
+    assert chosen.path == str(run / "checkpoint-4")
+    assert chosen.doubts[0].startswith("rng_state.pth ")
+    assert "is taken for missing: the resume is not bitwise" in chosen.doubts[0]
+
+
+def test_an_older_checkpoint_is_preferred_to_one_with_a_torn_random_state_of_a_rank(plain: Path) -> None:
+    truncated("rng_state_1.pth")(by_ranks(plain / "checkpoint-4", 0, 1))
+    by_ranks(plain / "checkpoint-2", 0, 1)
+    passed_over: list[Verdict] = []
+    assert find_trusted_checkpoint(plain, passed_over) == str(plain / "checkpoint-2")
+    assert passed_over[0].usable
+    assert "rng_state_1.pth cannot be read" in passed_over[0].reason
 
 
 # ---- sharded engines ----

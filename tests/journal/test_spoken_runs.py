@@ -253,6 +253,16 @@ def test_a_storage_of_the_hub_that_does_not_answer_is_waited_for(tmp_path: Path,
     assert "ended at step 4 of 4: 1 incident (1 network), 1 healed" in end
 
 
+@pytest.mark.parametrize(("strategy", "told"), [("steps", True), ("no", False)])
+def test_checkpoints_without_optimizer_state_are_spoken_of_at_the_start(
+    tmp_path: Path, tokenizer: Any, strategy: str, told: bool
+) -> None:
+    trainer = plain_trainer(tmp_path, tokenizer, max_steps=1, save_only_model=True, save_strategy=strategy)
+    begin = said(healer_of(trainer).train)[0]
+    line = "killed, it cannot go on from its checkpoints (save_only_model=True; please set it to False). Journal: "
+    assert (line in begin) is told
+
+
 def test_a_preset_that_is_in_force_is_named(tmp_path: Path, tokenizer: Any) -> None:
     healer = SelfHealingTrainer(plain_trainer(tmp_path, tokenizer, max_steps=1), HealingConfig.aggressive())
     assert said(healer.train)[0].startswith("[self_healing] on (preset aggressive): heals NaN/Inf")
