@@ -18,6 +18,7 @@ from ..random_state import RandomState
 from .bookkeeping import Bookkeeper
 from .generated import generated_rows
 from .live_state import LiveState, innermost, live_state_of
+from .own_checkpoints import plain_value
 from .replacing import Replacements
 from .zero import engine_of, zero_of
 
@@ -115,7 +116,7 @@ class ResumeRecord:
             OSError: If they cannot be written.
         """
         checkpoint.mkdir(mode=0o700, parents=True, exist_ok=True)
-        content = self.state | {"log_history": list(self.log_history)}
+        content = plain_value(self.state | {"log_history": list(self.log_history)}, TRAINER_STATE_NAME, {})
         (checkpoint / TRAINER_STATE_NAME).write_text(json.dumps(content) + "\n", encoding="utf-8")
         if self.engine is not None:
             # Without it transformers takes the directory for none of DeepSpeed's.

@@ -11,6 +11,7 @@ from .bookkeeping import Bookkeeper, Bookkeeping
 from .failsafe import Failsafe
 from .hooks import Hooks
 from .leaving import Leaving
+from .own_checkpoints import refusing_nothing
 from .saving import CheckpointSaving
 from .view import TrainerView
 
@@ -76,7 +77,7 @@ class SaveSchedule:
         if self._on_schedule:
             with self._failsafe.contained():
                 self._hooks.before_save(self._view.step)
-        with self._timed(), self._whole_if_leaving():
+        with self._timed(), refusing_nothing(self._trainer, whole=self._leaving.begun):
             if not self._on_schedule or self.writer is None:
                 return original(*args, **kwargs)
             if not self.writer.write(original, *args, **kwargs):
@@ -115,17 +116,6 @@ class SaveSchedule:
         finally:
             self.writing = False
             self.longest = max(self.longest, time.monotonic() - began)
-
-    @contextlib.contextmanager
-    def _whole_if_leaving(self) -> Iterator[None]:
-        """Has a run that leaves save everything it needs to continue, whatever the user's checkpoints hold."""
-        args = self._trainer.args
-        theirs = args.save_only_model
-        args.save_only_model = theirs and not self._leaving.begun
-        try:
-            yield
-        finally:
-            args.save_only_model = theirs
 
     # ---- for healers ----
 

@@ -85,8 +85,8 @@ class LastResorts:
             logger.warning(
                 "The emergency checkpoint could not be written (%s); falling back on the newest regular one.",
                 describe_exception(error),
-                exc_info=True,
             )
+            logger.debug("Why it could not be written:", exc_info=True)
             return {"checkpoint": None, "why": describe_exception(error), "happened": False}
         if point is None:
             return {"checkpoint": None, "why": _why_there_is_none(context.running), "happened": False}
