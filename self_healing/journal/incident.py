@@ -15,6 +15,8 @@ from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
 OF_RANK = ".rank"
 # Symptoms.
 _OF_PROCESSES = frozenset({"process_died", "preempted", "failure_on_another_rank"})
+# Outcomes.
+HEALED = frozenset({"resolved", "self_recovered"})
 # Still going on when they are reported: the reader may want to act on the advice.
 _ADVISED = frozenset(
     {

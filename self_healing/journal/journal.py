@@ -25,7 +25,7 @@ from ..files import append_line, jsonable, replace_file
 from ..log_safely import log_safely
 from ..own_files import EVENTS_FILE
 from .headline import headline
-from .incident import OF_RANK, Incident, describe, figures
+from .incident import HEALED, OF_RANK, Incident, describe, figures
 from .postmortem import (
     Directions,
     Postmortem,
@@ -327,7 +327,7 @@ class Journal:
         counted = [incident for incident in wanted if not incident.of_a_process]
         own = {
             "incidents": len(counted),
-            "resolved": sum(incident.outcome in ("resolved", "self_recovered") for incident in counted),
+            "resolved": sum(incident.outcome in HEALED for incident in counted),
             "skipped_steps": sum(Action.SKIP_STEP in incident.actions for incident in counted),
             "quarantined_rows": sum(incident.quarantined for incident in counted),
             "steps_lost": sum(incident.steps_lost for incident in counted),

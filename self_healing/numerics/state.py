@@ -232,7 +232,7 @@ class NumericsState:
 
     def close_as_fatal(self, incident: Incident) -> None:
         """Closes the incident the run ends with, and with it what was still waiting to be judged."""
-        self.outcomes.drop(incident)
+        self.outcomes.ends_with(incident)
         if self.watch.incident is incident:
             self.watch.forget()
         self.close_outcomes(unfollowed="unresolved")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..failures import Action, FailureType
 from ..files import jsonable
-from ..journal.incident import Incident
+from ..journal.incident import HEALED, Incident
 from ..journal.journal import Journal
 
 
@@ -76,6 +76,10 @@ class Outcomes:
         """Judges an incident by the healthy steps that follow it; steps that are done again do not follow it yet."""
         # One that was waited for already has cost more meanwhile.
         self._stop_waiting_for(incident)
+        for earlier in self._awaited:
+            if _came_back(earlier.incident, incident):
+                # Judged, and never applied.
+                earlier.after.clear()
         self._awaited.append(_Awaited(incident, self._trend()))
         self._note_rollback(incident)
 
@@ -88,7 +92,8 @@ class Outcomes:
                 Of the step.
         """
         for awaited in list(self._awaited):
-            if step < awaited.incident.step and may_be_repeated(awaited.incident):
+            incident = awaited.incident
+            if step < incident.step and (incident.steps_repeated or may_be_repeated(incident)):
                 continue
             awaited.after.append(loss)
             if len(awaited.after) >= self._steps:
@@ -123,17 +128,31 @@ class Outcomes:
                 The outcome of what ended an earlier process, where the run has not come beyond it. Left open by
                 default, for the next process to judge.
         """
+        open_still = [awaited.incident for awaited in self._awaited]
         for awaited in self._awaited:
-            if awaited.after or not may_be_repeated(awaited.incident):
+            came_back = any(_came_back(awaited.incident, each) for each in open_still if each is not awaited.incident)
+            if came_back and not awaited.after and unfollowed != "resolved":
+                self._journal.closed(awaited.incident, "unresolved", loss_after=None, trend=None)
+            elif awaited.after or not may_be_repeated(awaited.incident):
                 self._close(awaited)
             elif unfollowed is not None:
                 self._journal.closed(awaited.incident, unfollowed, loss_after=None, trend=None)
         self._awaited.clear()
 
-    def drop(self, incident: Incident) -> None:
-        """Waits no longer for an incident that is closed elsewhere."""
+    def ends_with(self, incident: Incident) -> None:
+        """The run ends with an incident: those before it that it has not come beyond since were not healed either."""
         self._stop_waiting_for(incident)
         self._went_back_for.discard(incident.id)
+        for awaited in list(self._awaited):
+            passed = awaited.after and not _came_back(awaited.incident, incident)
+            if incident.step <= awaited.incident.step and not passed:
+                self._stop_waiting_for(awaited.incident)
+                self._went_back_for.discard(awaited.incident.id)
+                self._journal.closed(awaited.incident, "unresolved", relapse=incident.id)
+        for earlier in self._journal.incidents:
+            if earlier is not incident and earlier.is_like(incident) and earlier.outcome in HEALED:
+                # What was computed then was never applied.
+                self._journal.closed(earlier, "unresolved", relapse=incident.id)
 
     @property
     def resolved_at_the_end(self) -> int:
@@ -162,7 +181,7 @@ class Outcomes:
     def _judge(self, awaited: _Awaited) -> str:
         """Judges an incident by the steps after it."""
         incident, typical = awaited.incident, awaited.typical
-        if not incident.actions:
+        if not incident.actions or Action.GO_ON_WITHOUT in incident.actions:
             return "unresolved"
         if typical is None:
             # Nothing followed: the run ended with this step, or on a step that was skipped.
@@ -204,6 +223,11 @@ class Outcomes:
         self._awaited.append(_Awaited(incident, None if trend is None else (trend[0], trend[1]), list(after)))
         self._journal.incidents.append(incident)
         self._note_rollback(incident)
+
+
+def _came_back(earlier: Incident, later: Incident) -> bool:
+    """Whether a failure has come back at the same place."""
+    return (earlier.step, earlier.failure) == (later.step, later.failure)
 
 
 def may_be_repeated(incident: Incident) -> bool:
