@@ -71,6 +71,7 @@ class Entry:
             started_at=context.started_at,
             heartbeat=context.heartbeat,
         )
+        self.instrument.call.doubt = partial(setattr, context.journal, "doubt")
         # What a checkpoint holds was trained, by us or by somebody else; a run that is entered again goes on.
         self.instrument.optimizer_step.weights_moved |= moved
         context.attachment.instrument = self.instrument

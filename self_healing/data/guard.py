@@ -86,8 +86,9 @@ class Guard:
         self.seed = seed
         self.retry = retry
         self.names_only = names_only
-        # Called for each sample where many are read to get back to one; in the training process, the heartbeat.
+        # In the training process, called for each sample where many are read to get back to one, and for the first.
         self.alive: Callable[[], None] = _no_heartbeat
+        self.began: Callable[[Any], None] = _no_heartbeat
         self.off = False
         # Of the samples that are about to be collated.
         self.names: Sequence[SampleName] | None = None
@@ -197,7 +198,7 @@ class Guard:
         return plain()
 
 
-def _no_heartbeat() -> None:
+def _no_heartbeat(*_: Any) -> None:
     pass
 
 

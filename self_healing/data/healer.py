@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from .. import consensus
 from ..failures import Action, FailureType
+from ..inspection.columns import digest_of
 from ..instrument import Instrument
 from ..instrument.loading import TrainingLoader
 from ..journal.incident import Incident
@@ -116,6 +117,7 @@ class SampleHealer(Healer):
         guard = Guard(known, int(seed), self._retry(loading), names_only)
         if not loading.has_workers:
             guard.alive = run.heartbeat.start_over
+            guard.began = self._stream_began
         guarded: GuardedStream | GuardedDataset
         guarded = GuardedStream(loading.dataset, guard) if loading.streams else GuardedDataset(loading.dataset, guard)
         loading.read_from(guarded, GuardedCollator(loading.collate, guard, guarded))
@@ -152,6 +154,14 @@ class SampleHealer(Healer):
             # It goes to another process, where there is no journal.
             return RetryPolicy.of(self.config).call
         return partial(self.calls.call, "the training data", _nothing_to_rewind)
+
+    def _stream_began(self, sample: Any) -> None:
+        """Takes in the row a stream begins with. If it is another one than before, what is skipped was not trained."""
+        journal, row = self.run.journal, digest_of({"row": sample})
+        epoch = int((self._instrument.trainer.state.epoch or 0) + 1e-6)
+        if self._quarantine.first_rows.setdefault(epoch, row) != row and journal.incidents:
+            journal.doubt = "the stream has not begun again at its first row: rows may have been skipped twice"
+            journal.dealt_with(journal.incidents[-1])
 
     @property
     def has_claim(self) -> bool:

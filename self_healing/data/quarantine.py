@@ -75,6 +75,8 @@ class Quarantine:
         self.blocked: dict[str, dict[SampleName, str]] = {}
         self._dropped_in: dict[str, dict[SampleName, int]] = {}
         self.known: KnownBadSamples | None = None
+        # By the epoch: a digest of the row that a stream began with.
+        self.first_rows: dict[int, bytes | None] = {}
         # Tells the other ranks, when all of them meet the next time.
         self.tell: Callable[[Callable[[], Mapping[str, Any]]], None] = lambda record: None
 

@@ -142,6 +142,7 @@ class LiveStream:
             sample = next(self._reading)
             if not self._begun:
                 self._begun = True
+                guard.began(sample)
                 if tracked is not None:
                     # The stream itself is asked where it stands, by the loader and by checkpoints.
                     self._dataset._state_dict = tracked.dataset._state_dict
@@ -163,6 +164,8 @@ class LiveStream:
             name = describe_name(self._name(self._reading.ordinal))
             error.add_note(f"self_healing: raised while the training data were streamed, at {name}.")
             raise LetPass(error) from None
+        if self._reading.ordinal == 1:
+            self._guard.began(sample)
         return self._name(self._reading.ordinal - 1), sample
 
     def put_back(self, name: SampleName, sample: Any) -> None:

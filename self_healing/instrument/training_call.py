@@ -62,6 +62,8 @@ class TrainingCall:
         self._heals_exceptions = heals_exceptions
         self._calls = 0
         self.running = False
+        # Told why the weights need not be those of the last step any more.
+        self.doubt: Callable[[str], None] = lambda why: None
 
     def run(self, call: Call, on_nonfinite: Callable[[], None]) -> torch.Tensor:
         """
@@ -92,8 +94,10 @@ class TrainingCall:
                 loss = self._in_passes(passes, lambda: original(model, copy.copy(inputs), *args, **kwargs))
             # A CUDA graph (torch.compile with mode="reduce-overhead") writes the next one into the same memory.
             return loss.detach().clone()
-        except Exception as error:
-            if self._heals_exceptions and is_nonfinite_exception(error) and self._is_raised_by_all(error):
+        except BaseException as error:
+            self.doubt(_doubt_about(original))
+            nonfinite = isinstance(error, Exception) and is_nonfinite_exception(error)
+            if self._heals_exceptions and nonfinite and self._is_raised_by_all(error):
                 on_nonfinite()
                 return torch.full((), math.nan, device=self._trainer.args.device)
             raise
@@ -102,7 +106,7 @@ class TrainingCall:
                 self._heartbeat.leave()
             self.running = False
 
-    def _is_raised_by_all(self, error: Exception) -> bool:
+    def _is_raised_by_all(self, error: BaseException) -> bool:
         """Whether no rank waits in a collective that this one never reached: weights that are NaN are so on all."""
         if consensus.world_size() == 1 or isinstance(error, NotGenerated):
             return True
@@ -150,3 +154,10 @@ class TrainingCall:
             return passes.run(first, again, plain)
         finally:
             looked_at.give_back()
+
+
+def _doubt_about(step: Any) -> str:
+    """Why weights need not be what they were after an exception; `functools.wraps` gives any step a `__module__`."""
+    module = str(getattr(getattr(step, "__func__", step), "__globals__", {}).get("__name__", "your own"))
+    own = module.partition(".")[0] in ("transformers", "trl")
+    return "" if own else f"the training_step of {module} was left half-way, and may have moved weights by then"

@@ -91,7 +91,7 @@ class Instrument:
         self.retry = MemoryRetry(self.view, hooks, self.failsafe, self.heartbeat, lambda: self.window)
         self.one_rank = OneRankRetry(trainer, self.view, self.ledger, self._replaced)
         self._rates = rates = Rates(trainer, self.view, hooks)
-        self._call = TrainingCall(trainer, self._replaced, self.ledger, hooks, self.heartbeat, heals_exceptions)
+        self.call = TrainingCall(trainer, self._replaced, self.ledger, hooks, self.heartbeat, heals_exceptions)
         self.engine: StepEngine = self._kind_of_engine(
             trainer,
             self.view,
@@ -99,7 +99,7 @@ class Instrument:
             hooks=hooks,
             failsafe=self.failsafe,
             retry=self.retry,
-            call=self._call,
+            call=self.call,
             rates=rates,
             reentry=self.reentry,
         )
@@ -328,7 +328,7 @@ class Instrument:
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         window = self.window
-        if window is None or window.judged or window.complete or self._call.running:
+        if window is None or window.judged or window.complete or self.call.running:
             return original(model, inputs, *args, **kwargs)
         with self.failsafe.contained():
             finished = self.reentry.finished
@@ -342,7 +342,7 @@ class Instrument:
         with self.failsafe.leaving_on_exception():
             try:
                 with self._noting_what_is_prepared(window):
-                    loss = self._call.run((model, inputs, args, kwargs), window.note_exception)
+                    loss = self.call.run((model, inputs, args, kwargs), window.note_exception)
             except Exception as error:
                 ran_out = self.retry.caught(error, alone=self.one_rank.can_be_taken_back())
                 if ran_out is None:
@@ -387,7 +387,7 @@ class Instrument:
                 self.detach()
                 raise ran_out.error
             try:
-                return self.one_rank.compute_again(lambda: self._call.run(window.last_call, window.note_exception))
+                return self.one_rank.compute_again(lambda: self.call.run(window.last_call, window.note_exception))
             except Exception as raised:
                 error = raised
             again = self.retry.caught(error, alone=self.one_rank.can_be_taken_back())
@@ -423,7 +423,7 @@ class Instrument:
 
     def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         window = self.window
-        if self._call.running:
+        if self.call.running:
             return original(parameters, *args, **kwargs)
         if not self._ready(window):
             norm = original(parameters, *args, **kwargs)
@@ -435,7 +435,7 @@ class Instrument:
 
     def _mixed_mesh_grad_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         window = self.window
-        if self._call.running or not self._ready(window):
+        if self.call.running or not self._ready(window):
             return original(*args, **kwargs)
         return self._measured(window, lambda: original(*args, **kwargs))
 

@@ -15,8 +15,9 @@ from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
 OF_RANK = ".rank"
 # Symptoms.
 _OF_PROCESSES = frozenset({"process_died", "preempted", "failure_on_another_rank"})
-# Outcomes.
+# Outcomes; and the evidence of why it is not known how many steps are lost.
 HEALED = frozenset({"resolved", "self_recovered"})
+IN_DOUBT = "steps_lost_unknown"
 # Still going on when they are reported: the reader may want to act on the advice.
 _ADVISED = frozenset(
     {
@@ -133,6 +134,8 @@ def figures(evidence: Mapping[str, Any]) -> str:
 def describe(incident: Incident) -> str:
     """Puts an incident into a sentence, for a person at 3 a.m."""
     lost = "no step lost" if incident.steps_lost == 0 else f"{counted(incident.steps_lost, 'step')} lost"
+    if IN_DOUBT in incident.evidence:
+        lost = f"steps lost not known ({incident.evidence[IN_DOUBT]})"
     if incident.steps_repeated:
         lost += f", {counted(incident.steps_repeated, 'step')} done again"
     done = ", ".join(action.replace("_", " ") for action in incident.actions) or "nothing"

@@ -25,7 +25,7 @@ from ..files import append_line, jsonable, replace_file
 from ..log_safely import log_safely
 from ..own_files import EVENTS_FILE
 from .headline import headline
-from .incident import HEALED, OF_RANK, Incident, describe, figures
+from .incident import HEALED, IN_DOUBT, OF_RANK, Incident, describe, figures
 from .postmortem import (
     Directions,
     Postmortem,
@@ -90,6 +90,8 @@ class Journal:
         self.changed: Callable[[], None] | None = None
         self.attempts: Callable[[], list[dict[str, Any]]] = list
         self._broken_sinks: set[str] = set()
+        # Why it is not known how many steps the incident has cost that is told of next; empty if it is.
+        self.doubt = ""
         # The highest number that an incident has had. They are opened in the training thread and beside it, where the
         # second one may interrupt the first.
         self._numbered = 0
@@ -186,6 +188,9 @@ class Journal:
 
     def dealt_with(self, incident: Incident) -> None:
         """Reports an incident to all sinks once its actions are done; the outcome is measured later."""
+        if self.doubt and incident.failure is not None:
+            doubt, self.doubt = self.doubt, ""
+            self.diagnosed(incident, incident.failure, incident.cause, {IN_DOUBT: doubt})
         self._report(incident)
         self._tell_first_rank(incident)
         self._record()

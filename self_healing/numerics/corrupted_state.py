@@ -94,6 +94,7 @@ class CorruptedStateHealer(NumericsHealer):
         else:
             self.numerics.missing.applied_again(replayed.steps)
             run.journal.acted(incident, Action.REPLAY_STEPS.value, **replayed.to_dict())
+            self.numerics.repeatability.owe(incident, replayed.apart)
             run.outcomes.nothing_lost_since(went.step)
             went = self.rollback.reinstate(went)
         self._climb.owe_checkpoint(went)

@@ -142,6 +142,7 @@ class NumericsRemedies:
             context.went_back = self._rollback.reinstate(context.went_back)
         context.incident.steps_lost = 0
         context.incident.figures.append(f"{replayed.steps} steps since then applied again")
+        numerics.repeatability.owe(context.incident, replayed.apart)
         self._run.outcomes.nothing_lost_since(context.went_back.step)
         return replayed.to_dict()
 

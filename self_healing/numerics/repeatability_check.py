@@ -34,13 +34,14 @@ class RepeatabilityCheck:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.found: Repeatability | None = None
-        # Incidents of which it is not journaled yet.
-        self.owed: list[Incident] = []
+        # Incidents of which it is not journaled yet, and how far steps applied again were from what they had been.
+        self.owed: list[tuple[Incident, float | None]] = []
         self._measured = False
 
-    def owe(self, incident: Incident) -> None:
-        """Takes in that an incident was healed by computing a step again."""
-        self.owed.append(incident)
+    def owe(self, incident: Incident, apart: float | None = None) -> None:
+        """Takes in that an incident was healed by computing a step again, or several, and how far these were apart."""
+        if apart != 0:
+            self.owed.append((incident, apart))
 
     def measure(self, window: Window) -> None:
         """
@@ -61,7 +62,10 @@ class RepeatabilityCheck:
     def tell(self, step: int) -> None:
         """Journals what is known, measured or not."""
         measured = {} if self.found is None else {"loss": self.found.loss, "gradient": self.found.gradient}
-        for incident in self.owed:
+        for incident, apart in self.owed:
             repeats = "not measured" if self.found is None else str(self.found)
             self.journal.event("repeats", step, incident=incident.id, repeats=repeats, **measured)
+            if apart and repeats != "within noise" and consensus.world_size() == 1:
+                self.journal.doubt = f"applied again, losses are {apart:.1g} off; a step computed twice: {repeats}"
+                self.journal.dealt_with(incident)
         self.owed.clear()

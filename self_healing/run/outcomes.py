@@ -78,7 +78,6 @@ class Outcomes:
         self._stop_waiting_for(incident)
         for earlier in self._awaited:
             if _came_back(earlier.incident, incident):
-                # Judged, and never applied.
                 earlier.after.clear()
         self._awaited.append(_Awaited(incident, self._trend()))
         self._note_rollback(incident)
@@ -92,8 +91,7 @@ class Outcomes:
                 Of the step.
         """
         for awaited in list(self._awaited):
-            incident = awaited.incident
-            if step < incident.step and (incident.steps_repeated or may_be_repeated(incident)):
+            if step < awaited.incident.step and (awaited.incident.steps_repeated or may_be_repeated(awaited.incident)):
                 continue
             awaited.after.append(loss)
             if len(awaited.after) >= self._steps:
@@ -128,31 +126,25 @@ class Outcomes:
                 The outcome of what ended an earlier process, where the run has not come beyond it. Left open by
                 default, for the next process to judge.
         """
-        open_still = [awaited.incident for awaited in self._awaited]
         for awaited in self._awaited:
-            came_back = any(_came_back(awaited.incident, each) for each in open_still if each is not awaited.incident)
-            if came_back and not awaited.after and unfollowed != "resolved":
-                self._journal.closed(awaited.incident, "unresolved", loss_after=None, trend=None)
-            elif awaited.after or not may_be_repeated(awaited.incident):
+            incident, goes_on = awaited.incident, may_be_repeated(awaited.incident)
+            again = unfollowed is None and sum(_came_back(incident, each.incident) for each in self._awaited) > 1
+            if awaited.after or not (again or goes_on):
                 self._close(awaited)
-            elif unfollowed is not None:
-                self._journal.closed(awaited.incident, unfollowed, loss_after=None, trend=None)
+            elif unfollowed is not None or not goes_on:
+                self._journal.closed(incident, unfollowed or "unresolved", loss_after=None, trend=None)
         self._awaited.clear()
 
     def ends_with(self, incident: Incident) -> None:
         """The run ends with an incident: those before it that it has not come beyond since were not healed either."""
         self._stop_waiting_for(incident)
         self._went_back_for.discard(incident.id)
-        for awaited in list(self._awaited):
-            passed = awaited.after and not _came_back(awaited.incident, incident)
-            if incident.step <= awaited.incident.step and not passed:
-                self._stop_waiting_for(awaited.incident)
-                self._went_back_for.discard(awaited.incident.id)
-                self._journal.closed(awaited.incident, "unresolved", relapse=incident.id)
-        for earlier in self._journal.incidents:
-            if earlier is not incident and earlier.is_like(incident) and earlier.outcome in HEALED:
-                # What was computed then was never applied.
-                self._journal.closed(earlier, "unresolved", relapse=incident.id)
+        behind = [each for each in self._awaited if incident.step <= each.incident.step]
+        not_passed = [each.incident for each in behind if not each.after or _came_back(each.incident, incident)]
+        in_vain = [each for each in self._journal.incidents if each.outcome in HEALED and each.is_like(incident)]
+        for earlier in not_passed + in_vain:
+            self._stop_waiting_for(earlier)
+            self._journal.closed(earlier, "unresolved", relapse=incident.id)
 
     @property
     def resolved_at_the_end(self) -> int:
