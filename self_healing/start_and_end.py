@@ -12,7 +12,7 @@ from typing import Any
 
 from .assembly import Run
 from .instrument import Instrument
-from .journal.incident import Incident, counted
+from .journal.incident import Incident, counted, lost_steps
 from .journal.terminal import Terminal, announce
 from .log_safely import log_safely
 
@@ -193,9 +193,7 @@ def _summed_up(incidents: Sequence[Incident]) -> str:
     named = [f"{times} {kind}" for kind, times in kinds.most_common(_NAMED)]
     rest = len(incidents) - sum(times for _, times in kinds.most_common(_NAMED))
     became = collections.Counter(_BECAME[incident.outcome] for incident in incidents)
-    lost = f"{counted(sum(incident.steps_lost for incident in incidents), 'step')} lost"
-    if any("steps_lost_unknown" in incident.evidence for incident in incidents):
-        lost = "steps lost not known"
+    lost = lost_steps(sum(each.steps_lost for each in incidents), *(each.evidence for each in incidents))
     repeated = sum(incident.steps_repeated for incident in incidents)
     parts = [
         f"{len(incidents)} incident{'' if len(incidents) == 1 else 's'} "

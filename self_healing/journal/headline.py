@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..failures import INSPECTIONS, Action, Cause, FailureType
-from .incident import IN_DOUBT, Incident, counted
+from .incident import Incident, lost_steps
 
 
 # What a detector has seen, where its name does not say it.
@@ -166,7 +166,7 @@ def _done(actions: Iterable[str]) -> str:
 
 
 def _cost(incident: Incident) -> str:
-    lost = "steps lost not known" if IN_DOUBT in incident.evidence else f"{counted(incident.steps_lost, 'step')} lost"
+    lost = lost_steps(incident.steps_lost, incident.evidence)
     if incident.steps_repeated:
         lost += f", {incident.steps_repeated} repeated"
     seconds = incident.seconds_lost

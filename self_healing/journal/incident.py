@@ -119,6 +119,11 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+def lost_steps(steps: int, *evidence: Mapping[str, Any]) -> str:
+    """Puts the steps that incidents have cost into words: `"1 step lost"`, or that nobody knows how many."""
+    return "steps lost not known" if any(IN_DOUBT in each for each in evidence) else f"{counted(steps, 'step')} lost"
+
+
 def figures(evidence: Mapping[str, Any]) -> str:
     """Puts the numbers of a detector's evidence into a few words."""
     if isinstance(evidence.get("loss"), Mapping) and isinstance(evidence.get("grad_norm"), Mapping):

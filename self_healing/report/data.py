@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..files import jsonable
-from ..journal.incident import counted
+from ..journal.incident import lost_steps
 
 
 # Named in every JSON file and output; the number goes up when a key is renamed, removed, or means something else.
@@ -205,8 +205,7 @@ class IncidentStory:
     @property
     def lost(self) -> str:
         """How many steps it has cost, in words."""
-        known = "steps_lost_unknown" not in self.evidence
-        return f"{counted(self.steps_lost, 'step')} lost" if known else "steps lost not known"
+        return lost_steps(self.steps_lost, self.evidence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -643,8 +642,7 @@ class RunReport:
     @property
     def lost(self) -> str:
         """How many steps are missing from the weights, in words."""
-        unknown = next((each.lost for each in self.incidents if "steps_lost_unknown" in each.evidence), None)
-        return unknown or f"{counted(self.steps_lost, 'step')} lost"
+        return lost_steps(self.steps_lost, *(each.evidence for each in self.incidents))
 
     @property
     def steps_repeated(self) -> int:

@@ -14,11 +14,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ..journal.incident import Incident
+from ..journal.incident import IN_DOUBT, Incident, lost_steps
 from ..own_files import POSTMORTEM_FILE
 from ..restarts.status import RunStatus
 from .journals import Damage, Told, find_journal, no_journal, read_events, read_journals, status_in, told_once
-from .words import counted, printable, sentence
+from .words import printable, sentence
 
 
 logger = logging.getLogger("self_healing")
@@ -65,8 +65,7 @@ class HealingReport:
     @property
     def lost(self) -> str:
         """How many steps are missing from the weights, in words."""
-        unknown = any("steps_lost_unknown" in incident["evidence"] for incident in self.incidents)
-        return "steps lost not known" if unknown else f"{counted(self.steps_lost, 'step')} lost"
+        return lost_steps(self.steps_lost, *(incident["evidence"] for incident in self.incidents))
 
     @property
     def steps_repeated(self) -> int:
@@ -262,8 +261,11 @@ def _cost(incident: Mapping[str, Any]) -> str:
     """Steps and seconds that it cost, below each other."""
     lost, again, seconds = incident["steps_lost"], incident["steps_repeated"], incident["seconds_lost"]
     told = [
-        *(["steps lost\nnot known"] if "steps_lost_unknown" in incident["evidence"] else []),
-        *([f"{counted(lost, 'step')} lost"] if lost else []),
+        *(
+            [lost_steps(lost, incident["evidence"]).replace(" not", "\nnot")]
+            if lost or IN_DOUBT in incident["evidence"]
+            else []
+        ),
         *([f"{again:,} repeated"] if again else []),
         *([f"{seconds:.1f} s"] if seconds >= 0.05 else []),
     ]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..failures import Action, FailureType
+from ..journal.incident import IN_DOUBT
 from .data import CheckpointRow, IncidentStory, State, Verdict
 from .journals import number
 from .words import counted
@@ -78,8 +79,8 @@ def _doubts(
         yield f"{len(open_ones) - _NAMED} kinds of incidents more were not healed"
     if missing:
         yield f"{missing} of {counted(state.step, 'step')} {'is' if missing == 1 else 'are'} not in the weights"
-    for each in [each for each in incidents if each.evidence.get("steps_lost_unknown")][-1:]:
-        yield f"how many steps are lost is not known (step {each.step}: {each.evidence['steps_lost_unknown']})"
+    for each in [each for each in incidents if IN_DOUBT in each.evidence][-1:]:
+        yield f"how many steps are lost is not known (step {each.step}: {each.evidence[IN_DOUBT]})"
     saved = max((each.step for each in checkpoints if each.complete and each.of_this_run), default=0)
     unsaved = any(each.failure == FailureType.DISK or Action.HOLD_CHECKPOINTS in each.actions for each in incidents)
     if state.name == "ended" and unsaved and saved < state.step:
