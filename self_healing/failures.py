@@ -19,6 +19,7 @@ class FailureType(StrEnum):
     NONFINITE_UNDIAGNOSED = "nonfinite_undiagnosed"
     NONFINITE_FROM_THE_START = "nonfinite_from_the_start"
     CORRUPTED_STATE = "corrupted_state"
+    CORRUPTED_COPY = "corrupted_copy"
     REPLICAS_DIFFER = "replicas_differ"
     DAMAGED_CHECKPOINT = "damaged_checkpoint"
     SPIKE_TRANSIENT = "spike_transient"
@@ -250,6 +251,13 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ),
         advice="Resume from the newest checkpoint that `self-healing check` finds good. If it comes back, test the "
         "device (dcgmi diag, memory test) and look for code that writes into the weights.",
+        severity="warning",
+    ),
+    FailureType.CORRUPTED_COPY: Recipe(
+        diagnosis="A copy of the weights beside the model is not finite: what heals the model does not reach it.",
+        ladder=(),
+        advice="Do not use this copy, nor what was saved of it. Make it anew: an average from the checkpoints of the "
+        "run that `self-healing check` finds good, any other copy from the weights of the run.",
         severity="warning",
     ),
     FailureType.REPLICAS_DIFFER: Recipe(

@@ -103,6 +103,7 @@ class MadeUpRollback:
         self.batches = SimpleNamespace(healthy_inputs=None, first_steps=[], note_healthy=lambda window: None)
         self.ring = SimpleNamespace(initial=None)
         self.in_place = SimpleNamespace(displaced=False)
+        self.copies_in_doubt = False
         self.states = MadeUpStates()
         self.checkpoints = SimpleNamespace(note_search=lambda step, finite: self.scanned.append((step, finite)))
         # There is no weight to be set aside for an experiment.

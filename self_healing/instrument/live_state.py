@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-from ..extents import Search
+from ..extents import Search, extent_of
 from .gradients import reshard
 from .zero import Partitioning, Zero, own_part, zero_of
 
@@ -59,21 +62,17 @@ def live_state_of(trainer: Any) -> LiveState:
     reshard(trainer.model)
     optimizer, zero = innermost(trainer.optimizer), zero_of(trainer)
     optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    seen: set[int] = set()
-    parameters: dict[str, torch.Tensor] = {}
+    changing: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in _changing(trainer, optimizer, zero):
-        if id(parameter) not in seen and not parameter.is_meta:
-            seen.add(id(parameter))
-            parameters[name] = local(parameter)
+        changing.setdefault(id(parameter), (name, parameter))
     frozen = {
-        name: _part_of(parameter)
+        name: local(parameter) if (part := own_part(parameter)) is None else part
         for name, parameter in trainer.model.named_parameters()
-        if id(parameter) not in seen and not parameter.requires_grad and not parameter.is_meta
+        if id(parameter) not in changing and not parameter.requires_grad and not parameter.is_meta
     }
-    scaler, zero = trainer.accelerator.scaler, zero_of(trainer)
-    inside = {} if scaler is None else {name: getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")}
+    inside = {name: getattr(trainer.accelerator.scaler, name, None) for name in ("_scale", "_growth_tracker")}
     return LiveState(
-        parameters,
+        {name: local(parameter) for name, parameter in changing.values() if not parameter.is_meta},
         {name: local(buffer) for name, buffer in trainer.model.named_buffers() if not buffer.is_meta},
         optimizer,
         {name: value for name, value in inside.items() if isinstance(value, torch.Tensor)},
@@ -83,26 +82,19 @@ def live_state_of(trainer: Any) -> LiveState:
     )
 
 
-def _part_of(parameter: torch.Tensor) -> torch.Tensor:
-    part = own_part(parameter)
-    return local(parameter) if part is None else part
-
-
 def _changing(
     trainer: Any, optimizer: torch.optim.Optimizer | None, zero: Zero | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    if zero is None:
-        yield from trained_tensors(trainer)
-    else:
+    if zero is not None:
         # The parameters of the model are views of these, or are gathered from them.
         yield from zero.partitions().items()
         yield from _of_following_reference(trainer)
         return
-    if optimizer is not None:
-        # A loss with parameters of its own is trained beside the model.
-        for group, entry in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(entry["params"]):
-                yield f"group {group}, parameter {index}", parameter
+    yield from trained_tensors(trainer)
+    # A loss with parameters of its own is trained beside the model.
+    for group, entry in enumerate(getattr(optimizer, "param_groups", ())):
+        for index, parameter in enumerate(entry["params"]):
+            yield f"group {group}, parameter {index}", parameter
 
 
 def trained_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,8 +143,7 @@ def nonfinite_tensors(
     for name, buffer in model.named_buffers():
         # A causal mask kept as a buffer or a frozen parameter holds -inf on purpose: there only NaN is wrong.
         search.add(name, buffer, inf=False)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    names.update((id(partition), name) for name, partition in (partitions or {}).items())
+    names = {id(each): name for name, each in (*model.named_parameters(), *(partitions or {}).items())}
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
         for number, parameter in enumerate(group["params"]):
             # A loss with parameters of its own is trained beside the model.
@@ -176,6 +167,44 @@ def _search_in(search: Search, name: str, value: Any, inf: bool) -> None:
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):
             _search_in(search, f"{name}[{index}]", inner, inf)
+
+
+def nonfinite_copies(trainer: Any) -> dict[str, dict[str, int]]:
+    """Finds copies of the weights beside the model that are not finite: by who keeps them as what, with numbers."""
+    callbacks, model = trainer.callback_handler.callbacks, trainer.model
+    own = [*model.parameters(), *model.buffers(), *(each for _, each in _of_following_reference(trainer))]
+    flat = torch.Size([sum(each.numel() for each in own if each.requires_grad)])
+    shapes, found = {flat: True}, dict[str, dict[str, int]]()
+    for each in sorted(own, key=lambda each: each.requires_grad):
+        alike = (each.shape, local(each).shape, getattr(each, "ds_shape", each.shape))
+        shapes |= dict.fromkeys(alike, each.requires_grad)
+    apart = (trainer, model, trainer.model_wrapped, innermost(trainer.optimizer), *own, *callbacks)
+    seen = {id(each): each for each in apart}
+    for keeper, name in [(each, name) for each in (*callbacks, trainer) for name in vars(each)]:
+        # Whatever it is, it may refuse to be looked at.
+        with contextlib.suppress(Exception):
+            kept, search = [each for each in _tensors_in(vars(keeper)[name], seen) if each.shape in shapes], Search()
+            # Vectors alone may be anything: a history that is filled by and by.
+            if any(each.dim() > 1 or each.shape == flat for each in kept):
+                for number, each in enumerate(kept):
+                    search.add(str(number), each, inf=shapes[each.shape])
+            extents = [extent_of(kept[int(number)]) for number in search.nonfinite()]
+            # Inf is meant in a mask, which has nothing above 0, and where there is one value only.
+            if bad := [each for each in extents if each and not (each.high <= 0 or each.low == each.high)]:
+                found[f"NaN/Inf in {type(keeper).__name__}.{name}"] = {"copied": len(kept), "not_finite": len(bad)}
+    return found
+
+
+def _tensors_in(value: Any, seen: dict[int, Any], most: int = 100_000) -> Iterator[torch.Tensor]:
+    """Yields the tensors among so many values nested in one, of whatever kind, the nearest first; runs none's code."""
+    found = [value]
+    for each in found:
+        if id(each) not in seen and not isinstance(each, (type, ModuleType, FunctionType, FrameType)):
+            seen[id(each)] = each
+            if isinstance(each, torch.Tensor):
+                yield each
+            elif type(each).__module__.split(".")[0] not in ("self_healing", "accelerate", "datasets"):
+                found += gc.get_referents(each)[: most - len(found)]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

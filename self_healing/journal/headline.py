@@ -30,6 +30,7 @@ _CAUSE_ALONE = frozenset(
         FailureType.HANG,
         FailureType.PROCESS_DIED,
         FailureType.NOT_TRAINED,
+        FailureType.CORRUPTED_COPY,
         FailureType.REPLICAS_DIFFER,
         FailureType.SILENT_RANK,
         FailureType.SLOW_RANK,

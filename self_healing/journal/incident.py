@@ -21,6 +21,7 @@ IN_DOUBT = "steps_lost_unknown"
 # Still going on when they are reported: the reader may want to act on the advice.
 _ADVISED = frozenset(
     {
+        FailureType.CORRUPTED_COPY,
         FailureType.GRADIENT_SPIKE,
         FailureType.DIVERGENCE,
         FailureType.VANISHING_GRADIENT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .. import consensus
 from ..failures import FAILURE_RECIPES, Action, Cause, FailureType
 from ..instrument import Window
+from ..instrument.live_state import nonfinite_copies
 from ..journal.incident import Incident
 from ..rollback.rollback import Rollback
 from ..run.context import RunContext
@@ -38,8 +39,7 @@ class CorruptedStateHealer(NumericsHealer):
         if self.config.on_nonfinite != "heal" or not self.on_any_rank("the state is not finite", bool(found)):
             return
         with self._open(window.step, found[:20] or tensors, found) as opened:
-            context = HealingContext(opened.incident, instrument, window)
-            self._climb.take_rung(context, FailureType.CORRUPTED_STATE)
+            self._climb.take_rung(HealingContext(opened.incident, instrument, window), FailureType.CORRUPTED_STATE)
 
     def heal_the_end(self) -> None:
         """After the last step: weights that turned NaN with it would be handed over as trained."""
@@ -108,19 +108,14 @@ class CorruptedStateHealer(NumericsHealer):
             return
         found = instrument.view.nonfinite_tensors()
         finite = not self.on_any_rank("the state to be saved is not finite", bool(found))
-        if not finite:
-            finite = self._heal_state_to_be_saved(found)
+        # Or nothing could be done about it at the save before this one.
+        if not finite and not self._told_of_state:
+            with self._open(instrument.view.step, found[:20], found) as opened:
+                finite = self._heal_before_a_save(opened)
         if not finite:
             instrument.saves.disown_best()
         self.rollback.checkpoints.note_search(instrument.view.step, finite)
         self._told_of_state = not finite
-
-    def _heal_state_to_be_saved(self, found: list[str]) -> bool:
-        if self._told_of_state:
-            # Nothing could be done about it at the save before this one.
-            return False
-        with self._open(self.instrument.view.step, found[:20], found) as opened:
-            return self._heal_before_a_save(opened)
 
     def _heal_before_a_save(self, opened: OpenIncident) -> bool:
         run, instrument, incident = self.run, self.instrument, opened.incident
@@ -152,6 +147,19 @@ class CorruptedStateHealer(NumericsHealer):
         else:
             opened.close("resolved")
         return True
+
+    def look_at_copies(self) -> None:
+        """Reports copies of the weights beside the model that are not finite, which no rollback reaches, each once."""
+        journal, found = self.run.journal, nonfinite_copies(self.instrument.trainer)
+        self.rollback.copies_in_doubt = False
+        told = [each for each in journal.incidents if each.symptom == "nonfinite_copy" and each.outcome == "reported"]
+        for incident in told:
+            if found.pop(incident.cause, None) is None:
+                journal.closed(incident, "self_recovered")
+        for name, counts in found.items():
+            with self.run.incident(self.instrument.view.step, "nonfinite_copy", counts) as opened:
+                opened.diagnosed(FailureType.CORRUPTED_COPY, name)
+                opened.close("reported")
 
     def _open(self, step: int, tensors: list[str], nonfinite: list[str]) -> OpenIncident:
         """Every rank has to come, also one whose own state is finite."""

@@ -62,6 +62,9 @@ class StepJudge(Healer):
 
     def judge(self, window: Window) -> None:
         """Judges one step. It is left as it is, healed in place, or left out; or the run ends."""
+        if self.rollback.copies_in_doubt:
+            # A step later: what is copied anew in every step is healed by now.
+            self.corrupted_state.look_at_copies()
         self.memory.contain(lambda: self._judge(window), window)
 
     def _judge(self, window: Window) -> None:
@@ -228,6 +231,7 @@ class StepJudge(Healer):
         Heals weights that turned NaN with the last step, which would be handed over as trained, and ends as failed a
         run most of whose steps are not in the weights, or none of those since it was resumed.
         """
+        self.corrupted_state.look_at_copies()
         device = self.run.instrument.view.device
         if consensus.any_rank("news at the end", self.run.news.waiting, device):
             self.run.news.exchange(device)

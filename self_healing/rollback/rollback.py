@@ -66,6 +66,7 @@ class Rollback:
     ) -> None:
         self._config, self._journal = config, journal
         self._remember, self._recall = remember, recall
+        self.copies_in_doubt = False
         # Lets snapshots outlive the process, where another one goes on with the run.
         self.shared: SharedStates | None = None
         self._own_is_trusted: Callable[[], None] = lambda: None
@@ -168,7 +169,7 @@ class Rollback:
         """
         self.ring.discard()
         self.states.streak = 0
-        self.in_place.displaced = True
+        self.in_place.displaced = self.copies_in_doubt = True
         for option in _OTHERWISE[target]:
             went = self._to_disk(step) if option is Target.DISK else self._to_memory(option, step)
             if went is None:

@@ -340,7 +340,7 @@ def test_what_a_dying_data_loader_worker_leaves_is_told_from_the_network(module:
 def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
     assert set(FAILURE_RECIPES) == set(FailureType)
     # A spike passes or becomes a divergence; that nothing is learned, that the data are harder, that a rank is slow or
-    # silent, is told, and is no reason to end a run.
+    # silent, that a copy of the weights is not finite, is told, and is no reason to end a run.
     watched = {
         FailureType.LOSS_SPIKE,
         FailureType.VANISHING_GRADIENT,
@@ -352,6 +352,7 @@ def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
         FailureType.PREEMPTED,
         FailureType.SILENT_RANK,
         FailureType.SLOW_RANK,
+        FailureType.CORRUPTED_COPY,
     }
     for failure, recipe in FAILURE_RECIPES.items():
         assert failure in watched or recipe.ladder[-1] in (Action.STOP, Action.USE_REEXECUTED_STEP)
