@@ -97,6 +97,8 @@ _DISK_TEXTS = (
 # hf_xet, the storage of the Hub, as a `RuntimeError`.
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 _XET_TEXTS = ("CAS service error", "CAS Client Error")
+# As torch has it where it cannot open a file to write to.
+_UNOPENED_TEXTS = ("open file failed with strerror", "Parent directory ")
 # Where a file is written; anywhere else they are a mistake in the user's code.
 _FORBIDDEN_ERRNOS = frozenset({errno.EACCES, errno.EPERM})
 # RFC 9110 and RFC 6585: request timeout, too early, too many requests; every 5xx but "not implemented" may pass.
@@ -333,6 +335,15 @@ def could_not_be_written(error: BaseException) -> bool:
             return True
         current = current.__cause__
     return classify_exception(error) is FailureType.DISK
+
+
+def costs_its_save(error: BaseException | None) -> bool:
+    """Whether an exception that left the Trainer's save is an error of the system, whichever, or raised from one."""
+    if error is None or isinstance(error, consensus.Stranded):
+        return False
+    unopened = isinstance(error, RuntimeError) and any(each in text_of(error) for each in _UNOPENED_TEXTS)
+    of_the_system = isinstance(error, OSError) or _errno_of(error) is not None
+    return unopened or of_the_system or could_not_be_written(error) or costs_its_save(error.__cause__)
 
 
 def _classify_worker_report(text: str) -> FailureType | None:

@@ -37,8 +37,11 @@ def remove_torn(checkpoint: Path) -> str | None:
     except OSError as error:
         failed = error
         shutil.rmtree(checkpoint, ignore_errors=True)
-    if not checkpoint.exists() and not checkpoint.with_name(f".{checkpoint.name}.gone").exists():
-        return None
+    try:
+        if not checkpoint.exists() and not checkpoint.with_name(f".{checkpoint.name}.gone").exists():
+            return None
+    except OSError as error:
+        failed = error
     return f"{type(failed).__name__}: {failed}"
 
 
@@ -78,8 +81,10 @@ def is_full(error: Exception, checkpoint: Path) -> bool:
     if "os error" in text_of(error):
         return False
     # torch's writer does not say why: the disk is full if another checkpoint would not fit.
-    others = [size_of(other) for other in checkpoint.parent.glob("checkpoint-*")]
-    return bool(others) and shutil.disk_usage(checkpoint.parent).free < max(others)
+    with suppress(OSError):
+        others = [size_of(other) for other in checkpoint.parent.glob("checkpoint-*")]
+        return bool(others) and shutil.disk_usage(checkpoint.parent).free < max(others)
+    return False
 
 
 def named_as_full(error: Exception, checkpoint: Path) -> Exception:

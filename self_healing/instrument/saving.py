@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from .. import consensus
 from ..checkpoint_files import STATE_FILE
-from ..classify import could_not_be_written
+from ..classify import costs_its_save
 from ..random_state import RandomState
-from .saving_together import CouldNotBeWritten, SavingTogether, was_rotating
+from .saving_together import SavingTogether, was_rotating
 
 
 class SaveOutcomes(Protocol):
@@ -85,7 +85,7 @@ class CheckpointSaving:
                 else:
                     save(model, trial, *args, **kwargs)
             except Exception as error:
-                if not isinstance(error, CouldNotBeWritten) and not could_not_be_written(error):
+                if not costs_its_save(error):
                     raise
                 written, again = was_rotating(error), None
                 with self._contained():
@@ -151,9 +151,9 @@ class CheckpointSaving:
 def _files_of(checkpoint: Path) -> dict[str, tuple[int, int, int]]:
     """Inode, size and time of change of all files; none for a checkpoint that is not there."""
     found: dict[str, tuple[int, int, int]] = {}
-    for path in checkpoint.rglob("*"):
-        with contextlib.suppress(OSError):
-            status = path.stat()
+    with contextlib.suppress(OSError):
+        for path in checkpoint.rglob("*"):
             if path.is_file():
+                status = path.stat()
                 found[str(path)] = status.st_ino, status.st_size, status.st_mtime_ns
     return found

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import save_fsdp_optimizer
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import Trainer
 
 from .. import consensus
-from ..classify import could_not_be_written, describe_exception
+from ..classify import costs_its_save, describe_exception
 from ..output_dir import writes_checkpoints
 from .replacing import Replacements
 from .zero import engine_of
@@ -75,7 +77,7 @@ class SavingTogether:
         replacements = Replacements()
         for name in _PARTS:
             last = name == ("_save_rng_state" if with_rng else "save_model")
-            replacements.wrap(self._trainer, name, self._last_part if last else self._part)
+            replacements.wrap(self._trainer, name, partial(self._part_of_trainer, name, last))
         engine = engine_of(self._trainer)
         if engine is not None:
             for holder, name in [*writes_of(engine), (self._trainer, "_save")]:
@@ -83,9 +85,9 @@ class SavingTogether:
             replacements.wrap(engine, "save_checkpoint", self._part_of_engine)
         not_rotated: Exception | None = None
         try:
-            self._attempt(lambda: save(*args, **kwargs))
+            self._attempt_or_join("_save_checkpoint", save, *args, **kwargs)
         except Exception as error:
-            if not (was_rotating(error) and could_not_be_written(error)):
+            if not (was_rotating(error) and costs_its_save(error)):
                 raise
             # Of the first rank alone: the checkpoint is written.
             not_rotated = error
@@ -116,13 +118,22 @@ class SavingTogether:
             torch.distributed.barrier()
         return written
 
-    def _last_part(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = self._part(original, *args, **kwargs)
-        self._agree()
+    def _part_of_trainer(self, name: str, last: bool, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        gathers = name in _PARTS[:2] and (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled)
+        attempt = partial(self._attempt_or_join, name) if gathers else self._part
+        result = attempt(original, *args, **kwargs)
+        if last:
+            self._agree()
         return result
 
-    def _attempt(self, write: Callable[[], Any]) -> Any:
-        """Notes an error of the disk, and stays with the others."""
+    def _attempt_or_join(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Has a rank whose own version of a method fails before it meets the others meet them in the Trainer's."""
+        own = partial(getattr(Trainer, name), self._trainer, *args, **kwargs)
+        return self._attempt(lambda: original(*args, **kwargs), lambda _: self._attempt(own, _strand))
+
+    def _attempt(self, write: Callable[[], Any], missed: Callable[[Exception], Any] | None = None) -> Any:
+        """Notes an error of the disk, and stays with the others; `missed` is called if it has met none of them yet."""
+        begun = consensus.collectives_begun()
         try:
             return write()
         except CouldNotBeWritten:
@@ -130,25 +141,23 @@ class SavingTogether:
         except CheckpointException as error:
             # No `Exception`: torch raises it on all ranks alike, whichever of them it was.
             causes = [(rank, cause) for rank, (cause, _) in error.failures.items()]
-            if not all(could_not_be_written(cause) for _, cause in causes):
+            if not all(costs_its_save(cause) for _, cause in causes):
                 raise
             self._refused = self._refused or causes[0]
         except Exception as error:
-            if was_rotating(error) or not could_not_be_written(error):
+            if was_rotating(error) or not costs_its_save(error):
                 raise
             self._refused = self._refused or (self._trainer.args.process_index, error)
-            if _left(error, "save_fsdp_model"):
+            if missed is not None and begun is not None and consensus.collectives_begun() == begun:
+                missed(error)
+            elif _left(error, "save_fsdp_model"):
                 self._join_in_the_optimizer()
 
     def _join_in_the_optimizer(self) -> None:
         """Takes part in what gathers the optimizer state after the weights, in the same part of the checkpoint."""
-        trainer = self._trainer
-        accelerator = trainer.accelerator
-        self._attempt(
-            lambda: save_fsdp_optimizer(
-                accelerator.state.fsdp_plugin, accelerator, trainer.optimizer, trainer.model, str(self._checkpoint)
-            )
-        )
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        gathered = accelerator.state.fsdp_plugin, accelerator, trainer.optimizer, trainer.model
+        self._attempt(lambda: save_fsdp_optimizer(*gathered, str(self._checkpoint)))
 
     def _agree(self) -> None:
         """Raises on all ranks what one of them could not write."""
@@ -163,6 +172,11 @@ class SavingTogether:
             each for each in consensus.from_every_rank("why it cannot be written", told, device) if each is not None
         )
         raise (CouldNotBeWritten(text) if number is None else CouldNotBeWritten(number, text)) from cause
+
+
+def _strand(error: Exception) -> NoReturn:
+    told = f"the save failed on this rank ({describe_exception(error)[:300]}) before it met the others, who may wait"
+    raise consensus.Stranded(told) from error
 
 
 def was_rotating(error: BaseException) -> bool:

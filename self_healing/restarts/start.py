@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import consensus
-from ..checkpoint_files import STATE_FILE, number_of
+from ..checkpoint_files import MARKER_FILE, STATE_FILE, number_of
 from ..checkpoints.choice import CheckpointError, newest_verdict_of, resolve_checkpoint
 from ..checkpoints.deepspeed_jobs import why_of_another_job
 from ..checkpoints.listing import checkpoints_in
@@ -277,7 +277,9 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
             return _from_memory(shared, record, launch, requested)
     if chosen is None and requested is not None:
         # Of a run that is taken up, and was killed before its first checkpoint: what it had been asked for.
-        wanted = "auto" if requested is True and readers.refused else requested
+        torn = [] if record is None else _torn_and_alone(output_dir)
+        anew = bool(readers.refused or torn) if requested is True else taken_up and Path(str(requested)) in torn
+        wanted = "auto" if anew else requested
         chosen = resolve_checkpoint(wanted, output_dir, passed_over, names_in_checkpoints(trainer), readers)
     if chosen is None and readers.refused:
         # The first rank has one, and a fresh start is not what was asked for.
@@ -288,6 +290,13 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
     for doubt in () if chosen is None else chosen.doubts:
         logger.warning("Resuming from %s anyway: %s.", path, doubt)
     return replace(start_of(path, record, launch, taken_up, requested), beside=beside)
+
+
+def _torn_and_alone(output_dir: str) -> list[Path]:
+    """The checkpoints there, if each is one that a process was writing when it ended, and none was ever whole."""
+    found = checkpoints_in(output_dir)
+    whole = any((each / name).exists() for each in found for name in (STATE_FILE, MARKER_FILE))
+    return [] if whole else found
 
 
 def _none_that_all_can_read(output_dir: str, passed_over: Sequence[Verdict]) -> str:

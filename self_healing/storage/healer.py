@@ -36,6 +36,7 @@ class SaveHealer(Healer):
         self._told = False
         self._missing: list[int] = []
         self._made_room_at: int | None = None
+        self._not_rotated = False
 
     def attach(self, first: bool) -> None:
         if self._run.config.on_save_failure == "continue":
@@ -121,13 +122,14 @@ class SaveHealer(Healer):
         else:
             self._tell(incident)
 
-    def _opened(self, error: Exception, checkpoint: Path, step: int) -> Incident:
+    def _opened(self, error: Exception, checkpoint: Path, step: int, rotating: bool = False) -> Incident:
         if self._incident is None:
             journal = self._run.journal
             why = f"The error: {describe_exception(error)[:300]}"
             evidence = {"checkpoint": str(checkpoint), "message": text_of(error)[:500], "why": why}
+            cause = "an older checkpoint could not be removed" if rotating else "a checkpoint could not be written"
             self._incident = journal.open(step, type(error).__name__, evidence)
-            journal.diagnosed(self._incident, FailureType.DISK, "a checkpoint could not be written", {})
+            journal.diagnosed(self._incident, FailureType.DISK, cause, {})
             self._told = False
         return self._incident
 
@@ -179,6 +181,12 @@ class SaveHealer(Healer):
             error,
         )
         self.saved(checkpoint, step)
+        if not self._not_rotated:
+            # Of all such removals in a run the first: the others are in the log.
+            incident = self._opened(error, checkpoint, step, rotating=True)
+            self._run.journal.acted(incident, Action.GO_ON_WITHOUT.value, checkpoint=str(checkpoint))
+            self._not_rotated = self._told = True
+            self.saved(checkpoint, step)
 
     def saved(self, checkpoint: Path, step: int) -> None:
         """

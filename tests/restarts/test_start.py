@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -362,6 +363,19 @@ class TestFinding:
         self.newest = None
         start = find("auto", TORCHRUN)
         assert (start.step, start.run, self.resolved) == (2, "run", ["auto"])
+
+    def test_where_that_is_one_it_never_finished_it_begins_anew(
+        self, find: Callable[..., Start], tmp_path: Path
+    ) -> None:
+        self.write(tmp_path)
+        self.newest = None
+        shutil.rmtree(tmp_path / "checkpoint-4")
+        torn, elsewhere = tmp_path / "checkpoint-3", str(tmp_path / "elsewhere" / "checkpoint-3")
+        torn.mkdir()
+        for requested, launch in ((str(torn), TORCHRUN), (True, TORCHRUN), (elsewhere, TORCHRUN), (str(torn), PLAIN)):
+            find(requested, launch)
+            shutil.rmtree(tmp_path / "checkpoint-2")
+        assert self.resolved == ["auto", "auto", elsewhere, str(torn)]
 
     def test_so_does_one_that_no_launcher_has_counted(self, find: Callable[..., Start], tmp_path: Path) -> None:
         self.write(tmp_path, ending=Ending.PREEMPTED, rendezvous="job")

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,73 @@ def test_two_saves_that_fail_cost_their_checkpoints_and_the_third_is_good(
     assert_same_weights(weights(resumed), weights(clean))
 
 
+def raised_from(error: Exception) -> Exception:
+    caused = RuntimeError("cannot write the optimizer state")
+    caused.__cause__ = error
+    return caused
+
+
+def torch_into_a_directory_that_is_gone() -> Exception:
+    torch.save({"weight": torch.zeros(1)}, "/nonexistent/optimizer.pt")
+    raise AssertionError
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    **{
+        name: (lambda number: lambda: OSError(number, os.strerror(number)))(getattr(errno, name))
+        for name in (
+            *("ESTALE", "ENOTCONN", "EREMOTEIO", "ENOTEMPTY", "EBUSY", "EIO", "EROFS", "EDQUOT"),
+            *("ETIMEDOUT", "ECONNRESET", "EACCES", "ENOENT", "EMFILE", "ENOMEM"),
+        )
+    },
+    "no number": lambda: OSError("the file system is away"),
+    "raised from one": lambda: raised_from(OSError(errno.ESTALE, os.strerror(errno.ESTALE))),
+    "of Rust": lambda: Exception(f"Stale file handle (os error {errno.ESTALE})"),
+    "of torch": torch_into_a_directory_that_is_gone,
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_any_error_of_the_system_in_a_save_costs_that_save(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    trainer = disk_trainer(tmp_path, tokenizer, 2, max_steps=4, error=ERRORS[name])
+    SelfHealingTrainer(trainer).train()
+    assert (trainer.failures, trainer.state.global_step) == (1, 4)
+    assert names(tmp_path) == ["checkpoint-4"]
+    [outcome] = journal(tmp_path, "outcome")
+    assert (outcome["failure"], outcome["outcome"], outcome["missing"]) == ("disk", "resolved", [2])
+
+
+def test_an_error_of_the_system_in_a_callback_s_on_save_is_not_one_of_the_save(tmp_path: Path, tokenizer: Any) -> None:
+    class Copies(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    trainer = disk_trainer(tmp_path, tokenizer, callbacks=[Copies(), SelfHealingCallback()])
+    with pytest.raises(OSError, match="Stale file handle"):
+        trainer.train()
+    assert vet(tmp_path / "checkpoint-2").usable
+
+
+@pytest.fixture
+def out_of_reach(tmp_path: Path) -> Iterator[None]:
+    """Whatever is asked about a file in this directory is refused, whether there is one included."""
+    root = os.geteuid() == 0
+    tmp_path.chmod(0o700 if root else 0)
+    if root:
+        os.seteuid(65534)
+    yield
+    if root:
+        os.seteuid(0)
+    tmp_path.chmod(0o700)
+
+
+@pytest.mark.usefixtures("out_of_reach")
+def test_where_nothing_is_known_of_what_was_written_that_is_said(tmp_path: Path) -> None:
+    assert "PermissionError" in (remove_torn(tmp_path / "checkpoint-2") or "")
+    healer = SaveHealer(assemble(HealingConfig(), tmp_path).context, list)
+    assert not healer.failed(RuntimeError("PytorchStreamWriter failed writing"), tmp_path / "checkpoint-2", 2, None)
+
+
 def test_the_journal_tells_of_it_once_and_closes_it_when_one_could_be_written(tmp_path: Path, tokenizer: Any) -> None:
     SelfHealingTrainer(disk_trainer(tmp_path, tokenizer, 2, 4)).train()
     [incident] = journal(tmp_path, "detected")
@@ -326,16 +393,20 @@ def test_a_failure_of_our_own_lets_the_disk_s_error_pass(tmp_path: Path, tokeniz
     assert "_save_checkpoint" not in vars(trainer)
 
 
+@pytest.mark.parametrize("name", ["EIO", "ENOTEMPTY", "EBUSY", "ESTALE", "EACCES", "no number"])
 def test_a_checkpoint_that_is_written_stays_when_an_older_one_cannot_be_removed(
-    tmp_path: Path, tokenizer: Any, monkeypatch: Any
+    tmp_path: Path, tokenizer: Any, monkeypatch: Any, name: str
 ) -> None:
     def rotate_checkpoints(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        raise ERRORS[name]()
 
     monkeypatch.setattr("transformers.trainer.rotate_checkpoints", rotate_checkpoints)
     SelfHealingTrainer(disk_trainer(tmp_path, tokenizer)).train()
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert all(vet(tmp_path / name).usable for name in names(tmp_path))
+    [diagnosed] = journal(tmp_path, "diagnosed")
+    assert (diagnosed["step"], diagnosed["cause"]) == (2, "an older checkpoint could not be removed")
+    assert outcomes(tmp_path) == ["resolved"]
 
 
 @pytest.mark.slow

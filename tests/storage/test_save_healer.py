@@ -209,3 +209,13 @@ def test_an_older_one_that_cannot_be_removed_is_no_failure(saves: Saves, tmp_pat
     saves.healer.not_rotated(OSError(errno.EIO, "busy"), tmp_path / "checkpoint-10", 10)
     assert "save_total_limit is exceeded" in caplog.text
     assert saves.events("outcome")[0]["outcome"] == "resolved"
+
+
+def test_of_older_ones_that_cannot_be_removed_the_first_is_an_incident(saves: Saves, tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        saves.healer.not_rotated(OSError(errno.EBUSY, "busy"), tmp_path / f"checkpoint-{step}", step)
+    [detected], [outcome] = saves.events("detected"), saves.events("outcome")
+    assert (detected["step"], "busy" in detected["evidence"]["why"]) == (5, True)
+    assert (outcome["outcome"], outcome["missing"]) == ("resolved", [])
+    saves.fail(20)
+    assert saves.run.journal.incidents[1].cause == "a checkpoint could not be written"
