@@ -10,11 +10,16 @@ OLDEST := transformers==5.4.0 huggingface_hub==1.33.0 tokenizers==0.22.2
 OLDEST_TESTS := tests/numerics/test_nonfinite.py tests/test_healthy.py tests/instrument/test_exceptions.py tests/rollback/test_rollback.py \
 	tests/numerics/test_learning_rate.py tests/memory/test_memory.py
 
+# The newest of what trains, whatever constraints.txt pins, and of what only comes with it.
+NEWEST := transformers trl accelerate datasets peft
+NEWEST_FREE := $(NEWEST) huggingface_hub tokenizers safetensors
+NEWEST_TESTS := $(OLDEST_TESTS) tests/memory/test_splitting.py tests/memory/test_slicing.py tests/memory/test_passes.py
+
 # On a machine with a GPU, whose own Python has torch for it; `make gpu-needs` says what else it lacks.
 GPU_PYTHON ?= python3
 GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollback/test_rollback.py
 
-.PHONY: demo demo-output dist docs examples matrix smoke test test-slow test-deepspeed test-deepspeed-quick deepspeed-adam test-oldest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
+.PHONY: demo demo-output dist docs examples matrix smoke test test-slow test-deepspeed test-deepspeed-quick deepspeed-adam test-oldest test-newest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
@@ -63,6 +68,9 @@ test-deepspeed-quick: .venv-deepspeed/.installed
 
 test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest $(OLDEST_TESTS)
+
+test-newest: .venv-newest/.installed
+	.venv-newest/bin/python -m pytest $(NEWEST_TESTS)
 
 # Each part writes its result as it goes; what was cut off is gone on with when it is called again.
 bench-gpu: gpu-needs
@@ -122,6 +130,13 @@ lint: .venv/.installed
 		> .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install torch==2.13.0 -c .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install -e '.[dev]' $(OLDEST) -c .venv-oldest/constraints.txt
+	touch $@
+
+.venv-newest/.installed: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv .venv-newest
+	grep -v $(foreach name,$(NEWEST_FREE),-e '^$(name)==') constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/python -m pip install torch==2.13.0 -c .venv-newest/constraints.txt
+	.venv-newest/bin/python -m pip install --upgrade -e '.[dev]' $(NEWEST) -c .venv-newest/constraints.txt
 	touch $@
 
 .venv-deepspeed/.installed: pyproject.toml constraints.txt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,8 +32,10 @@ from transformers import (
     BertForTokenClassification,
     CLIPConfig,
     CLIPModel,
+    DynamicCache,
     GenerationConfig,
     LlamaForSequenceClassification,
+    LlamaModel,
     MixtralConfig,
     MixtralForCausalLM,
     T5Config,
@@ -44,6 +47,7 @@ from transformers import (
 
 from self_healing.memory.splitting import CallShape, ComputedOtherwise, KnownSizes, SplitCalls, SplitGeneration
 from self_healing.memory.splitting.recomputing import recomputed
+from self_healing.memory.splitting.slicing import goes_on
 
 
 # ---- a memory of sizes that allows so many rows, and models whose calls are split by it ----
@@ -328,15 +332,19 @@ def assert_same_call(module: Any, rows: int = 2, tolerance: float = 1e-6, **argu
         assert_same_output(parts, whole, tolerance)
 
 
+CACHES = {"past_key_values", "cache"}
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+
+
 def assert_same_output(one: Any, other: Any, tolerance: float = 1e-6) -> None:
     assert type(one) is type(other)
     if isinstance(other, torch.Tensor):
         assert one.shape == other.shape
         assert torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance)
     elif isinstance(other, dict):
-        # A cache is of no use of some rows only.
-        names = set(other) - {"past_key_values"}
-        assert set(one) - {"past_key_values"} == names
+        # A cache is of no use of some rows only; transformers 5.24 calls it `cache`.
+        names = set(other) - CACHES
+        assert set(one) - CACHES == names
         for key in names:
             assert_same_output(one[key], other[key], tolerance)
     elif isinstance(other, (tuple, list)):
@@ -740,6 +748,46 @@ def test_a_flattened_batch_is_split_between_sequences(tokenizer: Any) -> None:
     # With a cache, attention goes across.
     assert_refused(model, "see each other", rows=rows, **flat)
     assert_refused(model, "first token of the next one", rows=9, **flattened_batch(tokenizer, boundaries=True))
+
+
+def cache_of(model: Any, ids: torch.Tensor | None = None) -> Any:
+    """An empty one, or one that holds the keys and values of some rows."""
+    cache = DynamicCache(config=model.config)
+    if ids is not None:
+        with torch.no_grad():
+            model.model(ids, **{CACHE: cache}, use_cache=True)
+    return cache
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_no_call_that_goes_on_from_a_cache_is_split(filled: bool, tokenizer: Any) -> None:
+    model = tiny_model(tokenizer, dropout=0.0, attn_implementation="sdpa").eval()
+    ids, flat = batch_of(tokenizer)["input_ids"], flattened_batch(tokenizer, boundaries=False)
+    for batch in (flat, {"input_ids": ids}, {"input_ids": ids, "labels": ids}):
+        before = batch["input_ids"][:, :3] if filled else None
+        given = {**batch, CACHE: cache_of(model, before), "use_cache": False}
+        with split(model, only(2)) as calls:
+            found = model(**given)
+        assert (calls.refused, calls.pieces) == ("the call goes on from cached keys and values", 1)
+        assert_same_output(found, model(**{**given, CACHE: cache_of(model, before)}))
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_no_generation_that_goes_on_from_a_cache_is_split(filled: bool, tokenizer: Any) -> None:
+    model, ids = tiny_model(tokenizer).eval(), torch.arange(5, 21).view(4, 4)
+    before, settings = ids[:, :3] if filled else None, {"max_new_tokens": 2, "do_sample": False}
+    expected = model.generate(ids, **{CACHE: cache_of(model, before)}, **settings)
+    with split(model, only(2)) as calls:
+        found = model.generate(ids, **{CACHE: cache_of(model, before)}, **settings)
+    assert (calls.refused, calls.pieces) == ("it goes on from cached keys and values", 1)
+    assert torch.equal(found, expected)
+
+
+def test_recurrent_states_of_an_earlier_call_are_a_cache_as_well() -> None:
+    states = tuple(torch.zeros(4, 2, 8) for _ in range(2))
+    assert goes_on((), {"mems": states})
+    assert goes_on((DynamicCache(),), {})
+    assert not goes_on((torch.ones(2),), {"cache": False, "mems": None})
 
 
 def test_calls_that_cannot_be_cut_are_refused(tokenizer: Any) -> None:

@@ -23,6 +23,7 @@ from .slicing import (
     IGNORED_LABEL,
     CannotSplit,
     Chunk,
+    goes_on,
     main_input,
     picked_rows,
     segment_chunk,
@@ -197,7 +198,7 @@ def why_rows_depend(module: torch.nn.Module, args: Sequence[Any], kwargs: Mappin
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if kwargs.get("output_router_logits") or getattr(text, "output_router_logits", False):
         return "the auxiliary loss of a mixture of experts balances all tokens of the batch"
-    if kwargs.get("past_key_values") is not None:
+    if goes_on(args, kwargs):
         return "the call goes on from cached keys and values"
     if kwargs.get("use_cache"):
         return "the call asks for cached keys and values (use_cache=True)"

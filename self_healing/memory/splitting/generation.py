@@ -12,7 +12,7 @@ from ...call_shape import CallShape
 from .calls import SplitCalls
 from .lockstep import Lockstep
 from .sizes import KnownSizes
-from .slicing import CannotSplit, main_input, parts, rows_of
+from .slicing import CannotSplit, goes_on, main_input, parts, rows_of
 
 
 # Arguments that are the same for all rows, whatever size they have.
@@ -38,7 +38,6 @@ _OF_THE_BATCH = (
     "stopping_criteria",
     "streamer",
     "assistant_model",
-    "past_key_values",
     "custom_generate",
 )
 
@@ -129,6 +128,8 @@ class SplitGeneration:
         for name in _OF_THE_BATCH:
             if kwargs.get(name):
                 raise CannotSplit(f"`{name}` may look at the whole batch")
+        if goes_on(args, kwargs):
+            raise CannotSplit("it goes on from cached keys and values")
         if any(callable(value) and not isinstance(value, torch.Tensor) for value in args):
             raise CannotSplit("a function among the positional arguments may look at the whole batch")
         if self._setting("return_dict_in_generate", args, kwargs):

@@ -33,6 +33,8 @@ _MAIN_INPUTS = (
 )
 # Arguments whose first dimension is never that of the rows, and those with one entry per token: (B, T), (B, T, D).
 _OF_NO_ROW = frozenset({"num_items_in_batch", "logits_to_keep", "cache_position"})
+# What an earlier call has left for this one, as transformers names it: the second from 5.24 on.
+_CACHES = ("past_key_values", "cache", "cache_params", "past_buckets_states", "mems")
 _BY_TOKEN = frozenset(
     {"input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids", "labels", "shift_labels"}
 )
@@ -82,6 +84,12 @@ def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor |
             if inner is not None:
                 return inner
     return None
+
+
+def goes_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is given the cache of an earlier one, which holds all rows and grows in it."""
+    named = any(not isinstance(kwargs.get(name), bool | None) for name in _CACHES)
+    return named or any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values()))
 
 
 def sequences_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Layout | None:
