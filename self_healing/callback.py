@@ -37,6 +37,7 @@ from .log_safely import log_safely
 from .meeting import meet
 from .numerics.corrupted_state import LOOKED_AT_END
 from .own_files import hide_from_uploads, own_patterns
+from .restarts.start import tell_of_unfinished
 from .rollback.trusted import TAKEN
 from .start_and_end import pause_speaking, start_speaking, stop_speaking, tell_start
 
@@ -172,6 +173,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self.reconfigure(run.context.config)
         if adopted is None:
             start_speaking(run, args.process_index)
+            if resumed_from is None and args.process_index == 0:
+                tell_of_unfinished(str(args.output_dir), wrapped=False)
         run.journal.notify = lambda incident: self._tell_callbacks(trainer, incident)
         self._hide_own_files(args)
         before = run.instrument

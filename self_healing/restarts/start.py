@@ -17,7 +17,7 @@ import torch
 
 from .. import consensus
 from ..checkpoint_files import MARKER_FILE, STATE_FILE, number_of
-from ..checkpoints.choice import CheckpointError, newest_verdict_of, resolve_checkpoint
+from ..checkpoints.choice import CheckpointError, find_trusted_checkpoint, newest_verdict_of, resolve_checkpoint
 from ..checkpoints.deepspeed_jobs import why_of_another_job
 from ..checkpoints.listing import checkpoints_in
 from ..checkpoints.marker import read_marker, standing_of
@@ -40,6 +40,7 @@ from .record import (
     UnreadableRecordError,
     first_call,
 )
+from .status import RunState, read_status
 
 
 logger = logging.getLogger("self_healing")
@@ -262,6 +263,8 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
             RECORD_FILE,
         )
         record = None
+    elif requested is None and not restarted:
+        tell_of_unfinished(output_dir, wrapped=True)
     chosen: Verdict | None = None
     taken_up = False
     if record is not None and record.attempts and restarted:
@@ -326,6 +329,24 @@ def came_to_nothing(record: RunRecord) -> bool:
     newest = record.newest
     in_memory = newest.resumed_from is not None and newest.resumed_from.startswith(str(directory_of(record.directory)))
     return in_memory and newest.last_step <= newest.first_step
+
+
+def tell_of_unfinished(output_dir: str, wrapped: bool) -> None:
+    """Says what a run that came to no end has left where another one begins at step 0, and how to go on from it."""
+    status, torn = read_status(Path(output_dir)), list[Verdict]()
+    if status is not None and status.state in (RunState.ENDED, RunState.RUNNING):
+        return
+    newest, how = find_trusted_checkpoint(output_dir, torn), "It has left no checkpoint that can be resumed from"
+    state = {} if newest is None else json.loads(Path(newest, STATE_FILE).read_text(encoding="utf-8"))
+    if status is None and state.get("global_step", 0) >= (state.get("max_steps") or 0):
+        return
+    if newest is not None:
+        asked = '"auto"' if wrapped else repr(newest)
+        how = f"To go on from {newest} (step {state['global_step']}), write train(resume_from_checkpoint={asked})"
+    how += "".join(f"; {each.path} cannot be used: {each.reason}" for each in torn)
+    run, fate = ("another run", "") if status is None else (f"run {status.run}", f" {status}")
+    text = "Training begins at step 0 in %s, and will overwrite what %s has left there.%s %s."
+    logger.warning(text, output_dir, run, fate, how)
 
 
 def note_start(journal: Journal, start: Start, output_dir: str) -> None:

@@ -429,6 +429,76 @@ def test_auto_goes_on_where_no_launcher_says_that_it_is_a_restart(
     assert incident["failure"] == "process_died"
 
 
+def left_behind(text: str) -> list[str]:
+    """What is said at the start of a run about one that did not come to its end."""
+    return [line for line in text.splitlines() if "Training begins at step 0" in line]
+
+
+@pytest.mark.parametrize("callback_alone", [False, True])
+def test_a_start_after_a_kill_says_what_was_left_and_what_to_write_and_starts_as_asked(
+    tmp_path: Path, plain: dict[str, Any], start: Callable[..., int], callback_alone: bool
+) -> None:
+    job = tmp_path / "job"
+    options = {"fault": "sigkill", "step": 6, "launcher": "none", "callback_alone": callback_alone}
+    assert start(job, **options) == -9
+    assert left_behind(job_log(job)) == []
+    assert start(job, **options) == 0
+    (line,) = left_behind(job_log(job))
+    assert "The run died at step 6 of 12" in line
+    asked = repr(f"{job}/checkpoint-4") if callback_alone else '"auto"'
+    assert f"To go on from {job}/checkpoint-4 (step 4), write train(resume_from_checkpoint={asked})." in line
+    assert "checkpoint-12" in {each.name for each in job.iterdir()}
+    if not callback_alone:
+        assert job_result(job)["weights"] == plain["weights"]
+    # That one has finished.
+    assert start(job, **options) == 0
+    assert len(left_behind(job_log(job))) == 1
+
+
+@pytest.mark.parametrize("resume", ["auto", True, False])
+def test_whoever_says_where_to_begin_is_told_nothing(tmp_path: Path, start: Callable[..., int], resume: Any) -> None:
+    job = tmp_path / "job"
+    options = {"fault": "sigkill", "step": 6, "launcher": "none"}
+    assert [start(job, **options, resume="auto"), start(job, **options, resume=resume)] == [-9, 0]
+    assert left_behind(job_log(job)) == []
+
+
+def test_after_a_kill_before_the_first_checkpoint_it_is_said_that_there_is_none(
+    tmp_path: Path, start: Callable[..., int]
+) -> None:
+    job = tmp_path / "job"
+    assert [start(job, fault="sigkill", step=2, launcher="none") for _ in range(2)] == [-9, 0]
+    (line,) = left_behind(job_log(job))
+    assert "The run died at step 2 of 12" in line
+    assert line.endswith("It has left no checkpoint that can be resumed from.")
+
+
+def test_after_a_kill_while_a_checkpoint_was_written_the_one_before_is_named(
+    tmp_path: Path, start: Callable[..., int]
+) -> None:
+    job = tmp_path / "job"
+    assert [start(job, fault="sigkill_while_saving", step=8, launcher="none") for _ in range(2)] == [-9, 0]
+    (line,) = left_behind(job_log(job))
+    assert f"To go on from {job}/checkpoint-4 (step 4), write" in line
+    assert f"{job}/checkpoint-8 cannot be used: " in line
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_beside_checkpoints_of_a_plain_trainer_the_same_is_said_unless_it_has_finished(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, steps: int
+) -> None:
+    class Leaving(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == steps
+
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    sft_trainer(tmp_path / "run", tokenizer, callbacks=[Leaving()], **arguments).train()
+    SelfHealingTrainer(sft_trainer(tmp_path / "run", tokenizer, max_steps=1)).train()
+    told = left_behind(caplog.text)
+    assert len(told) == (1 if steps < 6 else 0)
+    assert all(f"To go on from {tmp_path}/run/checkpoint-4 (step 4), write" in line for line in told)
+
+
 class Noting(TrainerCallback):
     """Notes the steps that are trained."""
 
