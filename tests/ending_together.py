@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,44 @@ def strike_rank(fault: str, note: Path) -> None:
         time.sleep(FOREVER)
 
 
+# Ways in which the gradients of a step do not reach the other ranks.
+APART = ("leaves out a layer", "frozen", "returns early", "scores only", "past the wrapper")
+
+
+def take_another_way(trainer: Any, way: str, now: Callable[[], bool]) -> None:
+    """Has a trainer compute some of its steps otherwise."""
+    compute_loss, training_step = trainer.compute_loss, trainer.training_step
+    layers = trainer.model.model.layers
+
+    def otherwise(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not now():
+            return compute_loss(model, inputs, *args, **kwargs)
+        if way == "frozen":
+            layers[-1].requires_grad_(False)
+            return compute_loss(model, inputs, *args, **kwargs)
+        kept, trainer.model.model.layers = layers, layers[:1]
+        try:
+            return compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            trainer.model.model.layers = kept
+
+    def step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not now() or way in ("leaves out a layer", "frozen"):
+            return training_step(model, inputs, *args, **kwargs)
+        if way == "returns early":
+            return torch.zeros(())
+        if way == "scores only":
+            with torch.no_grad():
+                return compute_loss(model, trainer._prepare_inputs(inputs))
+        # Without what TRL gathers in the loss, which ranks meet in as well.
+        batch = {name: inputs[name] for name in ("input_ids", "attention_mask", "labels") if name in inputs}
+        loss = trainer.model(**batch)["loss"]
+        trainer.accelerator.backward(loss)
+        return loss.detach()
+
+    trainer.compute_loss, trainer.training_step = otherwise, step
+
+
 def main(directory: Path, options: dict[str, Any]) -> None:
     rank = int(os.environ["RANK"])
     fault, at, on = options.get("fault"), options.get("step", 3), options.get("rank", 1)
@@ -70,6 +109,7 @@ def main(directory: Path, options: dict[str, Any]) -> None:
         build_tokenizer(),
         ddp_backend="gloo",
         ddp_timeout=1800,
+        ddp_find_unused_parameters=fault not in APART,
         max_steps=options.get("steps", 6),
         gradient_accumulation_steps=1,
         save_strategy="steps",
@@ -98,7 +138,12 @@ def main(directory: Path, options: dict[str, Any]) -> None:
         trainer.get_train_dataloader = no_loader
 
     def strike(module: Any, args: Any, kwargs: Any) -> None:
-        if rank == on and fault not in (None, "stops_alone") and module.training and trainer.state.global_step == at:
+        if (
+            rank == on
+            and fault not in (None, "stops_alone", *APART)
+            and module.training
+            and trainer.state.global_step == at
+        ):
             strike_rank(fault, directory / "struck")
 
     class Busy(Exception):
@@ -117,6 +162,8 @@ def main(directory: Path, options: dict[str, Any]) -> None:
 
     calls = 0
     trainer.data_collator = collate_later
+    if fault in APART:
+        take_another_way(trainer, fault, lambda: trainer.state.global_step == at and (rank == on or on is None))
     trainer.model.register_forward_pre_hook(strike, with_kwargs=True)
     config = HealingConfig(**options.get("config", {}))
     result: dict[str, Any] = {}

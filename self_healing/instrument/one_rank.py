@@ -125,6 +125,21 @@ class OneRankRetry:
         """Called before a micro-batch."""
         self.end()
         self._forwards = self._sent_before = self._asked = 0
+        self._collectives = self._begun() if self.possible else None
+
+    def check_sent(self) -> None:
+        """Raises where DDP has not sent all gradients of a step: others would take a vote for some of them."""
+        if self._model is None or self._zero is not None:
+            return
+        # torch's own words, which come in the next forward otherwise.
+        self._model._check_reducer_finalized()
+        sent = self._collectives is None or self._begun() != self._collectives
+        if not sent and not consensus.all_fail_alike("gradients are sent", seconds=20.0):
+            raise RuntimeError(
+                f"step {self._view.step}: rank {consensus.own_rank()} has sent no gradients, and the other ranks wait "
+                "for them: its training_step took no backward pass, or called the model past its "
+                "DistributedDataParallel wrapper (where nothing counts, take the backward of 0.0 * loss)"
+            )
 
     def note(self, batch: Any) -> None:
         """Called with the micro-batch as the trainer has prepared it: here it can be begun again."""

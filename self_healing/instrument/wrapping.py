@@ -358,6 +358,9 @@ class Instrument:
                     loss, tokens = self._until_it_fits(window, ran_out, before)
         self.one_rank.end()
         window.add_loss(loss, tokens)
+        if window.complete:
+            with self.failsafe.leaving_on_exception():
+                self.one_rank.check_sent()
         self.retry.on_success()
         return loss
 

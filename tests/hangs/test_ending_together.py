@@ -226,3 +226,33 @@ def test_what_a_launcher_sends_to_those_that_are_left_is_no_preemption(job: Any)
     (attempt,) = json.loads((two.directory / "healing_run.json").read_text())["attempts"]
     assert attempt["ending"] == "restart"
     assert "ValueError: only here" in attempt["why"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("leaves out a layer", "find_unused_parameters=True"),
+        ("frozen", "find_unused_parameters=True"),
+        ("returns early", "rank 1 has sent no gradients"),
+        ("scores only", "rank 1 has sent no gradients"),
+        ("past the wrapper", "rank 1 has sent no gradients"),
+    ],
+)
+def test_a_rank_whose_gradients_do_not_reach_the_others_says_why_and_is_named_by_them(
+    job: Any, way: str, reason: str
+) -> None:
+    two = job(fault=way)
+    assert two.join() == [1, 1]
+    assert reason in two.postmortem(1)["error"]["message"]
+    first = two.postmortem(0)["ranks"]["first_failure"]
+    assert (first["rank"], first["step"]) == (1, 3)
+    assert reason in two.postmortem(0)["verdict"]
+
+
+@pytest.mark.slow
+def test_a_step_in_which_no_rank_sends_gradients_is_a_step_like_any_other(job: Any) -> None:
+    two = job(fault="returns early", rank=None)
+    assert two.join() == [0, 0]
+    assert [two.result(rank)["steps"] for rank in (0, 1)] == [6, 6]
+    assert journal(two.directory, "detected") == []
