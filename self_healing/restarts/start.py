@@ -333,20 +333,22 @@ def came_to_nothing(record: RunRecord) -> bool:
 
 def tell_of_unfinished(output_dir: str, wrapped: bool) -> None:
     """Says what a run that came to no end has left where another one begins at step 0, and how to go on from it."""
-    status, torn = read_status(Path(output_dir)), list[Verdict]()
-    if status is not None and status.state in (RunState.ENDED, RunState.RUNNING):
-        return
-    newest, how = find_trusted_checkpoint(output_dir, torn), "It has left no checkpoint that can be resumed from"
-    state = {} if newest is None else json.loads(Path(newest, STATE_FILE).read_text(encoding="utf-8"))
-    if status is None and state.get("global_step", 0) >= (state.get("max_steps") or 0):
-        return
-    if newest is not None:
-        asked = '"auto"' if wrapped else repr(newest)
-        how = f"To go on from {newest} (step {state['global_step']}), write train(resume_from_checkpoint={asked})"
-    how += "".join(f"; {each.path} cannot be used: {each.reason}" for each in torn)
-    run, fate = ("another run", "") if status is None else (f"run {status.run}", f" {status}")
-    text = "Training begins at step 0 in %s, and will overwrite what %s has left there.%s %s."
-    logger.warning(text, output_dir, run, fate, how)
+    # What cannot be read is no reason not to train.
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        status, torn = read_status(Path(output_dir)), list[Verdict]()
+        if status is not None and status.state in (RunState.ENDED, RunState.RUNNING):
+            return
+        newest, how = find_trusted_checkpoint(output_dir, torn), "It has left no checkpoint that can be resumed from"
+        state = {} if newest is None else json.loads(Path(newest, STATE_FILE).read_text(encoding="utf-8"))
+        if status is None and state.get("global_step", 0) >= (state.get("max_steps") or 0):
+            return
+        if newest is not None:
+            asked = '"auto"' if wrapped else repr(newest)
+            how = f"To go on from {newest} (step {state['global_step']}), write train(resume_from_checkpoint={asked})"
+        how += "".join(f"; {each.path} cannot be used: {each.reason}" for each in torn)
+        run, fate = ("another run", "") if status is None else (f"run {status.run}", f" {status}")
+        text = "Training begins at step 0 in %s, and will overwrite what %s has left there.%s %s."
+        logger.warning(text, output_dir, run, fate, how)
 
 
 def note_start(journal: Journal, start: Start, output_dir: str) -> None:
