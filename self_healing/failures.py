@@ -471,7 +471,7 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         diagnosis="A file could not be written: the disk is full, a quota is spent, permission is denied, or the "
         "device failed.",
         ladder=(Action.REMOVE_PARTIAL_CHECKPOINT, Action.MAKE_ROOM, Action.GO_ON_WITHOUT, Action.STOP),
-        advice="Free space or set another output_dir. The run goes on and tries again at its next save; until then a "
+        advice="Free space or set another output_dir. As long as the run goes on, it tries again at its next save; a "
         "restart would resume from the newest complete checkpoint.",
         severity="error",
     ),

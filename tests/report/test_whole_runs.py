@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +20,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import build_tokenizer, grpo_trainer
+from conftest import build_tokenizer, grpo_trainer, plain_trainer, sft_trainer
 from rich.console import Console
+from transformers import TrainerCallback
 
-from self_healing import SelfHealingTrainer
+from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.own_files import BRIEFING_FILE
 from self_healing.report.healing_report import HealingReport
 from self_healing.report.reading import read_run
@@ -40,11 +45,57 @@ def learned_nothing(directory: Path, tokenizer: Any) -> None:
     SelfHealingTrainer(trainer).train()
 
 
-RUNS: dict[str, Callable[[Path, Any], None]] = {"learned_nothing": learned_nothing}
+class Filler(TrainerCallback):
+    """Takes the room of the disk that the second checkpoint would need, from then on."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        disk = Path(args.output_dir).parent
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 200 * 2**10))
+
+
+def disk_full_to_the_end(directory: Path, tokenizer: Any) -> None:
+    trainer = plain_trainer(
+        directory, tokenizer, max_steps=8, save_strategy="steps", save_steps=2, callbacks=[Filler()]
+    )
+    SelfHealingTrainer(trainer).train()
+
+
+class Average(TrainerCallback):
+    """An average of the weights, which a user takes home."""
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, torch.Tensor] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for name, weight in model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow.get(name, weight.detach()) + 0.1 * weight.detach()
+
+
+class HitsWeights(TrainerCallback):
+    """Writes NaN into one layer at the end of one step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 12:
+            with torch.no_grad():
+                model.model.layers[0].mlp.down_proj.weight.view(-1)[:3] = torch.nan
+
+
+def average_with_nan(directory: Path, tokenizer: Any) -> None:
+    trainer = sft_trainer(directory, tokenizer, max_steps=20, callbacks=[HitsWeights(), Average()])
+    SelfHealingTrainer(trainer, HealingConfig(snapshot_interval=5)).train()
+
+
+RUNS: dict[str, Callable[[Path, Any], None]] = {
+    "learned_nothing": learned_nothing,
+    "disk_full_to_the_end": disk_full_to_the_end,
+    "average_with_nan": average_with_nan,
+}
 
 
 def told_of(run: Callable[[Path, Any], None], directory: Path, tokenizer: Any) -> str:
-    with contextlib.redirect_stderr(io.StringIO()) as stream:
+    with contextlib.redirect_stderr(io.StringIO()) as stream, pytest.MonkeyPatch.context() as patch:
+        # Where a line is cut depends on how long the seconds in it are.
+        patch.setattr("self_healing.journal.terminal.WIDTH", 400)
         run(directory, tokenizer)
     terminal = [line for line in re.split("[\r\n]", stream.getvalue()) if line.startswith("[self_healing")]
     console = Console(file=io.StringIO(), width=100)
@@ -74,15 +125,41 @@ def without_times(text: str, directory: Path) -> str:
     return text
 
 
+def told_on_a_disk_of_its_own(name: str, place: Path) -> str:
+    """The same on a file system of 4 MiB, which can be mounted in a namespace of its own."""
+    enter = ("unshare", "--user", "--map-root-user", "--mount")
+    if shutil.which("unshare") is None or subprocess.run([*enter, "true"], capture_output=True).returncode != 0:
+        pytest.skip("mounting needs user namespaces")
+    paths = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [*enter, sys.executable, __file__, name, str(place)],
+        env={**os.environ, "PYTHONPATH": paths},
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    return done.stdout.partition("====")[1] + done.stdout.partition("====")[2]
+
+
+def told(name: str, place: Path) -> str:
+    if name.startswith("disk_full"):
+        return told_on_a_disk_of_its_own(name, place)
+    return told_of(RUNS[name], place / "run", build_tokenizer())
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_a_whole_run_is_told_as_it_was_read_through(name: str, tmp_path: Path, tokenizer: Any) -> None:
-    assert told_of(RUNS[name], tmp_path / "run", tokenizer) == (EXPECTED / f"{name}.txt").read_text(encoding="utf-8")
+def test_a_whole_run_is_told_as_it_was_read_through(name: str, tmp_path: Path) -> None:
+    assert told(name, tmp_path) == (EXPECTED / f"{name}.txt").read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    EXPECTED.mkdir(exist_ok=True)
-    for each, training in RUNS.items():
-        with tempfile.TemporaryDirectory() as place:
-            text = told_of(training, Path(place) / "run", build_tokenizer())
-        (EXPECTED / f"{each}.txt").write_text(text, encoding="utf-8")
+    if sys.argv[1:]:
+        disk = Path(sys.argv[2])
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+        print(told_of(RUNS[sys.argv[1]], disk / "run", build_tokenizer()), end="")
+    else:
+        EXPECTED.mkdir(exist_ok=True)
+        for each in RUNS:
+            with tempfile.TemporaryDirectory() as folder:
+                (EXPECTED / f"{each}.txt").write_text(told(each, Path(folder)), encoding="utf-8")
