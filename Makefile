@@ -19,7 +19,7 @@ NEWEST_TESTS := $(OLDEST_TESTS) tests/memory/test_splitting.py tests/memory/test
 GPU_PYTHON ?= python3
 GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollback/test_rollback.py
 
-.PHONY: demo demo-output dist docs examples matrix smoke test test-slow test-deepspeed test-deepspeed-quick deepspeed-adam test-oldest test-newest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
+.PHONY: contract contract-whole demo demo-output dist docs examples matrix smoke test test-slow test-deepspeed test-deepspeed-quick deepspeed-adam test-oldest test-newest test-gpu test-gpu-cases test-gpu-fp32 test-gpu-bf16 bench-gpu gpu-needs gpu-wheels lint
 
 demo: .venv/.installed
 	.venv/bin/self-healing demo
@@ -33,6 +33,13 @@ test: lint
 	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu and not alone"
 	.venv/bin/python -m pytest -m alone
 	$(MAKE) test-deepspeed-quick
+
+# What a user relies on, whatever is rebuilt below it: a selection of less than four minutes, and all of it on this machine.
+contract: .venv/.installed
+	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "contract and not slow and not gpu and not alone"
+
+contract-whole: .venv/.installed
+	.venv/bin/python -m pytest -m "contract and not gpu"
 
 test-slow: .venv/.installed
 	.venv/bin/python -m pytest -m "slow and not gpu"

@@ -74,6 +74,25 @@ except ImportError as _missing:
         return None if module_path.name == "test_gpu_bench.py" else LeftOut.from_parent(parent, path=module_path)
 
 
+# What a user relies on, beside the tests marked `heals`: their faults and assertions stay as they are while the code
+# below them is rebuilt (`make contract`). All other tests go with the code that they test.
+CONTRACT = frozenset(
+    {
+        *("test_chaos_journals", "test_cli", "test_collectives", "test_healthy", "test_healthy_settings"),
+        *("test_colocated_engine", "test_ddp_settings", "test_memory", "test_memory_gpu", "test_one_rank"),
+        *("test_copies", "test_disk", "test_known_errors", "test_outcomes", "test_steps_lost_unknown", "test_verdict"),
+        *("test_faults_healed_in_place", "test_faults_that_end_a_job", "test_private_text"),
+        *("test_spoken_runs", "test_terminal", "test_whole_runs"),
+    }
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in CONTRACT or item.get_closest_marker("heals") is not None:
+            item.add_marker("contract")
+
+
 torch.set_num_threads(1)
 # Of several processes each compares its own with those of the others at its end; one alone takes part in none.
 VOTES = RecordedVotes()

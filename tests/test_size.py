@@ -1,0 +1,90 @@
+"""
+How large the package is. Each bound is what has been reached: it is lowered with the code, and raised only in the
+commit that says what a user gets for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+from self_healing import HealingConfig
+
+
+PACKAGE = Path(__file__).resolve().parent.parent / "self_healing"
+# A line that has only these is no line of code.
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+CODE_LINES = 0
+LINES = 0
+MODULES = 0
+FUNCTIONS = 0
+SETTINGS = 0
+# Of the statements of a function, from its `def` to its end without its docstring.
+NINE_OF_TEN, LONGEST = 0, 0
+
+
+@cache
+def sources() -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(text) for path, text in sources().items()}
+
+
+def docstring_lines(tree: ast.AST) -> set[int]:
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                found.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return found
+
+
+def code_lines(path: Path) -> set[int]:
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(sources()[path]).readline):
+        if token.type not in _NO_CODE:
+            found.update(range(token.start[0], token.end[0] + 1))
+    return found - docstring_lines(trees()[path])
+
+
+def functions() -> Iterator[int]:
+    """The lines of code of each function."""
+    for path, tree in trees().items():
+        code = code_lines(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield len(code & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
+
+
+def test_the_package_does_not_grow() -> None:
+    assert sum(len(code_lines(path)) for path in sources()) <= CODE_LINES
+    assert sum(len(text.splitlines()) for text in sources().values()) <= LINES
+
+
+def test_modules_do_not_multiply() -> None:
+    assert sum(bool(code_lines(path)) or path.name != "__init__.py" for path in sources()) <= MODULES
+
+
+def test_functions_are_few_and_short() -> None:
+    lengths = sorted(functions())
+    assert len(lengths) <= FUNCTIONS
+    assert lengths[len(lengths) * 9 // 10] <= NINE_OF_TEN
+    assert lengths[-1] <= LONGEST
+
+
+def test_settings_do_not_multiply() -> None:
+    assert len(fields(HealingConfig)) <= SETTINGS
