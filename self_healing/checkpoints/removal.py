@@ -37,11 +37,9 @@ def remove_torn(checkpoint: Path) -> str | None:
     except OSError as error:
         failed = error
         shutil.rmtree(checkpoint, ignore_errors=True)
-    try:
+    with suppress(OSError):
         if not checkpoint.exists() and not checkpoint.with_name(f".{checkpoint.name}.gone").exists():
             return None
-    except OSError as error:
-        failed = error
     return f"{type(failed).__name__}: {failed}"
 
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from .. import consensus
 from ..checkpoint_files import STATE_FILE
-from ..classify import costs_its_save
+from ..classify import classify_exception, costs_its_save
+from ..failures import FailureType
 from ..random_state import RandomState
 from .saving_together import SavingTogether, was_rotating
 
@@ -85,7 +86,9 @@ class CheckpointSaving:
                 else:
                     save(model, trial, *args, **kwargs)
             except Exception as error:
-                if not costs_its_save(error):
+                # Of a connection, and not of a file: it is waited for, and the save is made again.
+                lost = getattr(error, "errno", 0) is None and classify_exception(error) is FailureType.NETWORK
+                if (lost and not several) or not costs_its_save(error):
                     raise
                 written, again = was_rotating(error), None
                 with self._contained():
