@@ -1,5 +1,5 @@
 """
-What adaptive clipping is worth where the loss has spikes, or ends too high: no clipping, fixed clipping, ZClip, AdaGC.
+What adaptive clipping is worth where the loss has spikes, or ends too high: no clipping, fixed clipping, ZClip.
 
 A small Llama learns the docstrings of Python's standard library, with AdamW. First the learning rates are scanned with
 fixed clipping at 1.0, the Trainer's default. The methods are then compared at the lowest rate, above the best one, at
@@ -57,7 +57,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import self_healing
-from self_healing.clipping import AdaGC, ZClip, total_gradient_norm
+from self_healing.clipping import ZClip, total_gradient_norm
 from self_healing.demo import DemoSize, stdlib_docstrings
 from self_healing.demo.model import small_llama, train_tokenizer
 
@@ -118,23 +118,12 @@ def zclip(ceiling: float | None) -> Clipping:
     return clip
 
 
-def adagc() -> Clipping:
-    clipper = AdaGC()
-
-    def clip(model: nn.Module) -> tuple[float, bool]:
-        result = clipper.update_and_clip(model)
-        return float(torch.linalg.vector_norm(result.norms)), bool((result.factors < 1).any())
-
-    return clip
-
-
 METHODS: dict[str, tuple[str, Callable[[], Clipping]]] = {
     # Colours of Okabe and Ito, which colour-blind readers can tell apart.
     "no clipping": ("#999999", no_clipping),
     "fixed, 1.0": ("#d55e00", fixed_clipping),
     "ZClip": ("#0072b2", lambda: zclip(None)),
     "ZClip, ceiling 1.0": ("#56b4e9", lambda: zclip(FIXED)),
-    "AdaGC": ("#009e73", adagc),
 }
 
 

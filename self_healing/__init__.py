@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from .checkpoints.choice import CheckpointError as CheckpointError
     from .checkpoints.choice import find_trusted_checkpoint as find_trusted_checkpoint
     from .classify import classify_exception as classify_exception
-    from .clipping import AdaGC as AdaGC
     from .clipping import ZClip as ZClip
     from .config import ConfigurationError as ConfigurationError
     from .config import HealingConfig as HealingConfig
@@ -48,7 +47,6 @@ __version__ = "0.2.0"
 _MODULE_OF = {
     "FAILURE_RECIPES": "failures",
     "Action": "failures",
-    "AdaGC": "clipping",
     "CheckpointError": "checkpoints.choice",
     "ConfigurationError": "config",
     "DryRunReport": "dry_run",

@@ -310,11 +310,6 @@ class TestValidation:
         with pytest.raises(ConfigurationError, match=r"`retry_max_seconds` is 0\.5, but must be at least"):
             HealingConfig(retry_max_seconds=0.5)
 
-    def test_adagc_cannot_observe(self):
-        with pytest.raises(ConfigurationError, match="AdaGC cannot observe without clipping"):
-            HealingConfig(clip_algorithm="adagc")
-        assert HealingConfig(clip_algorithm="adagc", zclip_mode="clip").clip_algorithm == "adagc"
-
     @pytest.mark.parametrize(
         ("name", "value", "kept"),
         [
@@ -473,8 +468,6 @@ class TestDict:
 def values_of(name: str) -> st.SearchStrategy:
     default = getattr(HealingConfig(), name)
     kind, setting = get_args(get_type_hints(HealingConfig, include_extras=True)[name])
-    if name == "clip_algorithm":
-        return st.just("zclip")  # the other one does not go with every mode
     if get_origin(kind) is Literal:
         return st.sampled_from(get_args(kind))
     if isinstance(default, bool):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..config import ConfigurationError
-from ..detectors.norm_statistics import ClipVariant, ZClipStatistic
+from ..detectors.norm_statistics import ZClipStatistic
 from .gradients import Parameters, scale_gradients, tensors_of, total_gradient_norm, whole
 
 
@@ -60,8 +60,6 @@ class ZClip:
             Weight of the past in the running mean and variance.
         warmup_steps (`int`, *optional*, defaults to 25):
             Steps that only fill the statistic.
-        variant (`str`, *optional*, defaults to `"reciprocal"`):
-            The norm that an outlier is clipped to: `"reciprocal"`, `"mean"` or `"percentile"`.
         max_grad_norm (`float`, *optional*):
             Ceiling for the norm, also during warm-up. As in the published code, the statistic takes the norm from
             before the ceiling: the ceiling limits what is applied, not what counts as usual.
@@ -83,7 +81,6 @@ class ZClip:
         z_threshold: float = 2.5,
         ema_decay: float = 0.97,
         warmup_steps: int = 25,
-        variant: ClipVariant = "reciprocal",
         max_grad_norm: float | None = None,
     ) -> None:
         if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
@@ -91,7 +88,7 @@ class ZClip:
                 f"`max_grad_norm` is {max_grad_norm!r}, but must be a finite number above 0. Please change it, or "
                 "leave it out for no ceiling."
             )
-        self.statistic = ZClipStatistic(z_threshold, ema_decay, warmup_steps, variant)
+        self.statistic = ZClipStatistic(z_threshold, ema_decay, warmup_steps)
         self.max_grad_norm = max_grad_norm
 
     def decide(self, grad_norm: float) -> ClipResult:

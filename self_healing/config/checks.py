@@ -41,12 +41,7 @@ def value_problems(schema: Schema, values: Mapping[str, Any]) -> list[str]:
             )
     if problems:
         return problems
-    if values["clip_algorithm"] == "adagc" and values["zclip_mode"] == "observe":
-        problems.append(
-            "`clip_algorithm` is 'adagc' and `zclip_mode` is 'observe', but AdaGC cannot observe without clipping. "
-            "Please set `zclip_mode` to 'clip', or `clip_algorithm` to 'zclip'."
-        )
-    elif 0 < values["collective_timeout_check_seconds"] < _SHORTEST_CHECK:
+    if 0 < values["collective_timeout_check_seconds"] < _SHORTEST_CHECK:
         problems.append(
             f"`collective_timeout_check_seconds` is {values['collective_timeout_check_seconds']}, but must be 0 (off) "
             f"or at least {_SHORTEST_CHECK}: a rank that was busy for some seconds would be named. Please raise it."

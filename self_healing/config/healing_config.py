@@ -117,12 +117,6 @@ class HealingConfig:
         zclip_mode (`str`, *optional*, defaults to `"observe"`):
             Adaptive gradient clipping by the norms usual in the run, below `max_grad_norm`: `"off"`, `"observe"` keeps
             the statistic and logs what it would clip, `"clip"` clips.
-        clip_algorithm (`str`, *optional*, defaults to `"zclip"`):
-            `"zclip"` clips the norm of the whole gradient by its z-score, `"adagc"` the gradient of each parameter by
-            the running mean of its norm (not for LoRA).
-        zclip_variant (`str`, *optional*, defaults to `"reciprocal"`):
-            What an outlier is clipped to: `"reciprocal"` (the further out, the closer to the mean), `"mean"`, or
-            `"percentile"` (to the threshold).
         zclip_z (`float`, *optional*, defaults to `2.5`):
             z-score above which a gradient norm is an outlier. Above 0.
         zclip_decay (`float`, *optional*, defaults to `0.97`):
@@ -464,20 +458,6 @@ class HealingConfig:
         metadata={
             "help": "Adaptive gradient clipping by the norms usual in the run, below `max_grad_norm`: `off`, "
             "`observe` keeps the statistic and logs what it would clip, `clip` clips."
-        },
-    )
-    clip_algorithm: Annotated[Literal["zclip", "adagc"], Setting("clipping")] = field(
-        default="zclip",
-        metadata={
-            "help": "`zclip` clips the norm of the whole gradient by its z-score, `adagc` the gradient of each "
-            "parameter by the running mean of its norm (not for LoRA)."
-        },
-    )
-    zclip_variant: Annotated[Literal["reciprocal", "mean", "percentile"], Setting("clipping")] = field(
-        default="reciprocal",
-        metadata={
-            "help": "What an outlier is clipped to: `reciprocal` (the further out, the closer to the mean), `mean`, "
-            "or `percentile` (to the threshold)."
         },
     )
     zclip_z: Annotated[float, Setting("clipping", above=0)] = field(

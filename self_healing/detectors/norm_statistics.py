@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ..config import ConfigurationError
 
-
-ClipVariant = Literal["reciprocal", "mean", "percentile"]
 
 # float32 ends at 3.4e38, so no real norm is larger. From 1e154 on the square of a norm is no finite double any more,
 # and one such value would leave an infinite variance behind, in which nothing stands out again.
@@ -47,11 +45,8 @@ class ZClipStatistic:
     From the paper (Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training", arXiv:2504.02507) and its
     code (github.com/bluorion-com/ZClip): the first `warmup_steps` norms are collected; their mean μ and population
     variance σ² start the statistic. After that, a norm g has z = (g − μ) / σ. If z is above `z_threshold`, the
-    gradient is clipped to g*, otherwise g* = g:
-
-    - `"reciprocal"`: g* = μ + (z_threshold² / z) · σ: the further out, the closer to the mean it is put back;
-    - `"mean"`: g* = μ;
-    - `"percentile"`: g* = μ + z_threshold · σ.
+    gradient is clipped to g* = μ + (z_threshold² / z) · σ (the further out, the closer to the mean it is put back),
+    otherwise g* = g.
 
     What comes out enters the statistic, with α = `ema_decay`: first μ ← α μ + (1 − α) g*, then, around the new mean,
     σ² ← α σ² + (1 − α) (g* − μ)².
@@ -60,8 +55,8 @@ class ZClipStatistic:
     and is never clipped (the published code takes it, and its mean is NaN for good); σ has a floor relative to μ (the
     published code adds 1e-6 to σ when it computes z, whatever the scale of the norms); after a warm-up of nothing but
     zeros, which is normal in GRPO, the first other norm is taken as it is instead of being clipped to 0; the state
-    can be saved. Not taken over from the published code: its `clip_factor` and `skip_update_on_spike`, off by default
-    there.
+    can be saved. Not taken over: the alternatives to this g* (μ, and μ + z_threshold · σ), and from the published code
+    its `clip_factor` and `skip_update_on_spike`, off by default there.
 
     Args:
         z_threshold (`float`, *optional*, defaults to 2.5):
@@ -72,8 +67,6 @@ class ZClipStatistic:
             paper's value.
         warmup_steps (`int`, *optional*, defaults to 25):
             Norms that are collected before the first is judged. At least 2. The paper's value.
-        variant (`str`, *optional*, defaults to `"reciprocal"`):
-            The norm that an outlier is clipped to: `"reciprocal"`, `"mean"` or `"percentile"`.
         std_floor (`float`, *optional*, defaults to 0.01):
             Smallest standard deviation that is believed, as a share of the mean. Above 0. With 0.01 and the default
             threshold, a norm within 2.5 % of the mean is never clipped, however constant the others were. On
@@ -99,19 +92,15 @@ class ZClipStatistic:
         z_threshold: float = 2.5,
         ema_decay: float = 0.97,
         warmup_steps: int = 25,
-        variant: ClipVariant = "reciprocal",
         std_floor: float = 0.01,
     ) -> None:
         _require(0 < z_threshold < math.inf, "z_threshold", z_threshold, "a finite number above 0", 2.5)
         _require(0 < ema_decay < 1, "ema_decay", ema_decay, "above 0 and below 1", 0.97)
         _require(warmup_steps >= 2, "warmup_steps", warmup_steps, "at least 2", 25)
-        choices = get_args(ClipVariant)
-        _require(variant in choices, "variant", variant, "one of " + ", ".join(map(repr, choices)), "reciprocal")
         _require(0 < std_floor < math.inf, "std_floor", std_floor, "a finite number above 0", 0.01)
         self.z_threshold = z_threshold
         self.ema_decay = ema_decay
         self.warmup_steps = warmup_steps
-        self.variant = variant
         self.std_floor = std_floor
         self.mean: float | None = None
         self.variance: float | None = None
@@ -137,7 +126,7 @@ class ZClipStatistic:
             z = limit = None
         else:
             z = (grad_norm - mean) / std
-            limit = self._clipped(mean, std, z) if z > self.z_threshold else None
+            limit = mean + self.z_threshold * self.z_threshold / z * std if z > self.z_threshold else None
         # The mean first, then the variance around the new mean.
         taken = grad_norm if limit is None else limit
         self.mean = self.ema_decay * mean + (1 - self.ema_decay) * taken
@@ -161,13 +150,6 @@ class ZClipStatistic:
             mean = fmean(self._norms)
             self.mean, self.variance = mean, fmean((norm - mean) * (norm - mean) for norm in self._norms)
             self._norms = []
-
-    def _clipped(self, mean: float, std: float, z: float) -> float:
-        if self.variant == "mean":
-            return mean
-        if self.variant == "percentile":
-            return mean + self.z_threshold * std
-        return mean + self.z_threshold * self.z_threshold / z * std
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state, ready for JSON, which gives back exactly the same numbers."""

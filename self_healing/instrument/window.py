@@ -259,10 +259,6 @@ class Window(StepRecord):
         options = self.engine.group_options()
         return Recording(self.step, control, self.start.rng, rates, self._scaled_by, options)
 
-    def cannot_be_repeated(self) -> None:
-        """Notes that its gradients were changed in a way that is not kept."""
-        self._recordable = False
-
     def begin_from_here(self) -> None:
         """Has the step start from the state there is now, after a replay."""
         if self.start is not None:

@@ -97,7 +97,7 @@ class NumericsState:
         objective = instrument.objective
         self.panel = DetectorPanel(self.config, objective.detectors, instrument.view.vocabulary)
         self.rules = MetricRules(rules_for(rules, objective.name), instrument.view.argument_limits())
-        self.clipping = StepClipping(self.config, instrument.trainer.model, instrument.view.under_deepspeed)
+        self.clipping = None if self.config.zclip_mode == "off" else StepClipping(self.config)
 
     @property
     def calm(self) -> bool:

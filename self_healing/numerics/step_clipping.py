@@ -1,14 +1,12 @@
-"""Adaptive clipping of a trainer's steps: the statistic of the run, what is done with it, and what is logged of it."""
+"""ZClip on a trainer's steps: the statistic of the run, what is done with it, and what is logged of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
-from ..clipping import AdaGC, TensorClipResult, ZClip
-from ..config import ConfigurationError, HealingConfig
+from ..clipping import ZClip
+from ..config import HealingConfig
 from ..instrument import Window
 from ..signals import StepSignals
 
@@ -22,48 +20,22 @@ class StepClipping:
 
     Args:
         config ([`HealingConfig`]):
-            Mode, algorithm and thresholds.
-        model (`nn.Module`):
-            The model that is trained.
-        in_partitions (`bool`, *optional*, defaults to `False`):
-            Whether gradients lie in partitions, and in no parameter, as under DeepSpeed.
-
-    Raises:
-        `ConfigurationError`: if AdaGC is asked for, and the model is a LoRA model, or has its gradients in partitions.
+            Mode, `"observe"` or `"clip"`, and thresholds.
     """
 
-    def __init__(self, config: HealingConfig, model: nn.Module, in_partitions: bool = False) -> None:
+    def __init__(self, config: HealingConfig) -> None:
         self.config = config
-        self._model = model
-        self._zclip: ZClip | None = None
-        self._adagc: AdaGC | None = None
         self._largest_z: float | None = None
         self._clipped = self._would_clip = 0
         # A step that is done again, after an exception before its update, has the limit it had.
         self._step = -1
         self._limit: float | None = None
-        self._last: TensorClipResult | None = None
-        if config.zclip_mode == "off":
-            return
-        if config.clip_algorithm == "adagc":
-            if in_partitions:
-                raise ConfigurationError(
-                    "clip_algorithm is 'adagc', which clips the gradient of each parameter, and DeepSpeed has them in "
-                    "partitions. Please use clip_algorithm='zclip', or zclip_mode='off'."
-                )
-            AdaGC.refuse_lora(model)
-            self._adagc = AdaGC()
-        else:
-            self._zclip = self._new_zclip()
-
-    def _new_zclip(self) -> ZClip:
-        config = self.config
-        return ZClip(config.zclip_z, config.zclip_decay, config.zclip_warmup_steps, variant=config.zclip_variant)
+        self.reset()
 
     def reset(self) -> None:
-        """Forgets what norm was usual: that of other parameters. AdaGC has a norm for each tensor."""
-        if self._zclip is not None:
-            self._zclip = self._new_zclip()
+        """Forgets what norm was usual: that of other parameters."""
+        config = self.config
+        self._zclip = ZClip(config.zclip_z, config.zclip_decay, config.zclip_warmup_steps)
 
     def apply(self, window: Window, signals: StepSignals, ceiling: float, may_clip: bool = True) -> None:
         """
@@ -79,10 +51,7 @@ class StepClipping:
             may_clip (`bool`, *optional*, defaults to `True`):
                 Whether the gradients are there to be clipped: DeepSpeed and the like keep theirs.
         """
-        if self._adagc is not None and may_clip:
-            self._last = self._adagc.update_and_clip(self._model)
-            window.cannot_be_repeated()
-        if self._zclip is None or not signals.grad_norm:
+        if not signals.grad_norm:
             return
         self.take_in(signals)
         norm = min(signals.grad_norm, ceiling)
@@ -94,14 +63,12 @@ class StepClipping:
 
     def take_in(self, signals: StepSignals) -> None:
         """Shows the statistic a step; one that it has seen already has the limit it had."""
-        if self._zclip is not None and signals.grad_norm and signals.step != self._step:
-            self._step, self._limit = signals.step, self._take_in(self._zclip, signals.grad_norm)
-
-    def _take_in(self, zclip: ZClip, grad_norm: float) -> float | None:
-        result = zclip.decide(grad_norm)
+        if not signals.grad_norm or signals.step == self._step:
+            return
+        result = self._zclip.decide(signals.grad_norm)
+        self._step, self._limit = signals.step, result.limit
         if result.z is not None:
             self._largest_z = result.z if self._largest_z is None else max(self._largest_z, result.z)
-        return result.limit
 
     def metrics(self) -> dict[str, float]:
         """What was seen since it was last asked for: largest z, and how many steps were clipped, and would be."""
@@ -114,20 +81,12 @@ class StepClipping:
                 "healing/zclip_clipped": float(self._clipped),
                 "healing/zclip_would_clip": float(self._would_clip),
             }
-        if self._last is not None:
-            found["healing/adagc_clipped_tensors"] = float((self._last.factors < 1).sum())
-        self._largest_z, self._last = None, None
+        self._largest_z = None
         self._clipped = self._would_clip = 0
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "zclip": None if self._zclip is None else self._zclip.state_dict(),
-            "adagc": None if self._adagc is None else self._adagc.state_dict(),
-        }
+        return {"zclip": self._zclip.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._zclip is not None and state["zclip"] is not None:
-            self._zclip.load_state_dict(state["zclip"])
-        if self._adagc is not None and state["adagc"] is not None:
-            self._adagc.load_state_dict(state["adagc"])
+        self._zclip.load_state_dict(state["zclip"])

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import GradientFault, OutputFault, assert_same_weights, sft_trainer, tiny_model, weights
-from peft import LoraConfig, get_peft_model
+from conftest import GradientFault, OutputFault, assert_same_weights, sft_trainer, weights
 from transformers import TrainerCallback
 
-from self_healing import (
-    ConfigurationError,
-    HealingConfig,
-    SelfHealingCallback,
-    SelfHealingTrainer,
-)
+from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.detectors.norm_statistics import ZClipStatistic
-from self_healing.numerics.step_clipping import StepClipping
 
 
 RUN = {"max_steps": 60, "gradient_accumulation_steps": 1, "learning_rate": 1e-3}
@@ -173,38 +165,3 @@ def test_a_step_done_again_after_an_exception_is_observed_and_clipped_as_the_fir
     struck = run("struck", 40)
     assert_same_weights(struck[0], clean[0])
     assert struck[1] == clean[1]
-
-
-# ---- AdaGC ----
-
-
-def test_adagc_clips_each_parameter(tmp_path: Path, tokenizer: Any) -> None:
-    config = HealingConfig(zclip_mode="clip", clip_algorithm="adagc", on_spike="warn")
-    callback = SelfHealingCallback(config)
-    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[callback], max_grad_norm=1e6, **{**RUN, "max_steps": 120})
-    GradientFault(trainer.model, lambda n: n == 111, value=30.0)
-    handed = Handed(trainer)
-    trainer.train()
-    assert pre_clip_norms(trainer)[110] > 10
-    assert handed.norms[110] < 3
-    assert any("healing/adagc_clipped_tensors" in entry for entry in trainer.state.log_history)
-    assert callback.healing_state is not None
-    state = json.loads(json.dumps(callback.healing_state["clipping"]["adagc"]))
-    assert state["steps"] == 120
-
-
-def test_adagc_is_refused_where_gradients_lie_in_partitions() -> None:
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigurationError, match=r"clip_algorithm is 'adagc'.*DeepSpeed.*Please use"):
-        StepClipping(HealingConfig(zclip_mode="clip", clip_algorithm="adagc"), model, in_partitions=True)
-    StepClipping(HealingConfig(zclip_mode="off", clip_algorithm="adagc"), model, in_partitions=True)
-
-
-def test_adagc_is_refused_for_lora_before_the_first_step(tmp_path: Path, tokenizer: Any) -> None:
-    model = get_peft_model(tiny_model(tokenizer), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    config = HealingConfig(zclip_mode="clip", clip_algorithm="adagc")
-    trainer = sft_trainer(tmp_path, tokenizer, model=model, callbacks=[SelfHealingCallback(config)], **RUN)
-    with pytest.raises(ConfigurationError, match=r"AdaGC cannot clip a LoRA model.*Please use ZClip"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    assert "training_step" not in vars(trainer)
