@@ -85,7 +85,7 @@ def _incidents(incidents: Sequence[IncidentStory]) -> Iterable[str]:
     chosen = (open_ones[-_INCIDENTS:] + rest[::-1])[:_INCIDENTS]
     for incident in sorted(chosen, key=lambda each: (each.time or 0.0, each.id)):
         done = ", ".join(action.replace("_", " ") for action in incident.actions) or "nothing"
-        cost = f"{incident.lost}, {duration(incident.seconds_lost)}"
+        cost = f"{incident.lost.removesuffix(' lost')}, {duration(incident.seconds_lost)} lost"
         named = [row.name for row in incident.rows[:_ROWS]] + [file.path for file in incident.files]
         told = f" See: {', '.join(named)}." if named else ""
         yield (

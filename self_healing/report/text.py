@@ -68,7 +68,7 @@ def _show_incidents(summary: HealingReport, console: Console) -> None:
         return
     console.print(summary.table())
     again = f", {counted(summary.steps_repeated, 'step')} done again." if summary.steps_repeated else "."
-    cost = f"{summary.lost}, {summary.seconds_lost:.1f} s{again}"
+    cost = f"{summary.lost.removesuffix(' lost')} and {summary.seconds_lost:.1f} s lost{again}"
     _line(console, f"{counted(len(summary.incidents), 'incident')}, {cost}")
     if earlier := summary.of_earlier_runs:
         _line(console, f"Of these, {counted(earlier, 'incident')} of earlier runs in this directory.")

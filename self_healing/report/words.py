@@ -69,6 +69,6 @@ def goodput_line(goodput: Goodput) -> str:
 def headline(report: RunReport) -> str:
     """State and incidents, in a line."""
     of = "" if report.state.max_steps is None else f" of {report.state.max_steps:,}"
-    cost = f", {report.lost}, {duration(report.seconds_lost)}"
+    cost = f", {report.lost.removesuffix(' lost')} and {duration(report.seconds_lost)} lost"
     incidents = counted(len(report.incidents), "incident") + (cost if report.incidents else "")
     return f"{report.state.name}, step {report.state.step:,}{of}; {incidents}"

@@ -117,6 +117,7 @@ def without_times(text: str, directory: Path) -> str:
         # Shown from a twentieth of a second on.
         (r"( are in the weights|are in the weights)? \((start-up|healing|lost steps)[^)]*\)", r"\1"),
         (r"( lost)(, \d+ repeated)?, N s", r"\1\2"),
+        (r"(,| and) N s lost", " lost"),
         (r"\n ?N s\n", "\n"),
         (r" N s (\w+)\n", r" - \1\n"),
         (r" +\n", "\n"),
