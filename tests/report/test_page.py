@@ -1,4 +1,4 @@
-"""The HTML page of a report: nothing is loaded, nothing of a run becomes markup, and no peak of a long run is lost."""
+"""The HTML page of a report: nothing is loaded, nothing of a run becomes markup, and a long run fits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from made_up_report import BEGAN, SAMPLE_TEXT, made_up_incident, made_up_report, made_up_steps
 
+from self_healing.journal.step_log import ROWS
 from self_healing.report.data import LoggedMetric, RunReport, Series, State, StepColumns
 from self_healing.report.page import page_of, write_page
 from self_healing.report.page.charts import charts_of
-from self_healing.report.page.picture import Mark, picture_of
-from self_healing.report.page.thinning import thin
 
 
 ROOT = Path(__file__).parent.parent.parent
@@ -206,13 +205,10 @@ def test_a_line_with_peaks_far_above_it_is_on_a_logarithmic_scale() -> None:
     assert not charts["loss"]
 
 
-def test_each_incident_has_a_story_that_a_mark_on_every_still_picture_leads_to() -> None:
-    report = made_up_report()
-    parsed = Parsed(page_of(report))
+def test_each_incident_has_a_story_that_a_mark_on_the_charts_leads_to() -> None:
+    parsed = Parsed(page_of(made_up_report()))
     anchors = [f"incident-{number}" for number in range(1, 7)]
     assert [story["id"] for story in parsed.all("div", class_="story") if "id" in story] == anchors
-    leading = [attributes["href"] for tag, attributes in parsed.elements if "mark " in (attributes.get("class") or "")]
-    assert leading == [f"#{anchor}" for anchor in anchors] * len(charts_of(report))
     assert [mark["anchor"] for mark in parsed.drawn["marks"]] == anchors
 
 
@@ -223,19 +219,6 @@ def test_a_story_has_its_chapters_in_order() -> None:
     assert [text.index(chapter) for chapter in chapters] == sorted(text.index(chapter) for chapter in chapters)
     assert "Went back (in vain)" in text
     assert "no trusted state" in text
-
-
-def test_incidents_that_lie_over_each_other_are_one_mark_in_the_colour_of_the_worst() -> None:
-    chart = charts_of(made_up_report(100))[0]
-    marks = [
-        Mark(str(n), step, tone, f"incident-{n}", "")
-        for n, step, tone in [(1, 9, "good"), (2, 10, "bad"), (3, 60, "calm")]
-    ]
-    placed = picture_of(chart, marks, (0, 99)).marks
-    assert [(mark.label, mark.tone, mark.anchor) for mark in placed] == [
-        ("1–2", "bad", "incident-1"),
-        ("3", "calm", "incident-3"),
-    ]
 
 
 def test_every_link_on_the_page_leads_somewhere() -> None:
@@ -256,32 +239,17 @@ def test_tables_show_quarantine_checkpoints_ranks_and_restarts() -> None:
 # ---- long runs ----
 
 
-def test_thinning_keeps_the_lowest_and_highest_of_each_bucket_and_the_gaps() -> None:
-    values: list[float | None] = [0.0] * 1000
-    values[333], values[334], values[777] = 50.0, -50.0, None
-    steps, kept = thin(range(1000), values, 10)
-    assert len(steps) <= 32
-    assert {333: 50.0, 334: -50.0, 777: None}.items() <= dict(zip(steps, kept, strict=True)).items()
-    assert (steps[0], steps[-1]) == (0, 999)
-
-
-def test_thinning_keeps_every_point_where_it_is_told_to() -> None:
-    steps, _ = thin(range(10_000), [1.0] * 10_000, 10, [(500, 520)])
-    assert set(range(500, 521)) <= set(steps)
-
-
-def test_a_hundred_thousand_steps_fit_and_keep_their_peaks(tmp_path: Path) -> None:
-    report = made_up_report(100_000, 600)
+def test_as_many_steps_as_a_step_log_holds_fit(tmp_path: Path) -> None:
+    report = made_up_report(ROWS, 600)
+    report.series.kept.steps[:] = [8] * ROWS
     began = time.process_time()
     write_page(report, tmp_path / "page.html")
     # Ten seconds are promised; this is the time of the processor, as others may use it.
     assert time.process_time() - began < 10
     assert (tmp_path / "page.html").stat().st_size < 5_000_000
-    drawn = {
-        chart["name"]: chart for chart in Parsed((tmp_path / "page.html").read_text(encoding="utf-8")).drawn["charts"]
-    }
-    assert max(value for value in drawn["grad_norm"]["lines"][0]["values"] if value is not None) == 900
-    assert 7 in drawn["loss"]["lines"][0]["steps"]
+    parsed = Parsed((tmp_path / "page.html").read_text(encoding="utf-8"))
+    lines = {line["label"]: line["values"] for line in parsed.drawn["charts"][1]["lines"]}
+    assert max(lines["highest of 8 steps"]) == 900
 
 
 def test_of_too_many_incidents_the_worst_are_told() -> None:

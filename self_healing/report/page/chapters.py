@@ -10,9 +10,10 @@ from typing import Any
 from .. import words
 from ..data import FileNamed, IncidentStory, RowNamed, StoryLine
 from . import wording
-from .picture import TONES
 
 
+# Classes of colours, the worst last.
+TONES = ("calm", "good", "busy", "warn", "bad")
 _OUTCOMES = {
     "resolved": ("healed", "good"),
     "self_recovered": ("recovered by itself", "good"),

@@ -7,15 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ..data import IncidentStory, LoggedMetric, RunReport, StepColumns
+from ..data import LoggedMetric, RunReport, StepColumns
 from . import wording
-from .thinning import thin
 
 
-# Twice as many points as a wide screen has columns would not be seen.
-_BUCKETS = 1000
-# Points next to incidents that are kept, so that one can look at them closely.
-_WHOLE = 3000
 # Stretches a run went back from that overlap are lines of their own, the newest first.
 _LAYERS = 3
 # Above that many times its median, a line is flat on a linear scale but for its peaks.
@@ -85,7 +80,6 @@ class Chart:
 def charts_of(report: RunReport) -> list[Chart]:
     """Makes the charts for which the run has values, in the order in which one looks at them."""
     kept, series = report.series.kept, report.series
-    near = _near(report.incidents)
     memory = "GB" if max(_there([*kept.memory_peak, *kept.memory, *kept.host_memory]), default=0) >= 1e9 else "MB"
     bytes_in_unit = 1e9 if memory == "GB" else 1e6
     quick = max(_there(kept.seconds), default=0) < 1
@@ -109,8 +103,8 @@ def charts_of(report: RunReport) -> list[Chart]:
             "Loss, as the trainer logged it" if logged_only else "True loss",
             "",
             [
-                _line("loss", "measured", kept, kept.loss, near),
-                *([_line(several, "peak", kept, kept.loss_max, near)] if several else ()),
+                _line("loss", "measured", kept, kept.loss),
+                *([_line(several, "peak", kept, kept.loss_max)] if several else ()),
                 *_undone(series.discarded, "loss"),
                 *_logged("evaluation", series.logged.get("eval_loss")),
             ],
@@ -120,11 +114,11 @@ def charts_of(report: RunReport) -> list[Chart]:
             "Gradient norm, before clipping",
             "",
             [
-                _line("gradient norm", "measured", kept, kept.grad_norm, near),
-                *([_line(several, "peak", kept, kept.grad_norm_max, near)] if several else ()),
+                _line("gradient norm", "measured", kept, kept.grad_norm),
+                *([_line(several, "peak", kept, kept.grad_norm_max)] if several else ()),
                 *_undone(series.discarded, "grad_norm"),
-                _line("usual", "usual", kept, kept.grad_norm_usual, near),
-                _line("looked into above", "second", kept, bound, near),
+                _line("usual", "usual", kept, kept.grad_norm_usual),
+                _line("looked into above", "second", kept, bound),
             ],
         ),
         Chart("reward", "Reward", "", _logged("reward", series.logged.get("reward"), "measured")),
@@ -133,8 +127,8 @@ def charts_of(report: RunReport) -> list[Chart]:
             "Learning rate",
             "",
             [
-                _line("in force", "measured", kept, kept.learning_rate, near),
-                *([_line("of the schedule", "second", kept, scheduled, near)] if reduced else ()),
+                _line("in force", "measured", kept, kept.learning_rate),
+                *([_line("of the schedule", "second", kept, scheduled)] if reduced else ()),
             ],
         ),
         Chart(
@@ -142,10 +136,10 @@ def charts_of(report: RunReport) -> list[Chart]:
             "Memory",
             memory,
             [
-                _line("accelerator", "measured", kept, kept.memory, near, 1 / bytes_in_unit),
-                _line("its peak so far", "peak", kept, kept.memory_peak, near, 1 / bytes_in_unit),
-                _line("process, on the host", host, kept, kept.host_memory, near, 1 / bytes_in_unit),
-                _line("accelerator has", "second", kept, total, near, 1 / bytes_in_unit),
+                _line("accelerator", "measured", kept, kept.memory, 1 / bytes_in_unit),
+                _line("its peak so far", "peak", kept, kept.memory_peak, 1 / bytes_in_unit),
+                _line("process, on the host", host, kept, kept.host_memory, 1 / bytes_in_unit),
+                _line("accelerator has", "second", kept, total, 1 / bytes_in_unit),
             ],
         ),
         Chart(
@@ -153,8 +147,8 @@ def charts_of(report: RunReport) -> list[Chart]:
             "Time of a step",
             "ms" if quick else "s",
             [
-                _line("step time", "measured", kept, kept.seconds, near, 1000.0 if quick else 1.0),
-                _line("forward, backward, update", "usual", kept, kept.busy, near, 1000.0 if quick else 1.0),
+                _line("step time", "measured", kept, kept.seconds, 1000.0 if quick else 1.0),
+                _line("forward, backward, update", "usual", kept, kept.busy, 1000.0 if quick else 1.0),
             ],
             _of_times(kept),
         ),
@@ -162,17 +156,8 @@ def charts_of(report: RunReport) -> list[Chart]:
     return [_finished(chart) for chart in found if any(line.drawn for line in chart.lines)]
 
 
-def _near(incidents: Sequence[IncidentStory]) -> list[tuple[int, int]]:
-    steps = {incident.step for incident in incidents}
-    around = min(30, _WHOLE // (2 * len(steps) + 1))
-    return [(step - around, step + around) for step in steps]
-
-
-def _line(
-    label: str, kind: str, columns: StepColumns, values: Values, near: Sequence[tuple[int, int]], times: float = 1.0
-) -> Line:
-    steps, kept = thin(columns.step[: len(values)], values, _BUCKETS, near)
-    return Line(label, kind, steps, [_short(value, times) for value in kept])
+def _line(label: str, kind: str, columns: StepColumns, values: Values, times: float = 1.0) -> Line:
+    return Line(label, kind, columns.step[: len(values)], [_short(value, times) for value in values])
 
 
 def _short(value: float | None, times: float = 1.0) -> float | None:
@@ -200,13 +185,12 @@ def _undone(discarded: Sequence[StepColumns], column: str) -> list[Line]:
         steps: list[int] = []
         values: list[float | None] = []
         for stretch in sorted(layer, key=lambda each: each.step[0]):
-            thinned = thin(stretch.step, getattr(stretch, column), _BUCKETS // (2 * len(layer)) + 2)
-            if steps and thinned[0][0] > steps[-1] + 1:
+            if steps and stretch.step[0] > steps[-1] + 1:
                 # A gap, or the line would run on to the next stretch.
                 steps.append(steps[-1] + 1)
                 values.append(None)
-            steps += thinned[0]
-            values += [_short(value) for value in thinned[1]]
+            steps += stretch.step
+            values += [_short(value) for value in getattr(stretch, column)]
         lines.append(Line("not in the weights", "undone", steps, values))
     return lines
 
@@ -217,8 +201,7 @@ def _logged(label: str, metric: LoggedMetric | None, kind: str = "second") -> li
     # Logged after the step that incidents count as not yet finished; of a step that is logged twice the last counts.
     values = {max(step - 1, 0): value for step, value in zip(metric.step, metric.value, strict=False)}
     steps = sorted(values)
-    thinned = thin(steps, [values[step] for step in steps], _BUCKETS)
-    return [Line(label, kind, thinned[0], [_short(value) for value in thinned[1]])]
+    return [Line(label, kind, steps, [_short(values[step]) for step in steps])]
 
 
 def _there(values: Values) -> list[float]:

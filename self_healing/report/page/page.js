@@ -1,4 +1,4 @@
-// Takes the place of the still pictures, and leaves them where it fails.
+// Draws the charts, puts the incidents on them, and leads from each to its story.
 (() => {
   "use strict";
   const drawn = JSON.parse(document.getElementById("drawn").textContent);
@@ -106,7 +106,6 @@
     const font = "12px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
     // What the chart is about is drawn last, over the others; in the legend it comes first.
     const lines = [...chart.lines.slice(1).sort((one, other) => (other.kind === "undone") - (one.kind === "undone")), chart.lines[0]];
-    const data = uPlot.join(lines.map((line) => [line.steps, line.values]));
     const options = {
       width: place.clientWidth,
       height: height(),
@@ -146,14 +145,13 @@
     }];
     place.append(live);
     try {
-      plot = new uPlot(options, data, live);
+      plot = new uPlot(options, uPlot.join(lines.map((line) => [line.steps, line.values])), live);
     } catch (error) {
-      live.remove();
+      place.textContent = "This chart could not be drawn; the console of the browser says why.";
       console.error(error);
       return;
     }
     plot.root.querySelector("canvas").setAttribute("aria-hidden", "true");
-    place.classList.add("live");
     place.setAttribute("role", "group");
     place.setAttribute("aria-label", `${chart.title}: ${chart.summary}`);
     new ResizeObserver(() => {
@@ -184,8 +182,6 @@
     summary.scrollIntoView({ block: "start" });
   };
 
-  // First, as it decides how wide the charts are.
-  document.querySelector(".charts")?.classList.add("live");
   drawn.charts.forEach(draw);
   if (plots.length) {
     const ends = drawn.range;

@@ -29,7 +29,6 @@ from ..data import Goodput, NextStep, RunReport
 from . import wording
 from .chapters import Told, tell, worst_first
 from .charts import Chart, charts_of
-from .picture import Mark, picture_of
 from .sheets import names, sheets_of
 
 
@@ -37,7 +36,7 @@ _MOST_STORIES = 300
 _MOST_NOTICES = 200
 # From one thing to do, to the newest incidents it is about.
 _MOST_LINKS = 5
-# Marks beyond these could not be told apart, and each is in six pictures.
+# Marks beyond these could not be told apart.
 _MOST_MARKS = 1000
 
 _STATES = {
@@ -91,7 +90,6 @@ def page_of(report: RunReport) -> str:
     stories = worst_first(tellings, _MOST_STORIES)
     told = {story.id: story.anchor for story in stories}
     charts = charts_of(report)
-    marks = _marks(stories)
     first, last = _range(charts, report)
     sheets = sheets_of(report, told)
     goodput = _goodput(report.goodput)
@@ -120,7 +118,7 @@ def page_of(report: RunReport) -> str:
         next_steps=[_next_step(step, told) for step in report.next_steps],
         figures=_figures(report, tellings),
         contents=contents + names(sheets),
-        charts=[(chart, picture_of(chart, marks, (first, last))) for chart in charts],
+        charts=charts,
         charts_lead=_about_charts(report),
         nothing_to_draw="no step was written down, and nothing was logged.",
         first_step=first,
@@ -133,7 +131,7 @@ def page_of(report: RunReport) -> str:
         goodput=goodput,
         tables=sheets,
         remarks=report.remarks,
-        drawn=_drawn(charts, marks, (first, last)),
+        drawn=_drawn(charts, _marks(stories), (first, last)),
     )
     # Parts of file names that no encoding has.
     return page.encode("utf-8", errors="replace").decode("utf-8")
@@ -261,19 +259,18 @@ def _about_charts(report: RunReport) -> str:
     return f"{source}{undone}{marks}".strip()
 
 
-def _marks(stories: Sequence[Told]) -> list[Mark]:
+def _marks(stories: Sequence[Told]) -> list[dict[str, Any]]:
     # The number is for all; in the order of steps, as a run goes back.
-    found = [
-        Mark(
-            str(story.number),
-            story.step,
-            story.tone,
-            story.anchor,
-            f"Incident {story.number}, step {story.step}: {story.title} ({story.outcome})",
-        )
-        for story in stories[-_MOST_MARKS:]
+    return [
+        {
+            "label": str(story.number),
+            "step": story.step,
+            "tone": story.tone,
+            "anchor": story.anchor,
+            "title": f"Incident {story.number}, step {story.step}: {story.title} ({story.outcome})",
+        }
+        for story in sorted(stories[-_MOST_MARKS:], key=lambda story: (story.step, story.number))
     ]
-    return sorted(found, key=lambda mark: (mark.step, int(mark.label)))
 
 
 def _range(charts: Sequence[Chart], report: RunReport) -> tuple[int, int]:
@@ -282,7 +279,7 @@ def _range(charts: Sequence[Chart], report: RunReport) -> tuple[int, int]:
     return (min(steps), max(max(steps), min(steps) + 1)) if steps else (0, 1)
 
 
-def _drawn(charts: Sequence[Chart], marks: Sequence[Mark], steps: tuple[int, int]) -> dict[str, Any]:
+def _drawn(charts: Sequence[Chart], marks: Sequence[dict[str, Any]], steps: tuple[int, int]) -> dict[str, Any]:
     return {
         "range": steps,
         "charts": [
@@ -298,9 +295,7 @@ def _drawn(charts: Sequence[Chart], marks: Sequence[Mark], steps: tuple[int, int
             }
             for chart in charts
         ],
-        "marks": [
-            {name: getattr(mark, name) for name in ("label", "step", "tone", "anchor", "title")} for mark in marks
-        ],
+        "marks": marks,
     }
 
 
