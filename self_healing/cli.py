@@ -75,8 +75,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.", min=0)] = 0,
 ) -> None:
     """See a small language model meet faults, with the plain trainer and healed: under two minutes, offline."""
-    distributions = {"trl": "trl", "datasets": "datasets", "PIL": "pillow"}
-    missing = [name for module, name in distributions.items() if importlib.util.find_spec(module) is None]
+    missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
     if missing:
         typer.echo(
             f"The demo trains with TRL, and {' and '.join(missing)} cannot be imported here. "

@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 from conftest import journal, quarantined
 from demo_output import FILES, OUTPUT_DIR, demo_in_terminal, in_every_run, torn_lines
-from PIL import Image
 from replayed_terminal import screen
 from rich.console import Console
-from rich.text import Text
 
 from self_healing import HealingConfig
 from self_healing.chaos import Ledger, Survival
@@ -38,14 +36,11 @@ from self_healing.demo import (
     stdlib_docstrings,
     text,
 )
-from self_healing.demo.events import Ended, Event, Healed, Loaded, Ready, Ruined, Stepped, Stopped, Struck
+from self_healing.demo.events import Ended, Event, Healed, Loaded, Ruined, Stepped, Stopped, Struck
 from self_healing.demo.launch import in_turn
-from self_healing.demo.picture import draw_curves
-from self_healing.demo.plot import braille_curve
 from self_healing.demo.record import RunRecord, first_difference
 from self_healing.demo.rehearsal import rehearsal_faults
 from self_healing.demo.runs import HEALED, PLAIN, TWIN
-from self_healing.demo.screen import Lines, SideBySide, screen_for
 from self_healing.demo.tiny import unigram_loss
 from self_healing.files import append_line
 
@@ -96,7 +91,6 @@ def test_three_faults_are_healed_and_shown(show: Show, tmp_path: Path, capfd: py
         f"Held-out loss: {result.held_out_loss:.4f} healed, {result.twin_loss:.4f} fault-free twin",
         "dead at step 9 of 12",
         "Bitwise equal to the fault-free twin up to the poison row: all weights, compared after each of the",
-        f"Picture: {tmp_path / 'curves.png'}",
         f"Report: {tmp_path / 'report.html'}",
         f"Journal: {tmp_path / 'healing_events.jsonl'}",
         "Every fault was found and healed, and no step was lost.",
@@ -181,95 +175,17 @@ def test_so_many_docstrings_are_read_as_are_asked_for(docstrings: list[str]) -> 
     assert stdlib_docstrings(most=30) == docstrings[:30]
 
 
-# ---- what the terminal shows, of events made up ----
-
-
-FAULTS = demo_faults(SMALL.steps)
-
-
-def told_by(name: str) -> list[Event]:
-    """What a run of three steps may tell."""
-    told: list[Event] = [Loaded(), Ready(1000), Stepped(1, 5.0, 1.0, "a")]
-    if name == PLAIN:
-        told += [
-            Struck(1, "one forward answers NaN"),
-            Stepped(2, 0.0, math.nan, "n"),
-            Ruined(2, "20 of 20 weight tensors"),
-        ]
-        return [*told, Stopped(2, "ConnectionError", "[Errno 104]"), Ended(2, math.nan, frozenset(), [])]
-    return [*told, Stepped(2, 4.0, 1.0, "b"), Stepped(3, 3.0, 1.0, name), Ended(3, 3.0, frozenset(), [])]
-
-
-def records() -> dict[str, RunRecord]:
-    runs = {name: RunRecord(3) for name in (PLAIN, HEALED, TWIN)}
-    for name, run in runs.items():
-        for event in told_by(name):
-            run.take_in(event)
-    return runs
-
-
-def terminal(width: int) -> Console:
-    return Console(file=io.StringIO(), width=width, height=40, force_terminal=True, legacy_windows=False)
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_two_panels_stand_side_by_side(width: int) -> None:
-    console, runs = terminal(width), {name: RunRecord(120) for name in (PLAIN, HEALED, TWIN)}
-    with screen_for(console, runs) as screen:
-        assert isinstance(screen, SideBySide)
-        for name in runs:
-            for event in told_by(name):
-                runs[name].take_in(event)
-                screen.show(name, event)
-    with console.capture() as captured:
-        console.print(screen._picture())
-    lines = [Text.from_ansi(line).plain for line in captured.get().splitlines()]
-    assert {len(line) for line in lines} == {width}
-    shown = "\n".join(lines)
-    # Nothing is cut off, at 80 columns either.
-    for words in ("1 fault one forward answers NaN", "2 ruined 20 of 20 tensors hold NaN", "loss 0.0000  dead"):
-        assert words in shown
-    assert ("dead" in lines[1], "finished" in lines[1]) == (True, True), "neither is wrapped"
-    assert len(lines) < 24, "a terminal of 24 lines cannot draw over more"
-
-
-@pytest.mark.parametrize("console", [terminal(60), Console(file=io.StringIO(), width=120)], ids=["narrow", "piped"])
-def test_where_nothing_can_be_drawn_there_are_lines(console: Console) -> None:
-    assert isinstance(screen_for(console, records()), Lines)
-
-
-def test_a_curve_goes_from_the_upper_left_to_the_lower_right() -> None:
-    lines = braille_curve({step: 5.0 - step for step in range(1, 5)}, 4, width=2, height=2, low=1.0, high=4.0)
-    assert lines == ["⢣ ", " ⢇"]
-
-
-def test_a_curve_of_few_steps_has_no_gaps() -> None:
-    lines = braille_curve({1: 4.0, 3: 1.0}, 3, width=8, height=2, low=1.0, high=4.0)
-    assert all(any(line[column] != " " for line in lines) for column in range(8))
-
-
-def test_a_curve_without_values_is_blank() -> None:
-    assert braille_curve({}, 4, width=3, height=2, low=0.0, high=1.0) == ["   ", "   "]
+def run_with(*weights: str) -> RunRecord:
+    """A run as it is known after steps with these digests of its weights."""
+    run = RunRecord(len(weights))
+    for step, digest in enumerate(weights, 1):
+        run.take_in(Stepped(step, 5.0, 1.0, digest))
+    return run
 
 
 def test_the_first_step_with_other_weights_is_found() -> None:
-    runs = records()
-    assert first_difference(runs[HEALED], runs[TWIN]) == 3
-    assert first_difference(runs[TWIN], runs[TWIN]) is None
-
-
-def test_zeros_that_stand_for_nan_are_no_losses() -> None:
-    assert records()[PLAIN].true_losses == {1: 5.0}
-
-
-def test_the_picture_is_a_png_of_three_curves(tmp_path: Path) -> None:
-    runs = records()
-    draw_curves(tmp_path / "new" / "curves.png", runs, FAULTS)
-    with Image.open(tmp_path / "new" / "curves.png") as picture:
-        assert picture.format == "PNG"
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24) or ()}
-    # Red, green and blue are there, and not only shades of grey.
-    assert {max(range(3), key=colour.__getitem__) for colour in colours if max(colour) - min(colour) > 90} == {0, 1, 2}
+    assert first_difference(run_with("a", "b", "c"), run_with("a", "b", "d")) == 3
+    assert first_difference(run_with("a", "b"), run_with("a", "b")) is None
 
 
 def test_a_process_that_dies_says_what_it_has_written(tmp_path: Path) -> None:
@@ -370,7 +286,7 @@ def test_no_line_of_what_is_kept_is_torn(columns: int | None) -> None:
 
 
 def test_a_torn_line_is_found() -> None:
-    whole = "╭──╮\n│ x│\n╰──╯\nSome words"
+    whole = "┏━━┓\n│ x│\n└──┘\nSome words"
     assert torn_lines(whole, 10) == []
     assert torn_lines(whole, 9) == ["Some words"]
     for torn in ("│ x", "│  x│", " x│", "│ x│[self_healing] step 1"):
@@ -404,7 +320,6 @@ def made_up_runs(*_: Any) -> Iterator[tuple[str, Event]]:
     struck = frozenset(fault.kind for fault in (nan, poison, connection))
     for name in (PLAIN, HEALED, TWIN):
         yield name, Loaded()
-        yield name, Ready(1000)
         for step in range(1, steps + 1):
             ruined = name == PLAIN and step > nan.step
             weights = f"{step} {name if ruined or step > poison.step else ''}"
@@ -499,7 +414,6 @@ def test_no_line_is_torn_in_other_terminals(
 
     text = printed(show, columns)
     assert torn_lines(text, columns) == []
-    assert ("with self_healing ─" in text) == (columns >= 80 and "TERM" not in environment)
 
 
 @pytest.mark.slow

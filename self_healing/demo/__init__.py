@@ -5,7 +5,7 @@ The plain trainer and the healed one meet the same faults side by side, each in 
 twin is the measure. Nothing in it is acted: the models train, the faults are injected where real ones arise, and what
 is told at the end is read from the runs; what they did not show is printed as a failure of the demo.
 
-What is imported from here needs neither torch nor TRL, so that the terminal moves while the processes load them.
+What is imported from here needs neither torch nor TRL: the processes of the runs load them.
 """
 
 from .faults import DemoFault, demo_faults

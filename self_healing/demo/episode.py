@@ -23,7 +23,7 @@ from trl import SFTConfig, SFTTrainer
 from ..chaos import Chaos, Fault, Ledger
 from ..journal.incident import Incident
 from ..trainer import SelfHealingTrainer
-from .events import Ended, Event, Healed, Ready, Ruined, Stepped, Stopped, Struck
+from .events import Ended, Event, Healed, Ruined, Stepped, Stopped, Struck
 from .faults import DemoFault
 from .model import small_llama, train_tokenizer
 from .runs import HEALED, TWIN, Episode
@@ -100,7 +100,6 @@ def run_episode(episode: Episode, corpus: Corpus, tell: Tell) -> None:
         # The plain runs write nothing; TRL wants a directory all the same.
         directory = Path(episode.output_dir if episode.name == HEALED else scratch)
         trainer, token = _trainer(episode, corpus, directory, tell)
-        tell(Ready(sum(parameter.numel() for parameter in trainer.model.parameters())))
         ledger = _AnnouncedStrikes(Path(scratch) / "chaos.jsonl", episode.faults, tell)
         if episode.name != TWIN:
             Chaos([_injected(fault, token) for fault in episode.faults], ledger=ledger).attach(trainer)

@@ -13,13 +13,6 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The model is built: training begins. `parameters` is how many weights it has."""
-
-    parameters: int
-
-
-@dataclass(frozen=True, slots=True)
 class Stepped:
     """
     A step is finished, as the trainer's own log tells it.
@@ -96,7 +89,7 @@ class Ended:
     incidents: Sequence[dict[str, Any]]
 
 
-Event = Loaded | Ready | Stepped | Struck | Healed | Ruined | Stopped | Ended
+Event = Loaded | Stepped | Struck | Healed | Ruined | Stopped | Ended
 
 
 def cause_of(incident: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from .events import Ended, Event, Ready, Ruined, Stepped, Stopped, Struck
+from .events import Ended, Event, Ruined, Stepped, Stopped, Struck
 
 
 @dataclass(slots=True)
@@ -19,9 +19,7 @@ class RunRecord:
     """
 
     steps: int
-    parameters: int = 0
     step: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
     ruined: Ruined | None = None
     stopped: Stopped | None = None
@@ -29,11 +27,8 @@ class RunRecord:
 
     def take_in(self, event: Event) -> None:
         """Notes what the run has told."""
-        if isinstance(event, Ready):
-            self.parameters = event.parameters
-        elif isinstance(event, Stepped):
+        if isinstance(event, Stepped):
             self.step = event.step
-            self.losses[event.step] = event.loss
             self.weights[event.step] = event.weights
         elif isinstance(event, Struck):
             self.step = event.step
@@ -43,12 +38,6 @@ class RunRecord:
             self.step, self.stopped = event.step, event
         elif isinstance(event, Ended):
             self.step, self.ended = event.step, event
-
-    @property
-    def true_losses(self) -> dict[int, float]:
-        """Those of weights that were numbers: where they are not, `logging_nan_inf_filter` has the Trainer log 0.0."""
-        end = math.inf if self.ruined is None else self.ruined.step
-        return {step: loss for step, loss in self.losses.items() if step < end and math.isfinite(loss)}
 
     @property
     def held_out_loss(self) -> float:

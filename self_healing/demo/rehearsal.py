@@ -10,26 +10,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.markup import escape
-from rich.panel import Panel
-from rich.text import Text
 
 from ..chaos import KINDS, Ledger, Strike, Survival, survived
 from ..chaos.rehearsal import command_line
 from ..chaos.run import environment
 from ..chaos.survival import survival_table
-from .plot import braille_curve
-from .screen import can_draw
 
 
 JOB = Path(__file__).with_name("job.py")
 LEDGER_FILE, LOG_FILE = "chaos.jsonl", "chaos.log"
 _POLL_SECONDS = 0.25
-_CURVE_LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +94,16 @@ def run_rehearsal(
         "It is started by torchrun, which starts it again when its process is gone."
     )
     told: dict[str, Any] = {}
-    with _Picture(console, steps) as picture:
-        code = None
-        for line in _lines_of(directory, steps, seed, ledger, log):
-            if isinstance(line, int):
-                code = line
-            elif line is not None:
-                told.update(line)
-                picture.take_in(line)
-            picture.strikes(ledger.strikes())
-            picture.outcomes(survived(ledger, ledger.run_dirs()))
+    lines = _Lines(console, steps)
+    code = None
+    for line in _lines_of(directory, steps, seed, ledger, log):
+        if isinstance(line, int):
+            code = line
+        elif line is not None:
+            told.update(line)
+            lines.take_in(line)
+        lines.strikes(ledger.strikes())
+        lines.outcomes(survived(ledger, ledger.run_dirs()))
     assert code is not None
     rows = survived(ledger, ledger.run_dirs())
     result = RehearsalResult(code, rows, told.get("held_out_loss"), told.get("unigram_loss"))
@@ -174,26 +168,13 @@ def _parsed(line: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-class _Picture:
-    """The loss of the job as a curve, and below it what strikes, as it comes."""
+class _Lines:
+    """What the job tells, what strikes, and what was healed, as it comes."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps = console, steps
-        self._losses: dict[int, float] = {}
         self._step = self._processes = self._struck = 0
         self._healed: set[str] = set()
-        self._notes: list[Text] = []
-        self._draws = can_draw(console)
-        self._live = Live(console=console, get_renderable=self._drawn, refresh_per_second=8)
-
-    def __enter__(self) -> Self:
-        if self._draws:
-            self._live.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._draws:
-            self._live.__exit__(*exception)
 
     def take_in(self, line: dict[str, Any]) -> None:
         if "pid" in line:
@@ -203,9 +184,8 @@ class _Picture:
             if self._processes > 1 and self._step > line["step"]:
                 self._note("bold green", f"goes on from the checkpoint of step {line['step'] - 1}")
             self._step = int(line["step"])
-            self._losses[self._step] = float(line["loss"])
-            if not self._draws and self._step % max(self._steps // 8, 1) == 0:
-                self._console.print(f"  {self._step:>4}/{self._steps}  [dim]loss {line['loss']:.4f}[/]")
+            if self._step % max(self._steps // 8, 1) == 0:
+                self._note("dim", f"loss {line['loss']:.4f}")
 
     def _began(self, pid: int) -> str:
         return f"process {pid} begins" if self._processes == 1 else f"torchrun has started process {pid}"
@@ -225,20 +205,6 @@ class _Picture:
             self._note("bold green", f"healed {row.fault.partition('@')[0]}: {done}")
 
     def _note(self, style: str, text: str) -> None:
-        if self._draws:
-            self._notes.append(Text(f"{self._step:>4}  {text}", style, no_wrap=True, overflow="ellipsis"))
-        else:
-            piped = not self._console.is_terminal
-            self._console.print(f"  {self._step:>4}/{self._steps}  [{style}]{escape(text)}[/]", soft_wrap=piped)
-
-    def _drawn(self) -> RenderableType:
-        width = max(self._console.width - 4, 1)
-        shown = list(self._losses.values())
-        head = f"step {self._step:>3}/{self._steps}" + (
-            f"   loss {self._losses[max(self._losses)]:.4f}" if shown else ""
-        )
-        curve = braille_curve(
-            self._losses, self._steps, width, _CURVE_LINES, min(shown, default=0.0), max(shown, default=1.0)
-        )
-        lines = [Text(head), *(Text(line, "green", no_wrap=True) for line in curve), *self._notes]
-        return Panel(Group(*lines), title="a job under chaos", border_style="green")
+        # In a file, a line that is searched for is in one piece.
+        piped = not self._console.is_terminal
+        self._console.print(f"  {self._step:>4}/{self._steps}  [{style}]{escape(text)}[/]", soft_wrap=piped)

@@ -19,15 +19,14 @@ from ..report.reading import read_run
 from . import faults as plan
 from . import text
 from .launch import Launch, in_processes
-from .picture import draw_curves
 from .record import RunRecord
 from .runs import HEALED, PLAIN, TWIN, Episode
-from .screen import TITLES, screen_for
+from .screen import TITLES, Lines
 from .size import DemoSize
 from .verdict import contrast_table, equality, incident_table, unmet
 
 
-PICTURE_FILE, PAGE_FILE = "curves.png", "report.html"
+PAGE_FILE = "report.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def run_demo(
 
     Args:
         output_dir (`str` or `os.PathLike`):
-            Where the healed run writes its journal, and the picture goes. Should not hold an earlier run.
+            Where the healed run writes its journal, and the report goes. Should not hold an earlier run.
         healing (`bool`, *optional*, defaults to `True`):
             Whether there is a healed run, and a fault-free twin, beside the plain one.
         seed (`int`, *optional*, defaults to 0):
@@ -99,12 +98,13 @@ def run_demo(
     told = ", ".join(f"{fault.name} (step {fault.step})" for fault in faults)
     console.print(
         f"\n[bold]SFTTrainer teaches a small Llama {size.training_rows:,} docstrings of Python's library.[/]\n"
-        f"Three faults strike: {told}."
+        f"Three faults strike: {told}.\n"
+        "Loading torch and TRL, and reading the text.\n"
     )
-    with screen_for(console, runs) as screen:
-        for name, event in launch(episodes, lambda: text.demo_corpus(size, seed, poison_row)):
-            runs[name].take_in(event)
-            screen.show(name, event)
+    lines = Lines(console, runs)
+    for name, event in launch(episodes, lambda: text.demo_corpus(size, seed, poison_row)):
+        runs[name].take_in(event)
+        lines.show(name, event)
     console.print()
     if not healing:
         _tell_of_plain(runs[PLAIN], console)
@@ -125,11 +125,8 @@ def run_demo(
         console.print("[bold green]Every fault was found and healed, and no step was lost.[/]")
     for problem in problems:
         console.print(f"[bold red]Not as it should be:[/] {escape(problem)}.", soft_wrap=True)
-    picture = Path(output_dir) / PICTURE_FILE
-    draw_curves(picture, {TITLES[name]: run for name, run in runs.items()}, faults)
     page = Path(output_dir) / PAGE_FILE
     write_page(read_run(Path(output_dir)), page)
-    console.print(f"Picture: {picture}", soft_wrap=True)
     console.print(f"Report: {page}", soft_wrap=True)
     console.print(f"Journal: {Path(output_dir) / EVENTS_FILE}", soft_wrap=True)
     return DemoResult(problems, list(healed.ended.incidents), loss, twin_loss)

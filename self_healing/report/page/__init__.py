@@ -1,4 +1,4 @@
-"""The report of a run as one HTML page that needs nothing else: no server, no network, and no script to be read."""
+"""The report of a run as one HTML page that needs nothing else: no server and no network."""
 
 from .rendering import page_of, write_page
 
