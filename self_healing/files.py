@@ -16,20 +16,25 @@ from pathlib import Path
 from typing import Any
 
 
+# Of values within values: a user's may hold themselves.
+_DEEPEST = 20
 _RANK = re.compile(r"\.rank(\d+)\b")
 
 
-def jsonable(value: Any) -> Any:
+def jsonable(value: Any, depth: int = 0) -> Any:
     """Converts a value to strict JSON: a number that is not finite becomes its name, anything unknown its repr."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [jsonable(inner) for inner in value]
-    return repr(value)
+    try:
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            return {str(key): jsonable(inner, depth + 1) for key, inner in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)) and depth < _DEEPEST:
+            return [jsonable(inner, depth + 1) for inner in value]
+        return repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def replace_file(path: Path, text: str, *, sync: bool = False, make_directory: bool = True) -> None:

@@ -70,8 +70,8 @@ def write_marker(
             checkpoint, what its marker says, and where the same files may be by then. Defaults to computing all at
             once.
     """
-    # Without random states, which a resume gets over: a marker that holds does not depend on them.
-    needed = (file for file in files_of(checkpoint) if not file.match("rng_state*.pth"))
+    # Without the random state of one process, which a resume gets over. Of several it shows that each has written.
+    needed = (file for file in files_of(checkpoint) if file.name != "rng_state.pth")
     sizes = {str(file.relative_to(checkpoint)): file.stat().st_size for file in needed}
     content: dict[str, Any] = {
         "schema": MARKER_SCHEMA,

@@ -36,7 +36,7 @@ def movement_of(history: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Returns:
         `metric` (`"reward"` or `"loss"`), `first` and `last` of its `logs`; from 20 logs on how far they have `moved`
         to the better along their trend (a line or a logarithm, whichever fits better), and their `spread` around it
-        (1.4826 · MAD: a spike is no spread). Empty without two logs.
+        (1.4826 · MAD: a spike is no spread); `fell_back` if it ended no better than it began. Empty without two logs.
     """
     entries = [entry for entry in history if "loss" in entry]
     metric = "reward" if any("reward" in entry for entry in entries) else "loss"
@@ -46,14 +46,18 @@ def movement_of(history: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         return {}
     told = {"metric": metric, "logs": len(values), "first": values[0], "last": values[-1]}
     if len(values) < _FEWEST_LOGS:
-        return told
+        # Too few for a trend, but not for a loss that has gone off.
+        return told | ({"fell_back": True} if metric == "loss" and values[-1] > 2 * abs(values[0]) else {})
     trends = []
     for at in (range(1, len(values) + 1), [math.log(step) for step in range(1, len(values) + 1)]):
         slope, begin = linear_regression(at, values)
         spread = 1.4826 * median(abs(value - begin - slope * x) for value, x in zip(values, at, strict=True))
         trends.append((spread, slope * (at[-1] - at[0])))
     spread, moved = min(trends)
-    return {**told, "moved": moved if metric == "reward" else -moved, "spread": spread}
+    better, fifth = 1 if metric == "reward" else -1, len(values) // 5
+    if better * (median(values[-fifth:]) - median(values[:fifth])) <= 0:
+        told["fell_back"] = True
+    return {**told, "moved": better * moved, "spread": spread}
 
 
 class PlateauDetector:

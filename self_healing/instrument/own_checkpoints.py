@@ -22,6 +22,8 @@ from .replacing import Replacements
 
 logger = logging.getLogger("self_healing")
 
+# Of values within values.
+_DEEPEST = 50
 # What is written again once what a step owed is done; all other files are those of the checkpoint before.
 _WRITTEN_AGAIN = ("optimizer", "scheduler", "rng_state", TRAINER_STATE_NAME, "global_step", "latest")
 
@@ -137,19 +139,28 @@ def refusing_nothing(trainer: Any, whole: bool = False) -> Iterator[None]:
         replacements.give_back()
 
 
-def plain_value(value: Any, name: str, odd: dict[str, str]) -> Any:
+def plain_value(value: Any, name: str, odd: dict[str, str], within: tuple[int, ...] = ()) -> Any:
     """Gives a value as JSON can hold it; `odd` gets the names of what had to be changed for it, and of which kind."""
-    if isinstance(value, Mapping):
-        return {str(key): plain_value(inner, f"{name}.{key}", odd) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_value(inner, name, odd) for inner in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    odd[name] = type(value).__name__
+    kind = type(value).__name__
+    if id(value) in within or len(within) > _DEEPEST:
+        odd[name] = f"{kind} within itself"
+        return f"<{odd[name]}>"
+    inner = (*within, id(value))
+    if isinstance(value, Mapping):
+        odd |= {f"{name}.{key!r}": "key" for key in value if not isinstance(key, str)}
+        return {str(key): plain_value(each, f"{name}.{key}", odd, inner) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(each, name, odd, inner) for each in value]
+    odd[name] = kind
     try:
-        return plain_value(sorted(value, key=str) if isinstance(value, set | frozenset) else value.tolist(), name, odd)
+        plain = sorted(value, key=str) if isinstance(value, set | frozenset) else value.tolist()
+        return plain_value(plain, name, odd, inner)
     except Exception:
-        return str(value)
+        with contextlib.suppress(Exception):
+            return str(value)
+    return f"<{kind}>"
 
 
 def _apart(weights: Mapping[str, Any], once: bool) -> tuple[dict[str, Any], list[str]]:

@@ -48,11 +48,12 @@ def judge_weights(
     if state.name in ("running", "unknown"):
         return None
     missing = min(missing, state.step)
-    if missing == state.step > 0:
+    if missing == state.step:
         return Verdict("do not use", [f"none of its {counted(state.step, 'step')} is in them"])
+    hit = [name for each in incidents if _is_at_the_end(each, state) for name in each.evidence.get("tensors", ())]
+    if weights := [str(name) for name in hit if not str(name).startswith("optimizer:")]:
+        return Verdict("do not use", [f"they hold NaN or Inf ({', '.join(weights[:_NAMED])})"])
     why = list(_doubts(state, incidents, checkpoints, missing, movement))
-    if state.step == 0:
-        why.insert(0, "no step was taken")
     if state.name != "ended":
         of = "" if state.max_steps is None else f" of {state.max_steps:,}"
         why.insert(0, f"the run is not finished, it came to step {state.step:,}{of}")
@@ -62,6 +63,10 @@ def judge_weights(
     if why:
         return Verdict("look first", why, learned)
     return Verdict("good", ["what was found was healed" if incidents else "no fault was found"], learned)
+
+
+def _is_at_the_end(incident: IncidentStory, state: State) -> bool:
+    return incident.symptom == "nonfinite_state" and incident.step >= state.step and needs_a_look(incident)
 
 
 def _doubts(
@@ -85,12 +90,16 @@ def _doubts(
     unsaved = any(each.failure == FailureType.DISK or Action.HOLD_CHECKPOINTS in each.actions for each in incidents)
     if state.name == "ended" and unsaved and saved < state.step:
         yield f"steps {saved + 1} to {state.step} are on no disk"
+    metric = movement.get("metric")
     logs, moved, spread = (number(movement.get(key)) for key in ("logs", "moved", "spread"))
     if logs is not None and moved is not None and spread is not None and moved <= _MOVED * spread:
         where = "worse" if moved < 0 else "better"
-        how = f"hardly moved, {abs(moved):.2g} to the {where} along its trend with a spread of {spread:.2g} around it"
-        how = how if moved or spread else "did not move"
-        yield f"over {logs:.0f} logs the {movement.get('metric')} {how}"
+        how = (
+            f"moved by {abs(moved):.2g} to the {where}, less than twice their spread of {spread:.2g} around the trend"
+        )
+        yield f"over {logs:.0f} logs the {metric} {how if moved or spread else 'did not move'}"
+    elif movement.get("fell_back") is True:
+        yield f"the {metric} is no better at the end than at the beginning"
 
 
 def _went(movement: Mapping[str, Any]) -> str:

@@ -345,6 +345,8 @@ def tell_of_unfinished(output_dir: str, wrapped: bool) -> None:
         if newest is not None:
             asked = '"auto"' if wrapped else repr(newest)
             how = f"To go on from {newest} (step {state['global_step']}), write train(resume_from_checkpoint={asked})"
+            wrote = (read_marker(Path(newest)) or {}).get("run")
+            how += f"; it is of run {wrote}, before that one" if status and wrote not in (None, status.run) else ""
         how += "".join(f"; {each.path} cannot be used: {each.reason}" for each in torn)
         run, fate = ("another run", "") if status is None else (f"run {status.run}", f" {status}")
         text = "Training begins at step 0 in %s, and will overwrite what %s has left there.%s %s."

@@ -107,9 +107,19 @@ def test_weights_with_none_of_the_steps_are_not_for_use(ended: MadeUpDirectory) 
     assert str(verdict_of(ended)) == "Do not use: none of its 2 steps is in them."
 
 
-def test_a_run_that_took_no_step_is_to_be_looked_at_first(ended: MadeUpDirectory) -> None:
+def test_a_run_that_took_no_step_has_no_weights_to_use(ended: MadeUpDirectory) -> None:
     ended.status(RunState.ENDED, 0)
-    assert verdict_of(ended).why == ["no step was taken"]
+    assert str(verdict_of(ended)) == "Do not use: none of its 0 steps is in them."
+
+
+@pytest.mark.parametrize(("tensor", "verdict"), [("lm_head.weight", "do not use"), ("optimizer: w", "look first")])
+def test_weights_that_are_not_finite_at_the_end_are_not_for_use(
+    ended: MadeUpDirectory, tensor: str, verdict: str
+) -> None:
+    ended.event("detected", 100, incident="run-001", symptom="nonfinite_state", evidence={"tensors": [tensor]})
+    ended.event("diagnosed", 100, incident="run-001", failure="corrupted_state", cause="corrupted state")
+    ended.event("outcome", 100, incident="run-001", outcome="reported", steps_lost=0, seconds_lost=0.0)
+    assert verdict_of(ended).name == verdict
 
 
 def test_steps_of_which_nobody_knows_whether_they_are_lost_are_named_with_the_reason(ended: MadeUpDirectory) -> None:
@@ -161,7 +171,7 @@ def test_a_run_that_is_not_finished_is_to_be_looked_at_first(
 def test_a_loss_that_does_not_fall_is_to_be_looked_at_first(ended: MadeUpDirectory, values: list[float]) -> None:
     ended.event("run_ended", 100, learned=movement_of(history(values)))
     assert verdict_of(ended).name == "look first"
-    assert re.match(r"over \d+ logs the loss (did not move|hardly moved, \S+ to the )", verdict_of(ended).why[0])
+    assert re.match(r"over \d+ logs the loss (did not move|moved by \S+ to the )", verdict_of(ended).why[0])
 
 
 @pytest.mark.parametrize(
@@ -185,6 +195,17 @@ def test_a_reward_counts_before_the_loss_and_has_to_rise(ended: MadeUpDirectory)
     assert verdict_of(ended).name == "look first"
     ended.event("run_ended", 100, learned=rising)
     assert verdict_of(ended).name == "good"
+
+
+def test_a_reward_that_fell_back_to_where_it_began_is_to_be_looked_at_first(ended: MadeUpDirectory) -> None:
+    values = [min(step / 60, 1.0) if step < 90 else 0.0 for step in range(115)]
+    ended.event("run_ended", 100, learned=movement_of(history(values, "reward")))
+    assert verdict_of(ended).name == "look first"
+
+
+def test_a_loss_that_has_gone_off_shows_in_few_logs_as_well(ended: MadeUpDirectory) -> None:
+    ended.event("run_ended", 100, learned=movement_of(history([5.8, 7.0, 161.5])))
+    assert verdict_of(ended).why == ["the loss is no better at the end than at the beginning"]
 
 
 def test_too_few_logs_to_say_are_no_reason_to_look(ended: MadeUpDirectory) -> None:

@@ -231,7 +231,21 @@ def test_what_another_version_has_written_is_read_as_far_as_it_goes(
 # ---- what JSON or safetensors refuses ----
 
 
+class Mute:
+    """A value that has no text either."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+    def __deepcopy__(self, _: Any) -> Mute:
+        return self
+
+
+ITSELF: list[Any] = [1]
+ITSELF.append(ITSELF)
 ODD: dict[str, tuple[Any, Any]] = {
+    "itself": (ITSELF, [1, "<list within itself>"]),
+    "no text": (Mute(), "<Mute>"),
     "array": (np.arange(4).reshape(2, 2), [[0, 1], [2, 3]]),
     "number of numpy": (np.float32(0.5), 0.5),
     "tensor with a graph": (torch.ones(2, requires_grad=True) * 2, [2.0, 2.0]),
@@ -243,7 +257,11 @@ ODD: dict[str, tuple[Any, Any]] = {
     "keys of several kinds": ({1: "a", "b": np.int64(2)}, {"1": "a", "b": 2}),
     "tuple as a key": ({(1, 2): "a"}, {"(1, 2)": "a"}),
 }
-NAMED = {"keys of several kinds": "log_history.odd.b (int64)", "tuple as a key": "keys that are no text"}
+NAMED = {
+    "keys of several kinds": "log_history.odd.b (int64)",
+    "tuple as a key": "log_history.odd.(1, 2) (key)",
+    "itself": "log_history.odd (list within itself)",
+}
 
 
 class Logging(TrainerCallback):
