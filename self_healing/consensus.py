@@ -47,6 +47,8 @@ _CHUNK = 2**20
 # How long a rank that failed waits for the others: to fail alike, or to be through what they compute.
 _MEETING_SECONDS, _COMPUTING_SECONDS = 10.0, 20.0
 
+# Known numbers that each rank gives.
+_KNOWN = 253
 # Seconds after which is asked again what the first rank is looking up: the first time, of the time since, at most.
 _ASK_FIRST, _ASK_SHARE, _ASK_LAST = 0.02, 0.1, 2.0
 
@@ -280,6 +282,40 @@ def looked_up_by_first_rank(question: str, look: Callable[[], _T], device: torch
 def pause_after(waited: float) -> float:
     """Gives the seconds until the store is asked once more, after so many."""
     return min(_ASK_FIRST + _ASK_SHARE * waited, _ASK_LAST)
+
+
+def changed_in_sum(seconds: float, device: torch.device) -> list[int]:
+    """
+    Has the ranks sum up numbers that all of them know: each gives one row, and zeros for those of the others, so that
+    a row is exactly what its rank has given. As [`sum_over_ranks`].
+
+    Args:
+        seconds (`float`):
+            How long the sum may take.
+        device (`torch.device`):
+            Where the run trains.
+
+    Returns:
+        `list[int]`: The ranks whose numbers have arrived changed on this one.
+
+    Raises:
+        RuntimeError: If there is no sum by then, or the others are gone.
+    """
+    row, column = torch.arange(dist.get_world_size(), device="cpu")[:, None], torch.arange(_KNOWN, device="cpu")
+    known = ((row * 31 + column * 7 + row * column) % 251 + 1).to(torch.float32)
+    found = torch.zeros_like(known)
+
+    def prepare() -> tuple[()]:
+        nonlocal found
+        found[dist.get_rank()] = known[dist.get_rank()]
+        found = found.to(device)
+        return ()
+
+    sum_over_ranks("known numbers are summed up", prepare, device)
+    # All are here, and nothing can come between.
+    with _inside():
+        dist.all_reduce(found, async_op=True).wait(timedelta(seconds=seconds))
+        return [int(rank) for rank in (found.cpu() != known).any(1).nonzero()]
 
 
 # ---- a rank that failed ----

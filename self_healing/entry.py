@@ -18,8 +18,13 @@ from .closing_report import ClosingReport
 from .data.healer import SampleHealer
 from .detectors.rules import MetricRule
 from .end_of_run import tell_of_best_model
-from .entry_checks import refuse_damaged_checkpoint, refuse_nonfinite_weights, tell_of_offloaded, warn_about_the_rate
-from .health.healer import RankHealth
+from .entry_checks import (
+    refuse_damaged_checkpoint,
+    refuse_nonfinite_weights,
+    refuse_wrong_sums,
+    tell_of_offloaded,
+    warn_about_the_rate,
+)
 from .instrument import BestModel, Instrument, ReportingGuard
 from .memory.healer import MemoryHealer
 from .numerics.judge import StepJudge
@@ -173,6 +178,8 @@ class Entry:
             instrument.on_detach.insert(0, self._closing.write)
         instrument.attach()
         context.attachment.healers.attach(first=run.attempts.in_first_entry)
+        if run.attempts.in_first_entry:
+            refuse_wrong_sums(context)
         output_dir = Path(self._trainer.args.output_dir)
         instrument.best_model = BestModel(
             self._trainer,
@@ -213,8 +220,6 @@ def _healers_of(run: Run) -> Healers:
             judge,
             memory,
             run.hangs,
-            # After those, which listen to the other ranks.
-            RankHealth(context),
             # Calls after those: the user's code may have let one fail some time before memory ran out or training
             # hung, and its claim waits still.
             ServiceCalls(context),

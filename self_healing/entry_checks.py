@@ -1,9 +1,10 @@
-"""Looks at what `train()` begins with, before the first step: output directory, checkpoint, weights, learning rate."""
+"""Looks at what `train()` begins with, before the first step: output directory, checkpoint, weights, rate, sums."""
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from . import consensus
 from .assembly import new_run_id
 from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
 from .exceptions import UnrecoverableTrainingError
-from .failures import FailureType
+from .failures import FAILURE_RECIPES, Action, FailureType
 from .instrument import Instrument
 from .output_dir import refuse_unwritable
 from .run.context import RunContext
@@ -109,6 +110,55 @@ def refuse_nonfinite_weights(context: RunContext, resumed_from: str | None) -> b
         f"trainer.train(resume_from_checkpoint={trusted!r}), with a trainer that was built anew."
     )
     raise UnrecoverableTrainingError(f"{text} {advice}", failure=FailureType.CORRUPTED_STATE)
+
+
+def refuse_wrong_sums(context: RunContext) -> None:
+    """
+    Ends a run on several ranks that cannot sum up what all of them know, or not in time. Collective.
+
+    Args:
+        context ([`RunContext`]):
+            The run.
+
+    Raises:
+        UnrecoverableTrainingError: On all ranks, if a sum is wrong on one; on those that wait for it in vain.
+    """
+    device, seconds = context.instrument.view.device, context.config.collective_timeout_check_seconds
+    if consensus.world_size() == 1 or seconds == 0:
+        return
+    began = time.monotonic()
+    try:
+        changed = consensus.changed_in_sum(seconds, device)
+    except RuntimeError as error:
+        if time.monotonic() - began < seconds:
+            raise
+        what = f"The ranks have not summed up known numbers within {seconds:g} s"
+        advice = "Look at the network between them (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)."
+        raise _refused(context, FailureType.HANG, what, advice) from error
+    if consensus.any_rank("a sum is wrong", bool(changed), device):
+        named = "; ".join(f"rank {rank}: what it sends arrives changed" for rank in changed) or "seen by another rank"
+        what = f"A rank of this job gives wrong results ({named})"
+        advice = FAILURE_RECIPES[FailureType.WRONG_RESULTS].advice
+        raise _refused(context, FailureType.WRONG_RESULTS, what, advice, wrong_ranks=changed)
+    if consensus.is_first_rank():
+        took = round(time.monotonic() - began, 3)
+        context.journal.event("ranks_checked", context.step, ranks=consensus.world_size(), seconds=took)
+
+
+def _refused(
+    context: RunContext, failure: FailureType, what: str, advice: str, **evidence: Any
+) -> UnrecoverableTrainingError:
+    journal = context.journal
+    incident = journal.open(context.step, failure.value, evidence)
+    journal.diagnosed(incident, failure, what[0].lower() + what[1:], {})
+    journal.acted(incident, Action.STOP.value)
+    journal.closed(incident, "fatal")
+    journal.dealt_with(incident)
+    return UnrecoverableTrainingError(
+        f"{what}, so nothing is trained. {advice} `self-healing doctor` under the same launcher shows all ranks; "
+        "collective_timeout_check_seconds=0 trains without this check.",
+        failure=failure,
+    )
 
 
 def tell_of_offloaded(instrument: Instrument) -> None:

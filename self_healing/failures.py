@@ -43,8 +43,6 @@ class FailureType(StrEnum):
     DISK = "disk"
     HANG = "hang"
     PROCESS_DIED = "process_died"
-    SILENT_RANK = "silent_rank"
-    SLOW_RANK = "slow_rank"
     WRONG_RESULTS = "wrong_results"
     PREEMPTED = "preempted"
     DEVICE = "device"
@@ -503,23 +501,6 @@ FAILURE_RECIPES: dict[FailureType, Recipe] = {
         ),
         advice="Look at the end of its output, at the exit code (-9 or 137: killed, most often for host memory; -11 "
         "or 139: a crash in native code; -7 or 135: shared memory is full) and at the kernel's log (dmesg).",
-        severity="warning",
-    ),
-    FailureType.SILENT_RANK: Recipe(
-        diagnosis="One process of the job does not answer, or cannot be reached by the one that asks it. Nothing is "
-        "done about it: if it is gone, or a collective does not return, that is noticed for itself.",
-        ladder=(),
-        advice="Look at that process (py-spy dump --native), at its machine (memory, swap, dmesg), and at the network "
-        "between the two (MTU, firewall, NCCL_SOCKET_IFNAME).",
-        severity="warning",
-    ),
-    FailureType.SLOW_RANK: Recipe(
-        diagnosis="One rank takes longer than the others for its own work, and all of them wait for it in every step.",
-        ladder=(),
-        advice="If it loses time in data: look at its disk, its share of the processors and dataloader_num_workers, "
-        "and whether its samples are larger. If in forward: look at the clocks, temperature and power of its device "
-        "(nvidia-smi -q -d PERFORMANCE,CLOCK), for other processes on it, and run `self-healing doctor` under "
-        "torchrun.",
         severity="warning",
     ),
     FailureType.WRONG_RESULTS: Recipe(

@@ -384,8 +384,8 @@ SCENARIOS = (
 # What ranks tell each other beside votes, and what one of them does alone: in the run in which a launcher would start
 # the job again.
 TOLD = (
-    *("consensus.py", "meeting.py", "processes.py", "shared_memory.py", "ranks/", "health/", "hangs/", "run/news.py"),
-    *("instrument/one_rank.py", "instrument/own_work.py", "instrument/replicas.py", "numerics/replicas.py"),
+    *("consensus.py", "meeting.py", "processes.py", "shared_memory.py", "ranks/", "hangs/", "run/news.py"),
+    *("instrument/one_rank.py", "instrument/replicas.py", "numerics/replicas.py"),
     *("rollback/shared_states.py", "rollback/stored_state.py", "rollback/last_step.py"),
     *("restarts/memory_start.py", "restarts/outliving.py", "restarts/start.py", "data/quarantine.py"),
 )

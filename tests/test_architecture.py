@@ -25,7 +25,7 @@ while not (ROOT / "pyproject.toml").is_file():
 PACKAGE = ROOT / "self_healing"
 PAGE = ROOT / "docs" / "architecture.md"
 
-FAMILIES = ("numerics", "memory", "data", "services", "storage", "hangs", "health", "restarts")
+FAMILIES = ("numerics", "memory", "data", "services", "storage", "hangs", "restarts")
 
 # From the ground up; a room imports from floors below its own, and its modules from each other. Above the families is
 # what puts them together. `recovery` is so far up because it asks several of them about one exception.

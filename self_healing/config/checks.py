@@ -44,7 +44,7 @@ def value_problems(schema: Schema, values: Mapping[str, Any]) -> list[str]:
     if 0 < values["collective_timeout_check_seconds"] < _SHORTEST_CHECK:
         problems.append(
             f"`collective_timeout_check_seconds` is {values['collective_timeout_check_seconds']}, but must be 0 (off) "
-            f"or at least {_SHORTEST_CHECK}: a rank that was busy for some seconds would be named. Please raise it."
+            f"or at least {_SHORTEST_CHECK}: a rank that is busy for some seconds would end the run. Please raise it."
         )
     elif values["retry_max_seconds"] < values["retry_initial_seconds"]:
         problems.append(

@@ -224,9 +224,8 @@ class HealingConfig:
         hang_grace_seconds (`float`, *optional*, defaults to `30.0`):
             Seconds a step has to respond to the interrupt. Above 0.
         collective_timeout_check_seconds (`float`, *optional*, defaults to `20.0`):
-            On several ranks, seconds within which a rank that does not answer is named, beside the collectives of the
-            training. Ranks that give wrong results before the first step, or are slower than the others, are named as
-            well. 0 switches all of this off. Else at least 10.
+            On several ranks, seconds within which they have to sum up known numbers before the first step: a sum that
+            is wrong, or late, ends the run. 0 switches this off. Else at least 10.
 
         > Section `restarts`: processes that are killed or preempted
 
@@ -663,9 +662,8 @@ class HealingConfig:
     collective_timeout_check_seconds: Annotated[float, Setting("hangs", at_least=0)] = field(
         default=20.0,
         metadata={
-            "help": "On several ranks, seconds within which a rank that does not answer is named, beside the "
-            "collectives of the training. Ranks that give wrong results before the first step, or are slower than the "
-            "others, are named as well. 0 switches all of this off. Else at least 10."
+            "help": "On several ranks, seconds within which they have to sum up known numbers before the first step: "
+            "a sum that is wrong, or late, ends the run. 0 switches this off. Else at least 10."
         },
     )
 

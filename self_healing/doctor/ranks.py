@@ -7,15 +7,15 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
 
-from ..health.device_check import check_device
-from ..health.ranks_check import RanksExchange
+from .. import consensus
+from .device_check import check_device
 from .job import Job, RankRow
 
 
@@ -62,7 +62,7 @@ def _look(store: Any, rank: int, ranks: int) -> Job:
     limit = timedelta(seconds=_COLLECTIVE)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     own = check_device(device, _MULTIPLYING)
-    found = RanksExchange(own, device).run()
+    changed = consensus.changed_in_sum(_COLLECTIVE, device)
     count = _ON_CPU if device.type == "cpu" else _ON_ACCELERATOR
     row = RankRow(
         rank,
@@ -78,9 +78,28 @@ def _look(store: Any, rank: int, ranks: int) -> Job:
     # What each rank sends in a ring, whatever the number of ranks.
     moved = round(2 * (ranks - 1) / ranks * count)
     together = _bandwidth(device, moved, lambda: dist.all_reduce(reduced))
-    rows: list[Any] = [None] * ranks
-    dist.all_gather_object(rows, row)
-    return Job(rank, ranks, rows, found.wrong, all_reduce=together)
+    told: list[Any] = [None] * ranks
+    dist.all_gather_object(told, (row, own.wrong, changed))
+    rows, wrong, seen = zip(*told, strict=True)
+    computed = {each: "its device computes wrong results" for each in range(ranks) if wrong[each]}
+    return Job(rank, ranks, list(rows), changed_on_the_way(seen) | computed, all_reduce=together)
+
+
+def changed_on_the_way(seen: Sequence[Sequence[int]]) -> dict[int, str]:
+    """
+    Finds whose numbers were changed in a sum.
+
+    Args:
+        seen (`Sequence[Sequence[int]]`):
+            For each rank, whose numbers have arrived changed there.
+    """
+    ranks, most = range(len(seen)), len(seen) / 2
+    givers = {rank: "what it sends arrives changed" for rank in ranks if sum(rank in each for each in seen) > most}
+    takers = {rank: "what it receives is changed" for rank in ranks if len(seen[rank]) > most}
+    if givers or takers:
+        return takers | givers
+    involved = {by for by in ranks if seen[by]}.union(*seen)
+    return {rank: "what it sends or receives is changed" for rank in involved}
 
 
 def _own_device() -> torch.device:

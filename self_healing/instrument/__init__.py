@@ -35,7 +35,6 @@ from .one_step import compute_one_step
 from .origin import Origin
 from .out_of_memory import OutOfMemory, is_out_of_memory, let_go, with_room
 from .own_checkpoints import emergency_path, write_beside, write_checkpoint
-from .own_work import OwnWork
 from .preservation import preserved
 from .replicas import Replicas
 from .reporting import ReportingGuard
@@ -66,7 +65,6 @@ __all__ = [
     "Leave",
     "Origin",
     "OutOfMemory",
-    "OwnWork",
     "Pending",
     "Recording",
     "Replicas",

@@ -32,8 +32,6 @@ _CAUSE_ALONE = frozenset(
         FailureType.NOT_TRAINED,
         FailureType.CORRUPTED_COPY,
         FailureType.REPLICAS_DIFFER,
-        FailureType.SILENT_RANK,
-        FailureType.SLOW_RANK,
         FailureType.WRONG_RESULTS,
     }
 )

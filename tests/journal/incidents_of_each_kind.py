@@ -108,8 +108,6 @@ EACH_KIND = (
         *(A.WRITE_STACKS, A.INTERRUPT, A.EMERGENCY_CHECKPOINT, A.RESUME),
         seconds_lost=121.0,
     ),
-    incident(315, "silent_rank", F.SILENT_RANK, "rank 3 is silent", outcome="self_recovered"),
-    incident(316, "slow_rank", F.SLOW_RANK, "rank 3 is 1.6 times slower in forward", outcome="reported"),
     incident(0, "wrong_results", F.WRONG_RESULTS, "rank 3 computes wrong results", A.STOP, outcome="fatal"),
     incident(320, "process_died", F.PROCESS_DIED, "killed, or crashed in native code", A.RESUME, steps_repeated=9),
     incident(330, "preempted", F.PREEMPTED, "SIGTERM", A.SAVE_AND_LEAVE),

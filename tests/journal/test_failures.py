@@ -339,8 +339,8 @@ def test_what_a_dying_data_loader_worker_leaves_is_told_from_the_network(module:
 
 def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
     assert set(FAILURE_RECIPES) == set(FailureType)
-    # A spike passes or becomes a divergence; that nothing is learned, that the data are harder, that a rank is slow or
-    # silent, that a copy of the weights is not finite, is told, and is no reason to end a run.
+    # A spike passes or becomes a divergence; that nothing is learned, that the data are harder, that a copy of the
+    # weights is not finite, is told, and is no reason to end a run.
     watched = {
         FailureType.LOSS_SPIKE,
         FailureType.VANISHING_GRADIENT,
@@ -350,8 +350,6 @@ def test_every_failure_has_a_recipe_that_ends_or_heals() -> None:
         FailureType.PLATEAU,
         FailureType.REPORTING,
         FailureType.PREEMPTED,
-        FailureType.SILENT_RANK,
-        FailureType.SLOW_RANK,
         FailureType.CORRUPTED_COPY,
     }
     for failure, recipe in FAILURE_RECIPES.items():
