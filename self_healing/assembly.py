@@ -239,9 +239,7 @@ def assemble(
         budget=RecoveryBudget(config),
         heartbeat=heartbeat,
         # As often as hangs are looked for.
-        ranks=OtherRanks(
-            run_id, min(1.0, config.hang_floor_seconds / 10), answers=config.collective_timeout_check_seconds > 0
-        ),
+        ranks=OtherRanks(run_id, min(1.0, config.hang_floor_seconds / 10)),
         news=News(),
         sleep=heartbeat.pausing(sleep or (lambda seconds: departure.sleep(seconds))),
         leave_asked=lambda: departure.wish,

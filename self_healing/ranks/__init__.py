@@ -5,7 +5,6 @@ has failed with.
 
 from .others import OtherRanks
 from .posts import Failure, Position
-from .session import Neighbour
 
 
-__all__ = ["Failure", "Neighbour", "OtherRanks", "Position"]
+__all__ = ["Failure", "OtherRanks", "Position"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ..processes import Process
 from .channel import Place, place_in_job
 from .posts import Failure, Position
-from .session import Neighbour, Session
+from .session import Session
 
 
 class OtherRanks:
@@ -23,15 +22,11 @@ class OtherRanks:
             The run; the same on every rank.
         interval (`float`, *optional*, defaults to 1.0):
             Seconds between two signs of life.
-        answers (`bool`, *optional*, defaults to `False`):
-            Whether other ranks may ask this one directly, on a port of its own, whether it is there.
     """
 
-    def __init__(self, name: str, interval: float = 1.0, answers: bool = False) -> None:
-        self._name, self._interval, self._answers = name, interval, answers
+    def __init__(self, name: str, interval: float = 1.0) -> None:
+        self._name, self._interval = name, interval
         self._session: Session | None = None
-        # What is told beside where this rank is, by name: called with each sign of life, and of types that JSON has.
-        self.also_told: dict[str, Callable[[], Any]] = {}
 
     @property
     def known(self) -> bool:
@@ -72,9 +67,7 @@ class OtherRanks:
         place = place or place_in_job()
         if self._session is None and place is not None:
             process = process or Process.this_one()
-            self._session = Session(
-                place, self._name, self._interval, look, on_failure, process, self.also_told, self._answers
-            )
+            self._session = Session(place, self._name, self._interval, look, on_failure, process)
 
     def tell(self, failure: Failure, within: float = 1.0) -> None:
         """
@@ -130,18 +123,3 @@ class OtherRanks:
                 Where this rank is.
         """
         return None if self._session is None else self._session.waited_for(here)
-
-    def facts(self, name: str) -> dict[int, Any]:
-        """
-        Gives what the other ranks had told under a name in `also_told` when they were listened to last; [`positions`]
-        has them listened to.
-
-        Args:
-            name (`str`):
-                Of what is asked for.
-        """
-        return {} if self._session is None else self._session.facts(name)
-
-    def neighbour(self) -> Neighbour | None:
-        """Gives the rank that this one listens to, each one another rank; `None` while there is none."""
-        return None if self._session is None else self._session.neighbour()

@@ -9,14 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..failures import FailureType
 from ..log_safely import log_safely
 from ..processes import Process, State
 from .channel import Place, SideChannel
-from .link import Address, Echo, is_open, own_host
 from .naming import waited_for
 from .posts import Failure, Position, failure_of_leaving, first_of
 
@@ -26,11 +25,11 @@ logger = logging.getLogger("self_healing")
 # All times in signs of life that are due meanwhile, by default seconds. Once something has happened, the others are
 # listened to as often.
 _ALERT = 0.2
-# A process of this machine that is stopped, and one of another machine that is not heard of, are given up after so
-# many. A thread that does not get to run for a while (a collection of garbage, the interpreter's lock held by native
-# code) is no dead process, and of another machine nobody here can tell the two apart.
-_STOPPED, _UNHEARD = 3.0, 30.0
-# This process has been stopped itself, or starved: what it has not heard meanwhile says nothing.
+# A process of this machine that is stopped is given up after so many. One of another machine is not given up for its
+# silence: a thread that does not get to run (native code holds the interpreter's lock) is no dead process, and nobody
+# here can tell the two apart.
+_STOPPED = 3.0
+# This process has been stopped itself, or starved: what it has not seen meanwhile says nothing.
 _STOOD_STILL = 2.0
 # A rank that has left train() is missed where this one has waited in a collective for so many, without a step.
 _MISSED = 10.0
@@ -38,8 +37,6 @@ _MISSED = 10.0
 _STALE = 10.0
 # While this rank waits, the others are asked where they are as often as the store stands it.
 _RANKS_AT_ONCE = 50.0
-# Asked directly whether it is there, it has so many seconds.
-_ANSWERING = 2.0
 # Once the store is lost, it is tried again after as long, and each time after twice as long, up to a limit.
 _AGAIN, _AGAIN_AT_MOST = 5.0, 60.0
 # Without the store nobody can say goodbye: another rank that is gone has to be missed as well, for so many seconds.
@@ -62,12 +59,6 @@ class _Other:
             Whether it has said that it leaves.
         stopped_since (`float`, *optional*):
             When it was first seen to be stopped.
-        there (`float`):
-            When it was seen to be there, though nothing was heard of it.
-        address ([`Address`], *optional*):
-            Where it answers.
-        facts (`Mapping`):
-            What else it told.
     """
 
     process: Process
@@ -76,36 +67,6 @@ class _Other:
     position: Position
     left: bool = False
     stopped_since: float | None = None
-    there: float = 0.0
-    address: Address | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """
-    The rank that this one listens to.
-
-    Args:
-        rank (`int`), machine (`str`):
-            Which one, and where it runs.
-        heard (`float`), listened (`float`):
-            When it was last heard of over the store, and when this rank last listened there, by `time.monotonic`.
-        position ([`Position`]):
-            Where it was then.
-        address ([`Address`], *optional*):
-            Where it answers.
-        state ([`State`], *optional*):
-            Of its process; `None` if that is on another machine.
-    """
-
-    rank: int
-    machine: str
-    heard: float
-    listened: float
-    position: Position
-    address: Address | None
-    state: State | None
 
 
 class Session:
@@ -128,10 +89,6 @@ class Session:
             Told of each failure of another rank, or of this one as others see it; must return at once.
         process ([`Process`]):
             Of this rank.
-        facts (`Mapping[str, Callable[[], Any]]`):
-            Gives what else is told each time, by name.
-        answers (`bool`):
-            Whether other ranks may ask this one directly.
     """
 
     def __init__(
@@ -142,8 +99,6 @@ class Session:
         look: Callable[[], Position],
         on_failure: Callable[[Failure], None],
         process: Process,
-        facts: Mapping[str, Callable[[], Any]],
-        answers: bool,
     ) -> None:
         self.rank = place.rank
         # In the order in which they were told; those of other ranks and of this one.
@@ -152,25 +107,20 @@ class Session:
         self.own: Failure | None = None
         self._place, self._name, self._interval = place, name, interval
         self._look, self._on_failure, self._process = look, on_failure, process
-        self._facts, self._answers = facts, answers
-        self._echo: Echo | None = None
         self._others: dict[int, _Other] = {}
         self._unseen = deque(rank for rank in range(place.ranks) if rank != place.rank)
         self._orders: queue.SimpleQueue[Callable[[SideChannel], None]] = queue.SimpleQueue()
         self._wake, self._news, self._ended = threading.Event(), threading.Condition(), threading.Event()
         self._channel: SideChannel | None = None
         self._lost_it = self._told_of_it = False
-        # How far this rank has come, and when it came there.
-        self._progress, self._moved = (-1, -1), 0.0
-        # When it was in no collective last, or came further.
+        # How far this rank has come, and when it was in no collective last, or came further.
+        self._progress = (-1, -1)
         self._waits_since = time.monotonic()
         self._count = self._counted = 0
         # Numbers of failures that were counted, and not read yet.
         self._unread: set[int] = set()
         self._last, self._asked = time.monotonic(), 0.0
         self._wanted = False
-        # The rank that this one listens to.
-        self._following: int | None = None
         self._thread = threading.Thread(target=self._run, name="self_healing other ranks", daemon=True)
         self._thread.start()
 
@@ -223,19 +173,6 @@ class Session:
         self._wait_for(answered, within)
         return {rank: other.position for rank, other in self._living()} | {self.rank: self._look()}
 
-    def facts(self, name: str) -> dict[int, Any]:
-        """As [`OtherRanks.facts`]."""
-        return {rank: other.facts[name] for rank, other in self._living() if name in other.facts}
-
-    def neighbour(self) -> Neighbour | None:
-        """As [`OtherRanks.neighbour`]."""
-        rank = self._following
-        found = next((other for each, other in self._living() if each == rank), None)
-        if rank is None or found is None:
-            return None
-        state = found.process.state() if self._is_here(found) else None
-        return Neighbour(rank, found.process.machine, found.heard, self._last, found.position, found.address, state)
-
     def waited_for(self, here: Position) -> tuple[int, Position] | None:
         """As [`OtherRanks.waited_for`]."""
         self._wanted = True
@@ -279,7 +216,6 @@ class Session:
             self._channel = SideChannel(self._place, self._name)
         except Exception as error:
             self._lost(error)
-        self._echo = self._opened_echo()
         while not self._ended.is_set():
             try:
                 self._listen()
@@ -291,18 +227,8 @@ class Session:
             self._wake.wait(self._interval * (_ALERT if self.failures else 1.0))
             self._wake.clear()
         self._channel = None
-        if self._echo is not None:
-            self._echo.close()
         with self._news:
             self._news.notify_all()
-
-    def _opened_echo(self) -> Echo | None:
-        try:
-            return Echo(own_host(self._place.host, self._place.port)) if self._answers else None
-        except Exception as error:
-            # No network, no address, a name that is none: the store is enough.
-            logger.info("Other ranks cannot ask this one directly whether it is there: %s.", error)
-            return None
 
     def _lost(self, error: Exception) -> None:
         if not self._told_of_it and not self._ended.is_set():
@@ -359,7 +285,6 @@ class Session:
             self._take_in_failures(channel)
         # By the time at which this look began: if this process is stopped in the middle of one, the next one knows.
         self._look_at_processes(now)
-        self._listen_to_the_next(now)
         self._miss_those_who_left(now)
 
     def _tell_where(self, channel: SideChannel, leaves: bool = False) -> None:
@@ -371,15 +296,9 @@ class Session:
             record["position"] = position.to_record()
             moved = position.progress != self._progress
             if moved:
-                self._progress, self._moved = position.progress, time.monotonic()
+                self._progress = position.progress
             if moved or position.collective is None:
                 self._waits_since = time.monotonic()
-        if self._echo is not None:
-            record["address"] = asdict(self._echo.address)
-        # Changed in the training thread meanwhile.
-        for name, tell in list(self._facts.items()):
-            with contextlib.suppress(Exception):
-                record.setdefault("facts", {})[name] = tell()
         channel.put(f"rank/{self.rank}", record)
 
     def _meet(self, channel: SideChannel) -> None:
@@ -400,9 +319,6 @@ class Session:
         now = time.monotonic()
         # Each of them is listened to by one other, in a circle.
         following = min(living, key=lambda rank: (rank - self.rank) % self._place.ranks, default=None)
-        if following is not None and following != self._following:
-            self._others[following].heard = now
-        self._following = following
         pause = 0.0 if self.failures else self._interval * len(living) / _RANKS_AT_ONCE
         if self._wanted and now - self._asked >= pause:
             self._asked, self._wanted = now, False
@@ -420,20 +336,13 @@ class Session:
         other, position = self._others.get(rank), record.get("position")
         if other is None:
             where = Position(0, "", 0, 0.0, 0.0, training=False) if position is None else Position.of(position)
-            process = Process(**record["process"])
-            address = Address(**record["address"]) if "address" in record else None
-            if address is not None and address.is_local and process.machine != self._process.machine:
-                address = None
-            facts = record.get("facts", {})
-            self._others[rank] = _Other(
-                process, record["count"], now, where, record["left"], address=address, facts=facts
-            )
+            self._others[rank] = _Other(Process(**record["process"]), record["count"], now, where, record["left"])
             return
         if record["count"] != other.count:
             other.count, other.heard = record["count"], now
         if position is not None:
             other.position = Position.of(position)
-        other.left, other.facts = record["left"], record.get("facts", {})
+        other.left = record["left"]
 
     def _take_in_failures(self, channel: SideChannel) -> None:
         told = channel.add("failures", 0)
@@ -474,24 +383,6 @@ class Session:
                 other.stopped_since = now
             elif now - other.stopped_since >= _STOPPED * self._interval:
                 self._give_up(rank, "its process is stopped (SIGSTOP)")
-
-    def _listen_to_the_next(self, now: float) -> None:
-        """
-        Gives up the next rank, on another machine, if nothing says that it is there: no word over the store, and no
-        connection to its port. Not while this one gets on: it would wait for that one in a collective before long.
-        """
-        if self._following is None or self._channel is None:
-            return
-        other = self._others[self._following]
-        if other.left or self._is_here(other):
-            return
-        if now - max(other.heard, other.there, self._moved) < _UNHEARD * self._interval:
-            return
-        if other.address is not None and is_open(other.address, _ANSWERING):
-            other.there = now
-            return
-        why = f"nothing was heard of it for {now - other.heard:.0f} s: its machine is gone, or cut off"
-        self._give_up(self._following, why)
 
     def _miss_those_who_left(self, now: float) -> None:
         """Gives up a rank that has left `train()` in good order, and that this one waits for in a collective."""
