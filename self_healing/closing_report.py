@@ -79,7 +79,7 @@ class ClosingReport:
         if not 0 < of <= step:
             return None
         told = f"The run came to its end at step {step} of {of}."
-        return State("ended", step, of, time.time(), told=told), movement_of(state.log_history)
+        return State("ended", step, of, time.time(), told=told), {"learned": movement_of(state.log_history)}
 
     @property
     def _trainer(self) -> Any:

@@ -47,11 +47,14 @@ def end_run(run: Run, instrument: Instrument, step: int) -> None:
         context.dealing_with(context.stop.incident).close("reported")
         context.stop.incident = None
     movement = movement_of(instrument.trainer.state.log_history)
+    looked_at = context.config.on_nonfinite == "heal" or not instrument.view.can_reexecute
+    weights = [] if looked_at else instrument.view.nonfinite_weights()[:5]
     context.journal.event(
         "run_ended",
         step,
         incidents=len(context.journal.incidents),
         **({"learned": movement} if movement else {}),
+        **({"nonfinite": weights} if weights else {}),
         **run.numerics.rate_in_force(),
     )
     if run.attempts.status is not None and not leaves:

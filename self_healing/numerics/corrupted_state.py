@@ -45,14 +45,10 @@ class CorruptedStateHealer(NumericsHealer):
         """After the last step: weights that turned NaN with it would be handed over as trained."""
         instrument = self.instrument
         window, step = instrument.window, instrument.view.step
-        if not instrument.view.can_reexecute or window is None:
+        if self.config.on_nonfinite != "heal" or not instrument.view.can_reexecute or window is None:
             return
         found = instrument.view.nonfinite_tensors()
         if not self.on_any_rank(LOOKED_AT_END, bool(found)):
-            return
-        if self.config.on_nonfinite != "heal":
-            with self._open(step, found[:20], found) as opened:
-                self._report(opened, f"It is not healed, because on_nonfinite is {self.config.on_nonfinite!r}")
             return
         best = instrument.trainer.state.best_model_checkpoint if instrument.view.best_model_loaded else None
         with self._open(step, found[:20], found) as opened:

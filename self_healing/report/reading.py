@@ -55,7 +55,7 @@ def read_run(
         now (`float`, *optional*):
             In seconds since the epoch. Defaults to the time it is.
         ended (`tuple`, *optional*):
-            Of a run whose end is not written down yet: its state, and what it has learned.
+            Of a run whose end is not written down yet: its state, and what the event of it will say.
 
     Returns:
         [`RunReport`]
@@ -106,8 +106,8 @@ class _Reader:
         quarantine = read_quarantine(self.directory, self.run, named, self.remarks)
         incidents = tell_incidents(self.events, places, quarantine)
         rows, about = read_steps(self.directory, self.run, self.remarks)
-        last = next((event for event in reversed(self.events) if event["kind"] == "run_ended"), {})
-        state, learned = ended or (self._state(status, rows), last.get("learned", {}))
+        last: Mapping[str, Any] = next((each for each in reversed(self.events) if each["kind"] == "run_ended"), {})
+        state, last = ended or (self._state(status, rows), last)
         times = [event.get("time", 0.0) for event in self.events] + [row.time for row in rows]
         attempts = self._attempts(state, sorted(each for each in times if each))
         until = self.now if state.name == "running" else state.since
@@ -120,7 +120,7 @@ class _Reader:
         postmortem = None
         if state.name != "ended":
             postmortem = read_postmortem(self.directory / "postmortem.json", self.run)
-        verdict = judge_weights(state, incidents, checkpoints, steps_missing(rows, incidents), learned)
+        verdict = judge_weights(state, incidents, checkpoints, steps_missing(rows, incidents), last)
         todo: list[NextStep] = next_steps(
             self.directory,
             self.output_dir,

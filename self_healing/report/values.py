@@ -78,7 +78,7 @@ EVENT: Mapping[str, Check] = {
     **dict.fromkeys(("steps_lost", "steps_repeated", "reductions", "lr_reductions"), is_count),
     **dict.fromkeys(("time", "seconds_lost", "process_began"), is_time),
     **dict.fromkeys(("scale", "learning_rate_scale", "learning_rate"), is_finite),
-    **dict.fromkeys(("detectors", "rules"), is_texts),
+    **dict.fromkeys(("detectors", "rules", "nonfinite"), is_texts),
     "happened": is_flag,
     "evidence": is_mapping,
     "limits": is_mapping,

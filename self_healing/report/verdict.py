@@ -29,7 +29,7 @@ def judge_weights(
     incidents: Sequence[IncidentStory],
     checkpoints: Sequence[CheckpointRow],
     missing: int,
-    movement: Mapping[str, Any],
+    ended: Mapping[str, Any],
 ) -> Verdict | None:
     """
     Judges the weights that a run has left.
@@ -39,8 +39,8 @@ def judge_weights(
             Of the run.
         missing (`int`):
             Steps that are known not to be in the weights.
-        movement (`Mapping[str, Any]`):
-            What [`~self_healing.detectors.progress.movement_of`] says of it; empty if that is not known.
+        ended (`Mapping[str, Any]`):
+            What the event of its end says: `learned` ([`~self_healing.detectors.progress.movement_of`]), `nonfinite`.
 
     Returns:
         [`Verdict`]: `None` as long as the run goes on, or may.
@@ -50,9 +50,9 @@ def judge_weights(
     missing = min(missing, state.step)
     if missing == state.step:
         return Verdict("do not use", [f"none of its {counted(state.step, 'step')} is in them"])
-    hit = [name for each in incidents if _is_at_the_end(each, state) for name in each.evidence.get("tensors", ())]
-    if weights := [str(name) for name in hit if not str(name).startswith("optimizer:")]:
+    if weights := ended.get("nonfinite"):
         return Verdict("do not use", [f"they hold NaN or Inf ({', '.join(weights[:_NAMED])})"])
+    movement = ended.get("learned", {})
     why = list(_doubts(state, incidents, checkpoints, missing, movement))
     if state.name != "ended":
         of = "" if state.max_steps is None else f" of {state.max_steps:,}"
@@ -63,10 +63,6 @@ def judge_weights(
     if why:
         return Verdict("look first", why, learned)
     return Verdict("good", ["what was found was healed" if incidents else "no fault was found"], learned)
-
-
-def _is_at_the_end(incident: IncidentStory, state: State) -> bool:
-    return incident.symptom == "nonfinite_state" and incident.step >= state.step and needs_a_look(incident)
 
 
 def _doubts(

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import OutputFault, sft_trainer
 from rich.console import Console
 from test_reading import MadeUpDirectory, row, verdict_of
 
+from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.detectors.progress import movement_of
 from self_healing.report.briefing import briefing_of
 from self_healing.report.healing_report import HealingReport
@@ -112,14 +114,19 @@ def test_a_run_that_took_no_step_has_no_weights_to_use(ended: MadeUpDirectory) -
     assert str(verdict_of(ended)) == "Do not use: none of its 0 steps is in them."
 
 
-@pytest.mark.parametrize(("tensor", "verdict"), [("lm_head.weight", "do not use"), ("optimizer: w", "look first")])
-def test_weights_that_are_not_finite_at_the_end_are_not_for_use(
-    ended: MadeUpDirectory, tensor: str, verdict: str
-) -> None:
-    ended.event("detected", 100, incident="run-001", symptom="nonfinite_state", evidence={"tensors": [tensor]})
-    ended.event("diagnosed", 100, incident="run-001", failure="corrupted_state", cause="corrupted state")
-    ended.event("outcome", 100, incident="run-001", outcome="reported", steps_lost=0, seconds_lost=0.0)
-    assert verdict_of(ended).name == verdict
+def test_weights_that_are_not_finite_at_the_end_are_not_for_use(ended: MadeUpDirectory) -> None:
+    ended.event("run_ended", 100, nonfinite=["lm_head.weight"])
+    assert str(verdict_of(ended)) == "Do not use: they hold NaN or Inf (lm_head.weight)."
+
+
+def test_a_run_that_only_warns_of_nan_ends_with_weights_that_are_not_for_use(tmp_path: Path, tokenizer: Any) -> None:
+    config = HealingConfig(on_nonfinite="warn")
+    trainer = sft_trainer(tmp_path, tokenizer, callbacks=[SelfHealingCallback(config)])
+    OutputFault(trainer.model, strike=lambda forward: forward == 5)
+    trainer.train()
+    verdict = read_run(tmp_path).verdict
+    assert verdict is not None
+    assert verdict.name == "do not use"
 
 
 def test_steps_of_which_nobody_knows_whether_they_are_lost_are_named_with_the_reason(ended: MadeUpDirectory) -> None:
