@@ -34,7 +34,7 @@ test: lint
 	.venv/bin/python -m pytest -m alone
 	$(MAKE) test-deepspeed-quick
 
-# What a user relies on, whatever is rebuilt below it: a selection of less than four minutes, and all of it on this machine.
+# What a user relies on, whatever is rebuilt below it: what is quick, and all of it.
 contract: .venv/.installed
 	.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "contract and not slow and not gpu and not alone"
 
