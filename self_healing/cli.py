@@ -161,7 +161,7 @@ def report(
         elif html is None:
             from rich.console import Console
 
-            from .report.text import show
+            from .report.output import show
 
             show(found, summary, Console(highlight=False))
         sys.stdout.flush()

@@ -8,9 +8,9 @@ from typing import Any
 
 from .assembly import Run
 from .detectors.progress import movement_of
-from .report.data import RunReport, State
 from .report.files import write_report_files
 from .report.reading import read_run
+from .report.records import RunReport, State
 from .report.trackers import log_to_tracker
 
 

@@ -24,7 +24,7 @@ from trl import SFTConfig, SFTTrainer
 from self_healing import Action, FailureType, HealingConfig, SelfHealingTrainer
 from self_healing.chaos import KINDS
 from self_healing.cli import app
-from self_healing.report.data import StepColumns
+from self_healing.report.records import StepColumns
 
 
 ROOT = Path(__file__).parent.parent

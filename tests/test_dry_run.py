@@ -41,8 +41,8 @@ def test_training_after_a_dry_run_is_training_without_one(tmp_path: Path, tokeni
     assert len(report.losses) == 2
     assert report.finite
     assert report.seconds_per_step > 0
-    assert report.data is not None
-    assert {finding.kind for finding in report.data.findings} <= {"duplicates"}
+    assert report.records is not None
+    assert {finding.kind for finding in report.records.findings} <= {"duplicates"}
     assert report.model is not None
     assert report.model.clean
     assert_same_weights(weights(trainer), weights(plain))
@@ -217,8 +217,8 @@ def test_a_stream_is_looked_at_and_then_trained_on_from_its_beginning(tmp_path: 
     plain.train()
     healed = streaming_trainer("healed")
     report = SelfHealingTrainer(healed).dry_run(2)
-    assert report.data is not None
-    assert report.data.looked_at == len(TEXTS)
+    assert report.records is not None
+    assert report.records.looked_at == len(TEXTS)
     healed.train()
     assert_same_weights(weights(healed), weights(plain))
 
@@ -245,7 +245,7 @@ def test_a_look_that_fails_does_not_keep_the_steps_from_running(
     trainer.train_dataset = Fragile(trainer.train_dataset)
     with caplog.at_level(logging.WARNING, "self_healing"):
         report = SelfHealingTrainer(trainer).dry_run(2)
-    assert report.data is None
+    assert report.records is None
     assert report.model is not None
     assert report.steps == 2
     assert "not yet" in caplog.text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, FailureType
-from .data import Budget, CheckpointRow, IncidentStory, NextStep, RowNamed, State, Verdict
+from .records import Budget, CheckpointRow, IncidentStory, NextStep, RowNamed, State, Verdict
 from .verdict import needs_a_look
 from .words import counted, sentence
 

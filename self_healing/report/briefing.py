@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
-from .data import CheckpointRow, IncidentStory, NextStep, RunReport, StepColumns
+from .records import CheckpointRow, IncidentStory, NextStep, RunReport, StepColumns
 from .words import counted, duration, goodput_line, headline, moment, printable
 
 

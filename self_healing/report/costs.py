@@ -10,7 +10,7 @@ from typing import Any
 
 from ..failures import Action
 from ..journal.step_log import StepRow
-from .data import AttemptRow, Budget, Goodput, IncidentStory
+from .records import AttemptRow, Budget, Goodput, IncidentStory
 from .steps import branches
 from .values import is_count, is_finite
 

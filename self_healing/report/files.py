@@ -9,8 +9,8 @@ from pathlib import Path
 from ..files import replace_file
 from ..own_files import BRIEFING_FILE, REPORT_FILE, is_foreign_report
 from .briefing import briefing_of
-from .data import RunReport
 from .reading import read_run
+from .records import RunReport
 
 
 logger = logging.getLogger("self_healing")

@@ -14,8 +14,8 @@ from ..checkpoints.marker import load_marker, read_marker
 from ..files import parse_lines
 from ..journal.step_log import step_log_of
 from ..own_files import BRIEFING_FILE, EVENTS_FILE, POSTMORTEM_FILE, REPORT_FILE
-from .data import CheckpointRow, FileNamed, RowNamed
 from .journals import moment
+from .records import CheckpointRow, FileNamed, RowNamed
 from .stories import Places
 from .values import QUARANTINED, taken
 from .words import counted

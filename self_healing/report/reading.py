@@ -14,10 +14,10 @@ from ..restarts.record import RunRecord, UnreadableRecordError
 from ..restarts.status import RunState, RunStatus
 from .advice import next_steps
 from .costs import budgets, goodput, steps_missing
-from .data import AttemptRow, NextStep, Notice, RankRow, RunBrief, RunReport, Series, State
 from .healing_report import HealingReport
 from .journals import Event, Journals, moment, number, read_journals, status_in
 from .left_behind import list_checkpoints, list_files, read_postmortem, read_quarantine
+from .records import AttemptRow, NextStep, Notice, RankRow, RunBrief, RunReport, Series, State
 from .steps import read_steps, series_of
 from .stories import Places, tell_incidents
 from .verdict import judge_weights

@@ -12,8 +12,8 @@ from typing import Any
 from ..checkpoint_files import STATE_FILE
 from ..checkpoints.listing import checkpoints_in
 from ..journal.step_log import StepRow, read_step_log, step_log_of
-from .data import LoggedMetric, Series, StepColumns
 from .journals import number
+from .records import LoggedMetric, Series, StepColumns
 from .values import is_count, is_time
 from .words import counted
 

@@ -11,8 +11,8 @@ from typing import Any
 from ..checkpoint_files import EMERGENCY_DIR, PINNED_DIR, number_of
 from ..failures import FAILURE_RECIPES, Action, FailureType
 from ..journal.incident import Incident, describe, figures
-from .data import FileNamed, IncidentStory, RowNamed, StoryLine
 from .journals import Event, number, told_once
+from .records import FileNamed, IncidentStory, RowNamed, StoryLine
 from .words import counted
 
 

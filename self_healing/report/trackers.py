@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .briefing import briefing_of
-from .data import RunReport
 from .page.rendering import page_of
+from .records import RunReport
 
 
 TAG = "self_healing/report"

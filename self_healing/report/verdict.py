@@ -7,8 +7,8 @@ from typing import Any
 
 from ..failures import Action, FailureType
 from ..journal.incident import IN_DOUBT
-from .data import CheckpointRow, IncidentStory, State, Verdict
 from .journals import number
+from .records import CheckpointRow, IncidentStory, State, Verdict
 from .words import counted
 
 

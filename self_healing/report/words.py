@@ -7,7 +7,7 @@ import time
 from itertools import pairwise
 
 from ..journal.incident import counted as counted
-from .data import Goodput, RunReport
+from .records import Goodput, RunReport
 
 
 def printable(text: str) -> str:

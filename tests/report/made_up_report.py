@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from self_healing.report.data import (
+from self_healing.report.records import (
     AttemptRow,
     Budget,
     CheckpointRow,

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer
 from self_healing.own_files import hide_from_uploads, is_foreign_report, own_patterns
-from self_healing.report.data import RunReport, State
+from self_healing.report.records import RunReport, State
 from self_healing.report.trackers import TAG, log_to_tracker
 
 

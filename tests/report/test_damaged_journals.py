@@ -16,10 +16,10 @@ from rich.console import Console
 
 from self_healing.report import HealingReport
 from self_healing.report.briefing import briefing_of
-from self_healing.report.data import RunReport
+from self_healing.report.output import show
 from self_healing.report.page.rendering import write_page
 from self_healing.report.reading import read_run
-from self_healing.report.text import show
+from self_healing.report.records import RunReport
 from self_healing.restarts.record import Attempt, Ending
 from self_healing.restarts.status import RunState, RunStatus
 

@@ -16,9 +16,9 @@ import pytest
 from made_up_report import BEGAN, SAMPLE_TEXT, made_up_incident, made_up_report, made_up_steps
 
 from self_healing.journal.step_log import ROWS
-from self_healing.report.data import LoggedMetric, RunReport, Series, State, StepColumns
 from self_healing.report.page import page_of, write_page
 from self_healing.report.page.charts import charts_of
+from self_healing.report.records import LoggedMetric, RunReport, Series, State, StepColumns
 
 
 ROOT = Path(__file__).parent.parent.parent

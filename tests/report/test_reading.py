@@ -17,10 +17,10 @@ from self_healing.failures import FAILURE_RECIPES, FailureType
 from self_healing.journal.step_log import StepLog, StepRow, step_log_of
 from self_healing.processes import Process
 from self_healing.report.briefing import LINES, briefing_of
-from self_healing.report.data import SCHEMA, Verdict
 from self_healing.report.healing_report import HealingReport
+from self_healing.report.output import show
 from self_healing.report.reading import read_run
-from self_healing.report.text import show
+from self_healing.report.records import SCHEMA, Verdict
 from self_healing.restarts.record import Attempt, Ending, RunRecord
 from self_healing.restarts.status import STATUS_FILE, RunState, RunStatus, StatusKeeper, read_status
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from self_healing import Action, FailureType, Incident
 from self_healing.report import HealingReport
-from self_healing.report.text import _line
+from self_healing.report.output import _line
 
 
 def test_text_of_an_exception_steers_no_terminal_and_can_be_encoded() -> None:

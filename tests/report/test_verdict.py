@@ -20,9 +20,9 @@ from self_healing import HealingConfig, SelfHealingCallback
 from self_healing.detectors.progress import movement_of
 from self_healing.report.briefing import briefing_of
 from self_healing.report.healing_report import HealingReport
+from self_healing.report.output import show
 from self_healing.report.page.rendering import page_of
 from self_healing.report.reading import read_run
-from self_healing.report.text import show
 from self_healing.restarts.status import RunState
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from .. import words
-from ..data import FileNamed, IncidentStory, RowNamed, StoryLine
+from ..records import FileNamed, IncidentStory, RowNamed, StoryLine
 from . import wording
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ..data import LoggedMetric, RunReport, StepColumns
+from ..records import LoggedMetric, RunReport, StepColumns
 from . import wording
 
 

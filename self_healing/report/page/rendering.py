@@ -25,7 +25,7 @@ from markupsafe import Markup
 
 from ...files import replace_file
 from .. import words
-from ..data import Goodput, NextStep, RunReport
+from ..records import Goodput, NextStep, RunReport
 from . import wording
 from .chapters import Told, tell, worst_first
 from .charts import Chart, charts_of
@@ -58,7 +58,7 @@ def write_page(report: RunReport, path: str | Path) -> None:
     Writes the page of a run, whole or not at all.
 
     Args:
-        report ([`~self_healing.report.data.RunReport`]):
+        report ([`~self_healing.report.records.RunReport`]):
             What is known of the run.
         path (`str` or `Path`):
             The file, in a directory that is there; an older page of that name is replaced.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import words
-from ..data import RunReport
+from ..records import RunReport
 from . import wording
 
 

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..restarts.status import RunState
-from .data import NextStep, RunReport
 from .healing_report import HealingReport
+from .records import NextStep, RunReport
 from .words import counted, goodput_line, moment, printable, size
 
 
