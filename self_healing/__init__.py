@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .replaying.incidents import ReplayError as ReplayError
     from .replaying.replay import ReplayReport as ReplayReport
     from .replaying.replay import replay as replay
-    from .report import HealingReport as HealingReport
+    from .report.healing_report import HealingReport as HealingReport
     from .rollback.ring import SnapshotRing as SnapshotRing
     from .rollback.snapshots import Snapshot as Snapshot
     from .run.dispatch import HealingContext as HealingContext
@@ -55,7 +55,7 @@ _MODULE_OF = {
     "HealingActions": "actions",
     "HealingConfig": "config",
     "HealingContext": "run.dispatch",
-    "HealingReport": "report",
+    "HealingReport": "report.healing_report",
     "Incident": "journal.incident",
     "Inspection": "inspection",
     "Recipe": "failures",

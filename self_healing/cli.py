@@ -131,17 +131,18 @@ def report(
         raise typer.Exit(2)
 
     from .report.healing_report import HealingReport
+    from .report.journals import read_journals
     from .report.reading import read_run
 
     try:
         found = read_run(run_dir, run, charts=as_json or briefing or html is not None)
         # What cannot be read is among the remarks of the other.
-        summary, _ = HealingReport.read(run_dir, run and found.run)
+        summary = HealingReport.of_journals(read_journals(run_dir), run and found.run)
     except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     if html is not None:
-        from .report.page import write_page
+        from .report.page.rendering import write_page
 
         try:
             write_page(found, html)
@@ -155,7 +156,7 @@ def report(
 
             typer.echo(json.dumps(found.to_dict()))
         elif briefing:
-            from .report.briefing import briefing_of
+            from .report.output import briefing_of
 
             typer.echo(briefing_of(found), nl=False)
         elif html is None:

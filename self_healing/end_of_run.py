@@ -7,9 +7,9 @@ from pathlib import Path
 
 from .assembly import Run
 from .checkpoints.owed import owe_evaluation
-from .detectors.progress import movement_of
 from .instrument import BestChoice, Instrument
 from .numerics.state import NumericsState
+from .report.verdict import movement_of
 from .restarts.status import RunState
 from .run.context import RunContext
 

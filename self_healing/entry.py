@@ -14,7 +14,6 @@ from .assembly import Run
 from .checkpoint_files import PINNED_DIR
 from .checkpoints.trainer_state import healing_state_of
 from .checkpoints.vetting import may_be_loaded, vet_weights
-from .closing_report import ClosingReport
 from .data.healer import SampleHealer
 from .detectors.rules import MetricRule
 from .end_of_run import tell_of_best_model
@@ -30,6 +29,7 @@ from .memory.healer import MemoryHealer
 from .numerics.judge import StepJudge
 from .own_files import remove_leftovers
 from .processes import Process
+from .report.output import ClosingReport
 from .restarts.resumed_bookkeeping import continue_bookkeeping
 from .run.healer import Healers
 from .run_events import RunEvents
@@ -81,7 +81,7 @@ class Entry:
         self.instrument.optimizer_step.weights_moved |= moved
         context.attachment.instrument = self.instrument
         self._finite = True
-        self._closing = ClosingReport(run)
+        self._closing = ClosingReport(run.context)
 
     def begin(
         self, rules: Sequence[MetricRule], resumed_from: str | None, saved: Mapping[str, Any] | None, wrapped: bool

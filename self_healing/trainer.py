@@ -17,7 +17,6 @@ from . import consensus
 from .assembly import Run, assemble
 from .callback import SelfHealingCallback, adopt_run
 from .checkpoints.choice import CheckpointError, newest_checkpoint_of
-from .closing_report import ClosingReport
 from .config import ConfigurationError, HealingConfig, as_config
 from .dry_run import DryRunReport, dry_run
 from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
@@ -31,7 +30,8 @@ from .log_safely import log_safely
 from .meeting import meet
 from .random_state import RandomState
 from .recovery import NextEntry, Recovery
-from .report import HealingReport
+from .report.healing_report import HealingReport
+from .report.output import ClosingReport
 from .restarts.earlier_attempts import go_on_from_disk, take_up
 from .restarts.outliving import leave_snapshots, let_snapshots_outlive
 from .restarts.record import RunRecord
@@ -162,7 +162,7 @@ class SelfHealingTrainer:
         left_by: BaseException | None = None
         theirs = args.eval_on_start, args.ignore_data_skip
         reporting = Reporting(run.context)
-        closing = ClosingReport(run)
+        closing = ClosingReport(run.context)
         guard = ReportingGuard(self.trainer, reporting, closing.before_closing)
         try:
             # First: from here on the others learn in seconds of what ends this rank.

@@ -24,7 +24,7 @@ from trl import SFTConfig, SFTTrainer
 from self_healing import Action, FailureType, HealingConfig, SelfHealingTrainer
 from self_healing.chaos import KINDS
 from self_healing.cli import app
-from self_healing.report.records import StepColumns
+from self_healing.journal.step_log import StepRow
 
 
 ROOT = Path(__file__).parent.parent
@@ -174,7 +174,7 @@ def test_settings_that_are_named_exist() -> None:
         "snapshot_refused",
     }
     known |= {"learning_rate_scale", "snapshots_off", "resume_with", "resume_from_checkpoint"}
-    known |= set(KINDS) | set(dir(TrainerCallback)) | {field.name for field in dataclasses.fields(StepColumns)}
+    known |= set(KINDS) | set(dir(TrainerCallback)) | set(StepRow._fields)
     for page in PAGES:
         for word in re.findall(r"`(?:--no_)?([a-z]+(?:_[a-z]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8")):
             if word.split("_")[0] in parts:

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from ..config import HealingConfig
 from ..own_files import EVENTS_FILE
-from ..report.page import write_page
+from ..report.page.rendering import write_page
 from ..report.reading import read_run
 from . import faults as plan
 from . import text

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
 from itertools import combinations, pairwise
-from statistics import linear_regression, median
+from statistics import median
 from typing import Any
 
 from .symptom import Symptom
@@ -16,48 +15,11 @@ _BLOCKS = 20
 # Steps from one look at a slow rise to the next, and what is added to each level, as a share of the first one: of a
 # loss that has become tiny, a fifth is nothing.
 _LOOK_EVERY, _OFFSET = 50, 0.02
-# Of a loss or reward: fewer logs say nothing of its trend, and larger ones cannot be squared.
-_FEWEST_LOGS, _LARGEST = 20, 1e30
 
 
 def theil_sen(values: list[float]) -> float:
     """Median slope over all pairs of equally spaced values (Sen 1968), per step from one to the next."""
     return median((later - earlier) / (j - i) for (i, earlier), (j, later) in combinations(enumerate(values), 2))
-
-
-def movement_of(history: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """
-    Measures what a run has learned by what the trainer has logged: its reward, or else its loss.
-
-    Args:
-        history (`Iterable[dict]`):
-            The trainer's `log_history`.
-
-    Returns:
-        `metric` (`"reward"` or `"loss"`), `first` and `last` of its `logs`; from 20 logs on how far they have `moved`
-        to the better along their trend (a line or a logarithm, whichever fits better), and their `spread` around it
-        (1.4826 · MAD: a spike is no spread); `fell_back` if it ended no better than it began. Empty without two logs.
-    """
-    entries = [entry for entry in history if "loss" in entry]
-    metric = "reward" if any("reward" in entry for entry in entries) else "loss"
-    numbers = [entry[metric] for entry in entries if isinstance(entry.get(metric), int | float)]
-    values = [float(value) for value in numbers if abs(value) < _LARGEST]
-    if len(values) < 2:
-        return {}
-    told = {"metric": metric, "logs": len(values), "first": values[0], "last": values[-1]}
-    if len(values) < _FEWEST_LOGS:
-        # Too few for a trend, but not for a loss that has gone off.
-        return told | ({"fell_back": True} if metric == "loss" and values[-1] > 2 * abs(values[0]) else {})
-    trends = []
-    for at in (range(1, len(values) + 1), [math.log(step) for step in range(1, len(values) + 1)]):
-        slope, begin = linear_regression(at, values)
-        spread = 1.4826 * median(abs(value - begin - slope * x) for value, x in zip(values, at, strict=True))
-        trends.append((spread, slope * (at[-1] - at[0])))
-    spread, moved = min(trends)
-    better, fifth = 1 if metric == "reward" else -1, len(values) // 5
-    if better * (median(values[-fifth:]) - median(values[:fifth])) <= 0:
-        told["fell_back"] = True
-    return {**told, "moved": better * moved, "spread": spread}
 
 
 class PlateauDetector:

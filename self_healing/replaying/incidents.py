@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..files import rank_in
-from ..report import HealingReport
+from ..report.healing_report import HealingReport
 
 
 class ReplayError(ValueError):

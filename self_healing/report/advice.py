@@ -3,60 +3,37 @@
 from __future__ import annotations
 
 import ast
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..failures import ASKS_FOR_A_NEW_RUN, FAILURE_RECIPES, FailureType
-from .records import Budget, CheckpointRow, IncidentStory, NextStep, RowNamed, State, Verdict
+from .records import Budget, Checkpoint, Entry, IncidentStory, NextStep, RunReport, State, counted, sentence
 from .verdict import needs_a_look
-from .words import counted, sentence
 
 
 # Different advice about incidents, and incidents that are named for one.
 _ADVISED, _NAMED = 3, 5
 
 
-def next_steps(
-    directory: Path,
-    output_dir: Path,
-    state: State,
-    incidents: Sequence[IncidentStory],
-    quarantine: Sequence[RowNamed],
-    checkpoints: Sequence[CheckpointRow],
-    budgets: Sequence[Budget],
-    verdict: Verdict | None,
-    rate: float | None,
-    postmortem: Mapping[str, Any] | None,
-) -> list[NextStep]:
+def next_steps(report: RunReport, rate: float | None, postmortem: Mapping[str, Any] | None) -> list[NextStep]:
     """
-    Says what to do next.
-
-    Args:
-        directory (`Path`), output_dir (`Path`):
-            Where journal and checkpoints lie.
-        state ([`State`]), incidents (`Sequence[IncidentStory]`), quarantine (`Sequence[RowNamed]`):
-            Of the run.
-        checkpoints (`Sequence[CheckpointRow]`), budgets (`Sequence[Budget]`):
-            Of the run.
-        verdict ([`Verdict`], *optional*):
-            On its weights.
-        rate (`float`, *optional*):
-            The learning rate that worked, if it was reduced.
-        postmortem (`Mapping[str, Any]`, *optional*):
-            What ended it.
+    Says what to do next about a run of which all else is known; `rate` is the learning rate that worked, if it was
+    reduced, and `postmortem` what ended it.
     """
+    verdict, directory = report.verdict, Path(report.directory)
     anew = postmortem is not None and postmortem.get("failure") in ASKS_FOR_A_NEW_RUN
-    over = state.name in ("running", "ended")
+    over = report.state.name in ("running", "ended")
     found = [
-        *_about_the_state(output_dir, state, checkpoints, postmortem, anew),
-        *_about_budgets(state, budgets),
-        *_about_incidents(directory, incidents, resumed=not (over or anew)),
+        *([] if over else _about_the_state(report, postmortem, anew)),
+        *(_about_budgets(report.budgets) if report.state.name == "running" else ()),
+        *_about_incidents(directory, report.incidents, resumed=not (over or anew)),
         *([NextStep("Do not use the weights.", verdict.reasons)] if verdict and verdict.name == "do not use" else []),
-        *_about_rows(directory, quarantine),
+        *_about_rows(directory, report.quarantine),
         # What goes on from a checkpoint goes on at its rate.
-        *(_about_the_rate(rate, incidents) if over else ()),
+        *(_about_the_rate(rate, report.incidents) if over else ()),
     ]
     if found:
         return _once(found)
@@ -65,15 +42,8 @@ def next_steps(
     return [NextStep(verdict.learned, verdict.reasons)]
 
 
-def _about_the_state(
-    output_dir: Path,
-    state: State,
-    checkpoints: Sequence[CheckpointRow],
-    postmortem: Mapping[str, Any] | None,
-    anew: bool,
-) -> Iterable[NextStep]:
-    if state.name in ("running", "ended"):
-        return
+def _about_the_state(report: RunReport, postmortem: Mapping[str, Any] | None, anew: bool) -> Iterable[NextStep]:
+    state = report.state
     if state.name == "unknown":
         yield NextStep(
             f"Look whether process {state.pid} on {state.host} is still there.",
@@ -83,8 +53,7 @@ def _about_the_state(
     interrupted = postmortem is not None and postmortem.get("failure") == FailureType.INTERRUPTED
     if postmortem is not None and not interrupted:
         yield NextStep(
-            str(postmortem.get("what_to_do") or "Read the postmortem."),
-            sentence(str(postmortem.get("verdict") or state.why)),
+            postmortem.get("what_to_do") or "Read the postmortem.", sentence(postmortem.get("verdict") or state.why)
         )
     elif state.name == "died":
         recipe = FAILURE_RECIPES[FailureType.PROCESS_DIED]
@@ -92,42 +61,30 @@ def _about_the_state(
     elif state.name == "stopped" and not interrupted:
         yield NextStep("Fix the error in its last output.", sentence(state.why or "train() was left before its end"))
     if not anew:
-        yield _resume(output_dir, state, checkpoints, postmortem)
+        told = None if postmortem is None else postmortem.get("resume_with")
+        yield _resume(report, told)
 
 
-def _resume(
-    output_dir: Path, state: State, checkpoints: Sequence[CheckpointRow], postmortem: Mapping[str, Any] | None
-) -> NextStep:
-    told = None if postmortem is None else postmortem.get("resume_with")
-    usable = [
-        each
-        for each in checkpoints
-        if each.of_this_run and each.complete and each.standing in ("verified", "unverified")
-    ]
-    usable = [each for each in usable if each.finite is not False]
+def _resume(report: RunReport, told: str | None) -> NextStep:
+    """How to go on: as the postmortem has `told`, else from the newest checkpoint that is usable."""
+    state, checkpoints = report.state, report.checkpoints
+    usable = [each for each in checkpoints if each.usable]
     if told:
-        named = _named_in(str(told))
+        parts = _named_in(told).parts
         # The run directory may have been moved. The longest one: not checkpoint-40 for last-known-good/checkpoint-40.
-        of_it = [
-            each
-            for each in usable
-            if named is not None and named.parts[-len(Path(each.path).parts) :] == Path(each.path).parts
-        ]
-        known = max(of_it, key=lambda each: len(Path(each.path).parts), default=None)
+        of_it = [each for each in usable if parts[-len(own := Path(each.path).parts) :] == own]
+        known = max(of_it, key=lambda each: each.path.count(os.sep), default=None)
         if known is None:
             return NextStep(
-                "Resume from where the postmortem says.", "It names the checkpoint that was written.", str(told)
+                "Resume from where the postmortem says.", "It names the checkpoint that was written.", told
             )
-        return NextStep(
-            f"Resume: {known.path} (step {known.step}, {known.standing}) is what the postmortem names.",
-            _done_again(state, known),
-            str(told),
-        )
+        named = f"Resume: {known.path} (step {known.step}, {known.standing}) is what the postmortem names."
+        return NextStep(named, _done_again(state, known), told)
     if not usable:
         return NextStep(
             "Start the run again.",
             "No marker of this run names a complete checkpoint; `self-healing check` reads the files themselves.",
-            f"self-healing check {shlex.quote(str(output_dir))}",
+            f"self-healing check {shlex.quote(report.output_dir)}",
         )
     newest = usable[0]
     # One that no marker of ours speaks against is what a resume without a path would take.
@@ -136,26 +93,24 @@ def _resume(
     return NextStep(
         f"Resume: {newest.path} (step {newest.step}, {newest.standing}) is the newest usable checkpoint.",
         _done_again(state, newest),
-        f"trainer.train(resume_from_checkpoint={True if alone else str(output_dir / newest.path)!r})",
+        f"trainer.train(resume_from_checkpoint={True if alone else os.path.join(report.output_dir, newest.path)!r})",
     )
 
 
-def _done_again(state: State, checkpoint: CheckpointRow) -> str:
+def _done_again(state: State, checkpoint: Checkpoint) -> str:
     lost = max(state.step - checkpoint.step, 0)
     return "No step is lost." if lost == 0 else f"{counted(lost, 'step')} {'is' if lost == 1 else 'are'} done again."
 
 
-def _named_in(line: str) -> Path | None:
+def _named_in(line: str) -> Path:
     """The checkpoint in the line that resumes."""
     try:
         return Path(ast.literal_eval(line.partition("resume_from_checkpoint=")[2].removesuffix(")")))
     except (ValueError, TypeError, SyntaxError):
-        return None
+        return Path()
 
 
-def _about_budgets(state: State, budgets: Sequence[Budget]) -> Iterable[NextStep]:
-    if state.name != "running":
-        return
+def _about_budgets(budgets: Sequence[Budget]) -> Iterable[NextStep]:
     for budget in budgets:
         if budget.used > 0 and budget.left <= 0.25 * budget.limit:
             yield NextStep(
@@ -188,7 +143,7 @@ def _about_incidents(directory: Path, incidents: Sequence[IncidentStory], resume
 
 
 def _batch_of(incident: IncidentStory) -> bool:
-    return any(each.what == "offending batch" for each in incident.files)
+    return any(each["what"] == "offending batch" for each in incident.files)
 
 
 def _concerned(incidents: Sequence[IncidentStory]) -> str:
@@ -218,9 +173,9 @@ def _once(steps: Sequence[NextStep]) -> list[NextStep]:
     return kept
 
 
-def _about_rows(directory: Path, quarantine: Sequence[RowNamed]) -> Iterable[NextStep]:
+def _about_rows(directory: Path, quarantine: Sequence[Entry]) -> Iterable[NextStep]:
     if quarantine:
-        named = ", ".join(row.name for row in quarantine[:3]) + (", ..." if len(quarantine) > 3 else "")
+        named = ", ".join(row["name"] for row in quarantine[:3]) + (", ..." if len(quarantine) > 3 else "")
         yield NextStep(
             f"Repair or remove {counted(len(quarantine), 'row')} of the data: {named}.",
             f"What is left out of training is listed in {directory / 'quarantine.jsonl'}.",

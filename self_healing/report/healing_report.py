@@ -17,15 +17,14 @@ from rich.text import Text
 from ..journal.incident import IN_DOUBT, Incident, lost_steps
 from ..own_files import POSTMORTEM_FILE
 from ..restarts.status import RunStatus
-from .journals import Damage, Told, find_journal, no_journal, read_events, read_journals, status_in, told_once
-from .words import printable, sentence
+from .journals import Journals, incident_of, read_journals, status_in, told_once
+from .records import printable, sentence, spoken
 
 
 logger = logging.getLogger("self_healing")
 
 # Of the table: "ConnectionError" and the like, and 80 columns in all.
 _FAULT_WIDTH = 18
-_OF_AN_INCIDENT = ("failure", "cause", "outcome", "steps_lost", "steps_repeated", "seconds_lost")
 _OF_THE_RATE = ("lr_reductions", "learning_rate_scale", "learning_rate")
 
 
@@ -113,7 +112,7 @@ class HealingReport:
 
         Args:
             directory (`str` or `Path`):
-                The `output_dir` or `healing_dir`, or the journal of one rank.
+                The `output_dir` or `healing_dir`, or a journal; that of a later rank is read alone.
 
         Returns:
             [`HealingReport`]: Of all of them.
@@ -123,53 +122,16 @@ class HealingReport:
             ValueError: If the file is no journal. An empty one that bears a journal's name is that of a run to which
                 nothing has happened yet.
         """
-        report, damage = cls.read(directory)
-        if told := str(damage):
-            logger.warning("%s: %s", report.journal, told)
-        return report
+        journals = read_journals(directory)
+        if journals.damage:
+            logger.warning("%s: %s", journals.path, journals.damage)
+        return cls.of_journals(journals)
 
     @classmethod
-    def read(cls, directory: str | Path, run: str | None = None) -> tuple[HealingReport, Damage]:
-        """
-        Reads the same without a word, or only one of the runs.
-
-        Args:
-            directory (`str` or `Path`):
-                As for [`from_run_dir`].
-            run (`str`, *optional*):
-                Its name. Defaults to all of them.
-
-        Returns:
-            The report, and what of the journal cannot be read.
-
-        Raises:
-            FileNotFoundError: If there is no journal.
-            ValueError: If the file is no journal.
-        """
-        if Path(directory).is_dir():
-            journals = read_journals(directory)
-            path, status, events, damage = journals.path, journals.status, journals.events, journals.damage
-        else:
-            path, status = find_journal(Path(directory))
-            if not path.is_file():
-                raise no_journal(directory)
-            events, damage = read_events(path)
-        if run is not None:
-            events = [event for event in events if event["run"] == run]
-            status = status if status is not None and status.run == run else None
-        return cls.of_events(events, path, status or status_in(events, run)), damage
-
-    @classmethod
-    def of_events(cls, events: Sequence[dict[str, Any]], path: Path, status: RunStatus | None = None) -> HealingReport:
-        """
-        Makes the report of events of a journal.
-
-        Args:
-            events (`Sequence[dict]`):
-                Of one run or several, and of all their ranks.
-            path (`Path`), status ([`RunStatus`], *optional*):
-                Where they lie, and what has become of the newest run.
-        """
+    def of_journals(cls, journals: Journals, run: str | None = None) -> HealingReport:
+        """Makes the report of journals that were read, or of one run in them."""
+        events = journals.events if run is None else journals.of_run(run)
+        status = journals.status if journals.status is not None and run in (None, journals.status.run) else None
         rate: dict[str, Any] = {}
         for event in events:
             if event["kind"] in ("run_started", "run_ended"):
@@ -177,7 +139,8 @@ class HealingReport:
             if event.get("action") == "reduce_learning_rate":
                 told = ("reductions", "scale", "learning_rate")
                 rate = {ours: event[key] for ours, key in zip(_OF_THE_RATE, told, strict=True) if key in event}
-        return cls([_incident_of(each) for each in told_once(events)], str(path), **rate, status=status)
+        incidents = [incident_of(lines).to_dict() for _, lines in told_once(events)]
+        return cls(incidents, str(journals.path), **rate, status=status or status_in(events, run))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -216,10 +179,9 @@ class HealingReport:
             return ""
         try:
             told = json.loads((Path(self.journal).parent / POSTMORTEM_FILE).read_text(encoding="utf-8"))
-            return (
-                f"The run ended at step {told['step']}: {sentence(told['verdict'])} What to do: {told['what_to_do']}"
-            )
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            verdict = sentence(told["verdict"])
+            return f"The run ended at step {told['step']}: {verdict} What to do: {told['what_to_do']}"
+        except (OSError, ValueError, LookupError):
             return ""
 
     def __rich__(self) -> Table:
@@ -235,9 +197,9 @@ class HealingReport:
         for incident in self.incidents:
             cells = (
                 str(incident["step"]),
-                textwrap.fill(incident["symptom"].removeprefix("rule:").replace("_", " "), _FAULT_WIDTH),
+                textwrap.fill(spoken(incident["symptom"].removeprefix("rule:")), _FAULT_WIDTH),
                 incident["cause"],
-                ", ".join(action.replace("_", " ") for action in incident["actions"]) or "-",
+                ", ".join(spoken(action) for action in incident["actions"]) or "-",
                 _cost(incident),
                 incident["outcome"].replace("_", "\n"),
             )
@@ -246,27 +208,14 @@ class HealingReport:
         return table
 
 
-def _incident_of(told: Told) -> dict[str, Any]:
-    first = told.lines[0]
-    incident = Incident(told.shown, first["step"], first.get("symptom", "?")).to_dict()
-    for event in told.lines:
-        if event["kind"] == "action" and event.get("happened", True):
-            incident["actions"].append(event.get("action", "?"))
-        incident.update({key: event[key] for key in _OF_AN_INCIDENT if key in event})
-        incident["evidence"].update(event.get("evidence", {}))
-    return incident
-
-
 def _cost(incident: Mapping[str, Any]) -> str:
     """Steps and seconds that it cost, below each other."""
     lost, again, seconds = incident["steps_lost"], incident["steps_repeated"], incident["seconds_lost"]
-    told = [
-        *(
-            [lost_steps(lost, incident["evidence"]).replace(" not", "\nnot")]
-            if lost or IN_DOUBT in incident["evidence"]
-            else []
-        ),
-        *([f"{again:,} repeated"] if again else []),
-        *([f"{seconds:.1f} s"] if seconds >= 0.05 else []),
-    ]
+    told = []
+    if lost or IN_DOUBT in incident["evidence"]:
+        told.append(lost_steps(lost, incident["evidence"]).replace(" not", "\nnot"))
+    if again:
+        told.append(f"{again:,} repeated")
+    if seconds >= 0.05:
+        told.append(f"{seconds:.1f} s")
     return "\n".join(told) or "-"

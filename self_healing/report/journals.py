@@ -3,82 +3,37 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..files import parse_lines
-from ..journal.incident import OF_RANK
+from ..failures import FailureType
+from ..files import parse_lines, rank_in
+from ..journal.incident import Incident
 from ..own_files import EVENTS_FILE
 from ..restarts.status import RunState, RunStatus, looked_up, read_status
-from .values import is_time, taken_event
-from .words import counted
+from .records import counted
 
+
+# That of the events which are read here; a journal of another one is read as far as it is alike, and named.
+SCHEMA_VERSION = 1
 
 Event = dict[str, Any]
-
-_OF_RANK = re.compile(r"healing_events\.rank(\d+)\.jsonl")
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """
-    What of a journal cannot be read.
-
-    Args:
-        lines (`int`):
-            Lines that are no events.
-        values (`int`):
-            Values of the other lines that are not of the kind they should be.
-    """
-
-    lines: int = 0
-    values: int = 0
-
-    def __add__(self, other: Damage) -> Damage:
-        return Damage(self.lines + other.lines, self.values + other.values)
-
-    def __str__(self) -> str:
-        told = []
-        if self.lines:
-            them = "it" if self.lines == 1 else "them"
-            told.append(
-                f"{counted(self.lines, 'line')} of the journal cannot be read, probably because a process was killed "
-                f"while it wrote {them}. This report is made of the others."
-            )
-        if self.values:
-            told.append(
-                f"{counted(self.values, 'value')} in the journal cannot be read (a text where a number should be, for "
-                "example), as where a disk is damaged or the file was changed by hand. This report is made without."
-            )
-        return " ".join(told)
 
 
 @dataclass(frozen=True, slots=True)
 class Journals:
-    """
-    What the journals of a run directory say.
-
-    Args:
-        path (`Path`):
-            That of the first rank.
-        status ([`RunStatus`], *optional*):
-            What has become of the newest run into the `output_dir`.
-        events (`list[dict]`):
-            Of all ranks, by time.
-        ranks (`dict[int, Path]`):
-            The journal of each rank.
-        damage ([`Damage`]):
-            What of them cannot be read.
-    """
+    """The events in a run directory, by time; the path is that of the first rank's journal."""
 
     path: Path
+    # What has become of the newest run into the `output_dir`.
     status: RunStatus | None
-    events: list[Event] = field(default_factory=list)
-    ranks: dict[int, Path] = field(default_factory=dict)
-    damage: Damage = Damage()
+    events: list[Event]
+    ranks: dict[int, Path]
+    # What of them cannot be read, in words.
+    damage: str
 
     @property
     def runs(self) -> list[str]:
@@ -92,24 +47,41 @@ class Journals:
         if self.status is not None and (self.status.run in runs or not runs):
             return self.status.run
         started = [event["run"] for event in self.events if event["kind"] == "run_started"]
-        return started[-1] if started else (runs[-1] if runs else None)
+        return (started or runs or [None])[-1]
 
     def of_run(self, run: str) -> list[Event]:
-        """The events of one run."""
         return [event for event in self.events if event["run"] == run]
 
 
-def find_journal(place: Path) -> tuple[Path, RunStatus | None]:
+def read_journals(place: str | Path) -> Journals:
     """
-    Finds the journal of the newest run into an `output_dir`, which may lie elsewhere.
+    Reads the journals of all ranks in an `output_dir` or `healing_dir`, or the one of a later rank that is named.
 
-    Args:
-        place (`Path`):
-            The `output_dir` or `healing_dir`, or the journal itself.
-
-    Returns:
-        Its path, and what has become of that run.
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If the file is none.
     """
+    path, status = _find_journal(Path(place))
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no {EVENTS_FILE} in {place}: it is written when train() of a healed run begins. Please name "
+            "the output_dir (or healing_dir) of one that has begun."
+        )
+    events, torn = _read_events(path)
+    ranks = {rank_in(path): path}
+    if 0 in ranks:
+        for other in sorted(path.parent.glob("healing_events.rank[0-9]*.jsonl")):
+            ranks[rank_in(other)] = other
+            with suppress(OSError, ValueError):
+                more, torn_there = _read_events(other)
+                events, torn = events + more, torn + torn_there
+    if len(ranks) > 1:
+        events.sort(key=lambda event: event.get("time", 0.0))
+    return Journals(path, status, events, ranks, _damage(events, torn))
+
+
+def _find_journal(place: Path) -> tuple[Path, RunStatus | None]:
+    """The journal of the newest run into an `output_dir` may lie elsewhere: its status says where."""
     if not place.is_dir():
         return place, None
     status = read_status(place)
@@ -119,146 +91,95 @@ def find_journal(place: Path) -> tuple[Path, RunStatus | None]:
     return place / EVENTS_FILE, status
 
 
-def read_events(path: Path) -> tuple[list[Event], Damage]:
-    """
-    Reads one journal.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        Its events, each value of which is of the kind that it should be, and what of it cannot be read.
-
-    Raises:
-        ValueError: If it is no journal. An empty one that bears a journal's name is that of a run to which nothing has
-            happened yet.
-    """
+def _read_events(path: Path) -> tuple[list[Event], int]:
+    """Reads one journal, and counts the lines that are no events."""
     text = path.read_text(encoding="utf-8", errors="replace")
     lines, torn = parse_lines(text)
-    events, odd = [], 0
-    for line in lines:
-        event, left_out = taken_event(line)
-        odd += left_out
-        if event is None:
-            torn += 1
-        else:
-            events.append(event)
+    events = [line for line in lines if line.keys() >= {"run", "step", "kind"}]
     if not events and (text.strip() or not path.name.startswith(Path(EVENTS_FILE).stem)):
         raise ValueError(
             f"{path} is no journal: not one of its lines is an event. Please name the output_dir (or healing_dir) "
             f"of a healed run, or its {EVENTS_FILE}."
         )
-    return events, Damage(torn, odd)
+    return events, torn + len(lines) - len(events)
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """
-    An incident, as the first rank that has seen it tells it.
-
-    Args:
-        shown (`str`):
-            Its id; with the rank, if that is not the first one.
-        names (`list[tuple[str, int]]`):
-            Its ids and ranks, wherever it was seen; that of the teller first.
-        lines (`list[dict]`):
-            The events of the teller.
-    """
-
-    shown: str
-    names: list[tuple[str, int]]
-    lines: list[Event]
+def _damage(events: Sequence[Event], torn: int) -> str:
+    told = []
+    if torn:
+        told.append(
+            f"{counted(torn, 'line')} of the journal cannot be read, probably because a process was killed while it "
+            f"wrote {'it' if torn == 1 else 'them'}. This report is made of the others."
+        )
+    if others := {event.get("schema", SCHEMA_VERSION) for event in events} - {SCHEMA_VERSION}:
+        told.append(
+            f"The journal is of another version of self_healing (schema {', '.join(map(str, others))}, where "
+            f"{SCHEMA_VERSION} is known): this report may be wrong."
+        )
+    return " ".join(told)
 
 
-def told_once(events: Iterable[Event]) -> list[Told]:
-    """
-    Finds the incidents among events, each once: several ranks may have seen it.
+# ---- incidents ----
 
-    Args:
-        events (`Iterable[dict]`):
-            Of one run or several, and of all their ranks.
-    """
-    of_one: dict[tuple[str, int], list[Event]] = {}
+
+def told_once(events: Iterable[Event]) -> list[tuple[list[str], list[Event]]]:
+    """Finds the incidents, each by the first rank that has seen it: its ids, that rank's first, and its events."""
+    of_one: dict[str, list[Event]] = {}
     for event in events:
         if "incident" in event:
-            of_one.setdefault((event["incident"], event.get("rank", 0)), []).append(event)
-    seen_by: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
-    for (name, rank), lines in of_one.items():
-        seen_by.setdefault(_seen(lines), []).append((name, rank))
+            of_one.setdefault(event["incident"], []).append(event)
+    seen_as: dict[tuple[Any, ...], list[str]] = {}
+    for name, lines in of_one.items():
+        seen_as.setdefault(_seen(lines), []).append(name)
     found = []
-    for (name, rank), lines in of_one.items():
-        by = seen_by[_seen(lines)]
-        first = min(each for _, each in by)
-        if rank == first:
-            elsewhere = [(other, each) for other, each in by if each != first]
-            # An earlier version has given incidents of several ranks one name.
-            shown = name if rank == 0 or f"{OF_RANK}{rank}" in name else f"{name}{OF_RANK}{rank}"
-            found.append(Told(shown, [(name, rank), *elsewhere], lines))
+    for name, lines in of_one.items():
+        names = seen_as[_seen(lines)]
+        first = min(_rank(of_one[each]) for each in names)
+        if _rank(lines) == first:
+            found.append(([name, *(each for each in names if _rank(of_one[each]) != first)], lines))
     return found
+
+
+def _rank(lines: Sequence[Event]) -> int:
+    return int(lines[0].get("rank", 0))
 
 
 def _seen(lines: Sequence[Event]) -> tuple[Any, ...]:
     """What is the same of an event that several ranks have seen."""
-    diagnosed = [event for event in lines if event["kind"] == "diagnosed"]
-    found = (diagnosed[-1].get("failure"), diagnosed[-1].get("cause")) if diagnosed else (None, None)
+    diagnosed: Event = next((event for event in reversed(lines) if event["kind"] == "diagnosed"), {})
     first = lines[0]
-    return first.get("run"), first.get("attempt", 0), first["step"], first.get("symptom"), *found
+    about = (first["run"], first.get("attempt", 0), first["step"], first.get("symptom"))
+    return (*about, diagnosed.get("failure"), diagnosed.get("cause"))
 
 
-def no_journal(place: str | Path) -> FileNotFoundError:
-    """Builds the error for a directory without a journal."""
-    return FileNotFoundError(
-        f"There is no {EVENTS_FILE} in {place}: it is written when train() of a healed run begins. Please name the "
-        "output_dir (or healing_dir) of one that has begun."
-    )
+def incident_of(lines: Sequence[Event]) -> Incident:
+    """Puts an incident together again from its events."""
+    first = lines[0]
+    incident = Incident(first["incident"], first["step"], first.get("symptom", "?"))
+    for event in lines:
+        if event["kind"] == "action" and event.get("happened", True):
+            incident.actions.append(event.get("action", "?"))
+        for key in ("cause", "outcome", "steps_lost", "steps_repeated", "seconds_lost"):
+            if key in event:
+                setattr(incident, key, event[key])
+        if "failure" in event:
+            incident.failure = failure_in(event)
+        incident.evidence.update(event.get("evidence", {}))
+    return incident
 
 
-def read_journals(place: str | Path) -> Journals:
-    """
-    Reads all journals of a run directory.
-
-    Args:
-        place (`str` or `Path`):
-            The `output_dir` or `healing_dir`, or the journal itself.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If the file is none.
-    """
-    path, status = find_journal(Path(place))
-    if not path.is_file():
-        raise no_journal(place)
-    events, damage = read_events(path)
-    ranks = {0: path}
-    for other in sorted(path.parent.glob("healing_events.rank*.jsonl")):
-        match = _OF_RANK.fullmatch(other.name)
-        if match is None or other == path:
-            continue
-        ranks[int(match[1])] = other
-        try:
-            more, damage_there = read_events(other)
-        except (OSError, ValueError):
-            continue
-        events, damage = events + more, damage + damage_there
-    if len(ranks) > 1:
-        events.sort(key=lambda event: event.get("time", 0.0))
-    return Journals(path, status, events, ranks, damage)
+def failure_in(event: Event) -> FailureType | None:
+    """The failure that an event names; `None` also for one that only a later version knows."""
+    with suppress(ValueError):
+        return FailureType(event.get("failure", ""))
+    return None
 
 
-def status_in(events: Sequence[Mapping[str, Any]], run: str | None = None) -> RunStatus | None:
-    """
-    Reads what has become of a run in its events.
+# ---- what has become of a run ----
 
-    Args:
-        events (`Sequence[Mapping]`):
-            Of one journal or several.
-        run (`str`, *optional*):
-            Which one. Defaults to the newest.
 
-    Returns:
-        [`RunStatus`]: `None` if it never began there.
-    """
+def status_in(events: Sequence[Event], run: str | None = None) -> RunStatus | None:
+    """Reads what has become of a run, the newest if none is named; `None` if it never began."""
     began = [event for event in events if event["kind"] == "run_started" and run in (None, event["run"])]
     if not began:
         return None
@@ -269,7 +190,7 @@ def status_in(events: Sequence[Mapping[str, Any]], run: str | None = None) -> Ru
     own = [event for event in events if event["run"] == started["run"]]
     last = own[-1]
     ended = {"run_ended": RunState.ENDED, "postmortem": RunState.STOPPED}
-    newest = next((event for event in reversed(own) if event["kind"] in {*ended, "run_started"}), last)
+    newest = next(event for event in reversed(own) if event["kind"] in {*ended, "run_started"})
     found = RunStatus(
         started["run"],
         "",
@@ -286,18 +207,3 @@ def status_in(events: Sequence[Mapping[str, Any]], run: str | None = None) -> Ru
     # As of one that the status spoke of until another run began.
     known = found.state is not RunState.UNKNOWN or found.pid == 0
     return found if known else replace(found, state=looked_up(found))
-
-
-def number(value: Any) -> float | None:
-    """The number that a file says, which names those that are not finite; `None` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
-
-
-def moment(value: Any) -> float | None:
-    """The moment, in seconds since the epoch, that a file says; `None` for anything else, and for the epoch itself."""
-    return float(value) if is_time(value) and value else None

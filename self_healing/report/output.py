@@ -1,36 +1,74 @@
-"""Shows a report in the terminal."""
+"""Where a report goes: the terminal, `report.json` and `agent.md` beside the journal, and the trackers of a run."""
 
 from __future__ import annotations
 
+import html
+import json
+import logging
+import shlex
+import sys
+import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..files import replace_file
+from ..own_files import BRIEFING_FILE, REPORT_FILE, is_foreign_report
 from ..restarts.status import RunState
 from .healing_report import HealingReport
-from .records import NextStep, RunReport
-from .words import counted, goodput_line, moment, printable, size
+from .reading import read_run
+from .records import (
+    Checkpoint,
+    Entry,
+    IncidentStory,
+    NextStep,
+    RunReport,
+    State,
+    counted,
+    duration,
+    goodput_line,
+    headline,
+    moment,
+    printable,
+    size,
+    spoken,
+)
+from .verdict import movement_of
 
 
-# Of rows, files and checkpoints: all of them are in the JSON.
+if TYPE_CHECKING:
+    # It imports torch.
+    from ..run.context import RunContext
+
+
+logger = logging.getLogger("self_healing")
+
+# In the terminal, of rows, files and checkpoints: all of them are in the JSON.
 _SHOWN = 8
 _STATE_STYLES = {"running": "cyan", "ended": "green", "stopped": "bold red", "died": "bold red", "left": "yellow"}
 _VERDICT_STYLES = {"good": "green", "look first": "yellow", "do not use": "bold red"}
 
+# Of `agent.md`.
+LINES = 60
+_INCIDENTS, _CHECKPOINTS, _STEPS, _ROWS, _PROCESSES = 12, 5, 6, 5, 4
+_WIDTH = 400
+
+TAG, PAGE_TAG = "self_healing/report", "self_healing/page"
+# What transformers' callbacks plot everything over.
+_STEP = "train/global_step"
+
+
+# ---- in the terminal ----
+
 
 def show(report: RunReport, summary: HealingReport, console: Console) -> None:
     """
-    Shows what to know of a run: incidents first, and last, where the eye is, what to do next.
-
-    Args:
-        report ([`RunReport`]):
-            Of the run.
-        summary ([`HealingReport`]):
-            Its incidents as a table; those of earlier runs into the directory as well, unless one was chosen.
-        console (`Console`):
-            Where to.
+    Shows what to know of a run: incidents first, and last, where the eye is, what to do next. The `summary` has those
+    of earlier runs into the directory as well, unless one was chosen.
     """
     _show_incidents(summary, console)
     _line(console, report.learning_rate)
@@ -51,7 +89,7 @@ def show(report: RunReport, summary: HealingReport, console: Console) -> None:
     if summary.status is not None:
         _show_next_steps(report.next_steps, console)
     if report.other_runs:
-        names = ", ".join(f"{each.run} ({each.state})" for each in report.other_runs[-_SHOWN:])
+        names = ", ".join(f"{each['run']} ({each['state']})" for each in report.other_runs[-_SHOWN:])
         _line(console, f"Other runs in this directory (--run NAME): {names}.")
     _line(console, f"Journal: {summary.journal}")
 
@@ -75,43 +113,33 @@ def _show_incidents(summary: HealingReport, console: Console) -> None:
 
 
 def _show_named(report: RunReport, console: Console) -> None:
-    rows = report.quarantine
-    if rows:
-        _line(console, f"Left out of training: {_some([row.name for row in rows])}.")
+    if names := [row["name"] for row in report.quarantine]:
+        more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        _line(console, f"Left out of training: {', '.join(names[:_SHOWN])}{more}.")
     for incident in report.incidents[-_SHOWN:]:
         for file in incident.files:
-            if file.what != "checkpoint":
-                _line(console, f"Step {incident.step}, {file.what}: {file.path}")
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+            if file["what"] != "checkpoint":
+                _line(console, f"Step {incident.step}, {file['what']}: {file['path']}")
 
 
 def _tables(report: RunReport) -> Iterable[Table]:
     checkpoints = _table("Checkpoints", "checkpoint", "step", "standing", "complete", "written", "size")
     for each in report.checkpoints[:_SHOWN]:
         whose = "" if each.of_this_run or each.run is None else f" (run {each.run})"
+        complete = "yes" if each.complete else "no"
         _add_row(
-            checkpoints,
-            f"{each.path}{whose}",
-            str(each.step),
-            each.standing,
-            "yes" if each.complete else "no",
-            moment(each.time),
-            size(each.bytes),
+            checkpoints, each.path + whose, each.step, each.standing, complete, moment(each.time), size(each.bytes)
         )
     yield checkpoints
     attempts = _table("Processes of this run", "number", "began", "steps", "ending", "why")
-    for attempt in report.attempts if len(report.attempts) > 1 else ():
-        steps = f"{attempt.first_step} to {attempt.last_step}"
-        _add_row(attempts, str(attempt.number), moment(attempt.began), steps, attempt.ending, attempt.why[:80])
+    for one in report.attempts if len(report.attempts) > 1 else ():
+        steps = f"{one['first_step']} to {one['last_step']}"
+        _add_row(attempts, one["number"], moment(one["began"]), steps, one["ending"], one["why"][:80])
     yield attempts
     ranks = _table("Ranks", "rank", "step", "last seen", "incidents", "error")
     for rank in report.ranks:
-        step = "-" if rank.step is None else str(rank.step)
-        _add_row(ranks, str(rank.rank), step, moment(rank.seen), str(rank.incidents), (rank.error or "-")[:80])
+        step = "-" if rank["step"] is None else rank["step"]
+        _add_row(ranks, rank["rank"], step, moment(rank["seen"]), rank["incidents"], (rank["error"] or "-")[:80])
     yield ranks
 
 
@@ -122,9 +150,9 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _add_row(table: Table, *cells: str) -> None:
+def _add_row(table: Table, *cells: object) -> None:
     # Not as markup: a path may hold brackets.
-    table.add_row(*(Text(printable(cell)) for cell in cells))
+    table.add_row(*(Text(printable(str(cell))) for cell in cells))
 
 
 def _show_next_steps(steps: Sequence[NextStep], console: Console) -> None:
@@ -132,3 +160,217 @@ def _show_next_steps(steps: Sequence[NextStep], console: Console) -> None:
     for number, step in enumerate(steps, start=1):
         _line(console, f"  {number}. {step.text}{f' ({step.why})' if step.why else ''}")
         _line(console, f"     {step.command}" if step.command else "", "cyan")
+
+
+# ---- as Markdown, in at most 60 lines ----
+
+
+def briefing_of(report: RunReport) -> str:
+    """Tells what an assistant, or a colleague, needs to decide what to do next: `agent.md`."""
+    lines = (" ".join(printable(line).split()) for line in _briefing(report))
+    shown = [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..." for line in lines]
+    return "\n".join(shown[:LINES]) + "\n"
+
+
+def _briefing(report: RunReport) -> Iterable[str]:
+    yield "<!-- self_healing: what to know to decide what to do next -->"
+    yield f"# Run {report.run}: {headline(report)}"
+    yield ""
+    yield f"{report.state.told} Read {moment(report.made)}."
+    if report.verdict is not None:
+        yield f"Verdict: {report.verdict}"
+    if report.goodput is not None:
+        yield goodput_line(report.goodput)
+    if report.learning_rate:
+        yield report.learning_rate
+    yield from ("", "## What to do next", *_briefly_next(report.next_steps))
+    yield from ("", "## Incidents", *_briefly_incidents(report.incidents))
+    yield from ("", "## What is left", *_what_is_left(report))
+    where = shlex.quote(report.directory)
+    yield from ("", "## Where to read on")
+    yield f"- `self-healing report {where} --json`: all of this, with the story of each incident and every step"
+    yield f"- files in {report.directory}: {', '.join(file['path'] for file in report.files)}"
+    yield f"- checkpoints, read through: `self-healing check {shlex.quote(report.output_dir)}`"
+
+
+def _briefly_next(steps: Sequence[NextStep]) -> Iterable[str]:
+    for number, step in enumerate(steps[:_STEPS], start=1):
+        line, why = f"{number}. {step.text}{f' `{step.command}`' if step.command else ''}", f"({step.why})"
+        # Neither advice nor diagnosis is cut for the other.
+        yield from [f"{line} {why}" if step.why else line] if len(line + why) < _WIDTH else [line, f"   {why}"]
+
+
+def _briefly_incidents(incidents: Sequence[IncidentStory]) -> Iterable[str]:
+    if not incidents:
+        yield "None."
+        return
+    # What is not healed matters most; of the rest the newest.
+    open_ones = [each for each in incidents if each.outcome in ("fatal", "unresolved", "open")]
+    rest = [each for each in incidents if each not in open_ones]
+    chosen = (open_ones[-_INCIDENTS:] + rest[::-1])[:_INCIDENTS]
+    for incident in sorted(chosen, key=lambda each: (each.time or 0.0, each.id)):
+        done = ", ".join(map(spoken, incident.actions)) or "nothing"
+        cost = f"{incident.lost.removesuffix(' lost')}, {duration(incident.seconds_lost)} lost"
+        named = [row["name"] for row in incident.rows[:_ROWS]] + [file["path"] for file in incident.files]
+        told = f" See: {', '.join(named)}." if named else ""
+        yield (
+            f"- step {incident.step}: {incident.title} -> {incident.outcome}; done: {done}; {cost}. "
+            f"`{incident.id}`.{told}"
+        )
+    if len(incidents) > len(chosen):
+        yield f"- and {len(incidents) - len(chosen)} more"
+
+
+def _what_is_left(report: RunReport) -> Iterable[str]:
+    for budget in report.budgets:
+        yield f"- {budget.name}: {budget.left:g} of {budget.limit:g} left (`{budget.setting}`)"
+    yield from map(_briefly_checkpoint, report.checkpoints[:_CHECKPOINTS])
+    if not report.checkpoints:
+        yield "- no checkpoint"
+    if report.quarantine:
+        rows = "; ".join(f"{row['name']}: {row['why'][:60]}" for row in report.quarantine[:_ROWS])
+        yield f"- left out of training, {counted(len(report.quarantine), 'row')}: {rows}"
+    if len(report.attempts) > 1:
+        ends = [f"{one['number']}: {one['ending']} at step {one['last_step']}" for one in report.attempts]
+        yield f"- processes, {len(report.attempts)} so far: {', '.join(ends[-_PROCESSES:])}"
+    for rank in [each for each in report.ranks if each["error"]][:_PROCESSES]:
+        yield f"- rank {rank['rank']} ended at step {rank['step']}: {rank['error']}"
+    yield from _newest_numbers(report.series["kept"])
+    yield from (f"- {remark}" for remark in report.remarks[:3])
+
+
+def _briefly_checkpoint(checkpoint: Checkpoint) -> str:
+    notes = [checkpoint.standing]
+    notes += [] if checkpoint.complete else ["not complete"]
+    notes += ["emergency"] if checkpoint.emergency else []
+    notes += [] if checkpoint.of_this_run else ["of another run"]
+    return f"- checkpoint {checkpoint.path}: step {checkpoint.step}, {', '.join(notes)}"
+
+
+def _newest_numbers(kept: Entry) -> Iterable[str]:
+    at = [place for place, loss in enumerate(kept["loss"]) if loss is not None]
+    if not at:
+        return
+    loss, step, newest = kept["loss"], kept["step"], {name: values[at[-1]] for name, values in kept.items()}
+    best = min(at, key=lambda place: loss[place])
+    shown = [f"loss {newest['loss']:.4g} at step {newest['step']} (lowest {loss[best]:.4g} at {step[best]})"]
+    if newest["grad_norm"] is not None:
+        bound = newest["grad_norm_bound"]
+        above = "" if bound is None else f" (looked into above {bound:.4g})"
+        shown.append(f"gradient norm {newest['grad_norm']:.4g}{above}")
+    if newest["learning_rate"] is not None:
+        shown.append(f"learning rate {newest['learning_rate']:.3g}")
+    if newest["seconds"] is not None:
+        shown.append(f"{newest['seconds']:.3g} s per step")
+    yield f"- newest numbers: {', '.join(shown)}"
+
+
+# ---- at the end of a run: files and trackers ----
+
+
+class ClosingReport:
+    """
+    Writes `report.json` and `agent.md` when `train()` is left, and logs the same to trackers as long as they are open:
+    most close at the end of training, before everything is known, and stay open where an exception ends it.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._told: set[int] = set()
+
+    def before_closing(self, tracker: Any) -> None:
+        """Logs to a tracker (the callback of transformers) that is about to close, after the last step."""
+        journal, state = self._run.journal, self._run.attachment.trainer.state
+        if journal.rank > 0:
+            return
+        step, of, ended = int(state.global_step), int(state.max_steps), None
+        if 0 < of <= step:
+            # Not written down yet.
+            told = f"The run came to its end at step {step} of {of}."
+            last = {"learned": movement_of(state.log_history)}
+            ended = State("ended", step, of, time.time(), told=told), last
+        try:
+            self._log(tracker, read_run(journal.directory, journal.run_id, ended=ended))
+        except Exception:
+            _log_failure(tracker)
+
+    def write(self) -> None:
+        """Writes the files, and logs to the trackers that are open still."""
+        journal, attachment = self._run.journal, self._run.attachment
+        if journal.rank > 0:
+            return
+        report = write_report_files(journal.directory, journal.run_id)
+        if report is not None and report.state.name == "ended" and report.verdict is not None:
+            attachment.verdict, attachment.doubtful = str(report.verdict), report.verdict.name != "good"
+        if report is None or report.state.name in ("running", "ended"):
+            return
+        for callback in attachment.trainer.callback_handler.callbacks:
+            try:
+                self._log(callback, report)
+            except Exception:
+                _log_failure(callback)
+
+    def _log(self, tracker: Any, report: RunReport) -> None:
+        if id(tracker) not in self._told and log_to_tracker(tracker, report, report.state.step):
+            self._told.add(id(tracker))
+
+
+def _log_failure(tracker: Any) -> None:
+    # No incident: the run has lost nothing, and the report is on disk.
+    logger.warning("The report could not be logged to %s.", type(tracker).__name__, exc_info=True)
+
+
+def write_report_files(directory: Path, run: str) -> RunReport | None:
+    """
+    Writes `report.json` and `agent.md` beside the journal. Files of these names that are not ours stay; what goes
+    wrong is logged and stops nothing.
+    """
+    try:
+        report = read_run(directory, run)
+        # Without every step: a program asks `--json` for that, and an assistant had better not read it.
+        content = json.dumps(report.to_dict(series=False), indent=1) + "\n"
+        for name, text in ((REPORT_FILE, content), (BRIEFING_FILE, briefing_of(report))):
+            path = directory / name
+            if is_foreign_report(path):
+                logger.info(
+                    "%s was not written by self_healing, and stays as it is: `self-healing report` shows it.", path
+                )
+            else:
+                replace_file(path, text, make_directory=False)
+    except Exception:
+        logger.warning("The report of run %s in %s could not be written.", run, directory, exc_info=True)
+        return None
+    return report
+
+
+def log_to_tracker(tracker: Any, report: RunReport, step: int) -> bool:
+    """
+    Logs a report to one tracker, told by the callback that transformers has for it, without importing any of them:
+    whether it was, as the tracker is known and open.
+    """
+    names = {each.__name__ for each in type(tracker).__mro__}
+    if "TensorBoardCallback" in names and (writer := getattr(tracker, "tb_writer", None)) is not None:
+        # Shown as Markdown.
+        writer.add_text(TAG, briefing_of(report), step)
+        writer.flush()
+        return True
+    if "WandbCallback" in names and (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
+        # Its media are tables, pictures and HTML: a text of several lines is shown as it is by the last.
+        wandb.run.log({TAG: wandb.Html(f"<pre>{html.escape(briefing_of(report))}</pre>"), _STEP: step})
+        return True
+    if "TrackioCallback" in names and (trackio := sys.modules.get("trackio")) is not None:
+        return _log_to_trackio(trackio, report, step)
+    return False
+
+
+def _log_to_trackio(trackio: Any, report: RunReport, step: int) -> bool:
+    if (run := trackio.context_vars.current_run.get()) is None:
+        return False
+    told = {TAG: trackio.Markdown(briefing_of(report)), _STEP: step}
+    # Since trackio 0.34.0 (gradio-app/trackio#652).
+    if hasattr(trackio, "Html"):
+        from .page.rendering import page_of
+
+        told[PAGE_TAG] = trackio.Html(page_of(report), inject=False)
+    run.log(told)
+    return True

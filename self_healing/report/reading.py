@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,28 +10,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..journal.step_log import StepRow
+from ..checkpoint_files import MARKER_FILE, PINNED_DIR, number_of
+from ..checkpoints.listing import checkpoints_in
+from ..checkpoints.marker import load_marker, read_marker
+from ..files import of_rank, parse_lines
+from ..journal.step_log import step_log_of
+from ..own_files import BRIEFING_FILE, EVENTS_FILE, POSTMORTEM_FILE, REPORT_FILE
 from ..restarts.record import RunRecord, UnreadableRecordError
 from ..restarts.status import RunState, RunStatus
 from .advice import next_steps
-from .costs import budgets, goodput, steps_missing
 from .healing_report import HealingReport
-from .journals import Event, Journals, moment, number, read_journals, status_in
-from .left_behind import list_checkpoints, list_files, read_postmortem, read_quarantine
-from .records import AttemptRow, NextStep, Notice, RankRow, RunBrief, RunReport, Series, State
-from .steps import read_steps, series_of
-from .stories import Places, tell_incidents
+from .journals import Journals, read_journals, status_in
+from .records import Checkpoint, Entry, RunReport, State, counted, no_series
+from .steps import budgets, goodput, read_steps, series_of, steps_missing
+from .stories import Places, tell_incidents, tell_notices
 from .verdict import judge_weights
 
 
-# Events that are worth a word though nothing had to be done, by their kind.
-_NOTICED = {
-    "snapshots_off": "there is no host memory for snapshots",
-    "snapshot_refused": "a snapshot was not trusted",
-    "checkpoint_passed_over": "a checkpoint was passed over",
-    "best_model_passed_over": "the best model could not be loaded",
-    "kept_checkpoints_gave_way": "kept checkpoints were removed to make room",
-    "preemption_deadline": "the process was ended before it could save",
+_QUARANTINE_FILE = "quarantine.jsonl"
+_FILES = {
+    EVENTS_FILE: "journal",
+    _QUARANTINE_FILE: "quarantine",
+    POSTMORTEM_FILE: "postmortem",
+    REPORT_FILE: "this report, for programs",
+    BRIEFING_FILE: "this report, for whoever decides what to do next",
+    "incidents": "offending batches",
+    "hangs": "stacks of all threads",
 }
 
 
@@ -89,51 +94,27 @@ class _Reader:
         self.run = run
         self.now = now
         self.events = journals.of_run(run)
-        self.remarks: list[str] = []
-        if told := str(journals.damage):
-            self.remarks.append(told)
+        self.remarks = [journals.damage] if journals.damage else []
         self.directory = journals.path.parent.resolve()
         self.started = [event for event in self.events if event["kind"] == "run_started"]
         self.output_dir = self._find_output_dir(place)
-        self.status = self._find_status()
+        self.summary = HealingReport.of_journals(journals, run)
         self.record = self._find_record()
+        self.rows, self.about = read_steps(self.directory, run, self.remarks)
 
     def read(self, charts: bool, ended: tuple[State, Mapping[str, Any]] | None) -> RunReport:
-        status, journals = self.status, self.journals
         recorded = [event["output_dir"] for event in self.started if "output_dir" in event]
         places = Places(self.directory, self.output_dir, recorded)
-        named = {event["incident"] for event in self.events if "incident" in event}
-        quarantine = read_quarantine(self.directory, self.run, named, self.remarks)
+        quarantine = self._quarantine()
         incidents = tell_incidents(self.events, places, quarantine)
-        rows, about = read_steps(self.directory, self.run, self.remarks)
         last: Mapping[str, Any] = next((each for each in reversed(self.events) if each["kind"] == "run_ended"), {})
-        state, last = ended or (self._state(status, rows), last)
-        times = [event.get("time", 0.0) for event in self.events] + [row.time for row in rows]
-        attempts = self._attempts(state, sorted(each for each in times if each))
+        state, last = ended or (self._state(), last)
+        attempts = self._attempts(state)
         until = self.now if state.name == "running" else state.since
-        spent = goodput(rows, incidents, attempts, attempts[0].began if attempts else None, until, state.step)
-        checkpoints = list_checkpoints(self.output_dir, self.run)
+        checkpoints = [_checkpoint(each, self.output_dir, self.run) for each in checkpoints_in(self.output_dir)]
         started = self.started[-1] if self.started else {}
-        recovery = self.record.recovery_state if self.record is not None else {}
-        left = budgets(started.get("limits", {}), incidents, recovery, state.step)
-        rate = HealingReport.of_events(self.events, journals.path)
-        postmortem = None
-        if state.name != "ended":
-            postmortem = read_postmortem(self.directory / "postmortem.json", self.run)
-        verdict = judge_weights(state, incidents, checkpoints, steps_missing(rows, incidents), last)
-        todo: list[NextStep] = next_steps(
-            self.directory,
-            self.output_dir,
-            state,
-            incidents,
-            quarantine,
-            checkpoints,
-            left,
-            verdict,
-            rate.learning_rate,
-            postmortem,
-        )
-        return RunReport(
+        recovery = {} if self.record is None else self.record.recovery_state
+        report = RunReport(
             run=self.run,
             directory=str(self.directory),
             output_dir=str(self.output_dir),
@@ -142,39 +123,34 @@ class _Reader:
             objective=started.get("objective"),
             detectors=started.get("detectors", []),
             rules=started.get("rules", []),
-            began=attempts[0].began if attempts else None,
+            began=attempts[0]["began"] if attempts else None,
             incidents=incidents,
-            notices=_notices(self.events),
-            goodput=spent,
-            budgets=left,
+            notices=tell_notices(self.events),
+            goodput=goodput(self.rows, incidents, attempts, until, state.step),
+            budgets=budgets(started.get("limits", {}), incidents, recovery, state.step),
             attempts=attempts,
             ranks=self._ranks(),
             quarantine=quarantine,
             checkpoints=checkpoints,
-            learning_rate=rate.rate,
-            verdict=verdict,
-            next_steps=todo,
-            series=series_of(rows, about, self.output_dir) if charts else Series(),
-            files=list_files(places, self.run),
+            learning_rate=self.summary.rate,
+            verdict=judge_weights(state, incidents, checkpoints, steps_missing(self.rows, incidents), last),
+            series=series_of(self.rows, self.about, self.output_dir) if charts else no_series(),
+            files=self._files(places),
             remarks=self.remarks,
-            other_runs=[self._brief(run) for run in journals.runs if run != self.run],
+            other_runs=[self._brief(run) for run in self.journals.runs if run != self.run],
         )
+        postmortem = None if state.name == "ended" else self._postmortem(0)
+        return replace(report, next_steps=next_steps(report, self.summary.learning_rate, postmortem))
 
     # ---- where, and what has become of it ----
 
     def _find_output_dir(self, place: Path) -> Path:
-        """The `output_dir`: the directory that was named if the status lies there, else what the journal says."""
+        """The directory that was named if the status lies there, else what the journal says."""
         if self.journals.status is not None and place.is_dir():
             return place.resolve()
         told = next((event["output_dir"] for event in reversed(self.started) if "output_dir" in event), None)
         # A run directory that was moved says where it was.
         return Path(told) if told is not None and os.path.isdir(told) else self.directory
-
-    def _find_status(self) -> RunStatus | None:
-        status = self.journals.status
-        if status is not None and status.run == self.run:
-            return status
-        return status_in(self.events, self.run)
 
     def _find_record(self) -> RunRecord | None:
         try:
@@ -184,7 +160,8 @@ class _Reader:
             return None
         return record if record is not None and record.run == self.run else None
 
-    def _state(self, status: RunStatus | None, rows: Sequence[StepRow]) -> State:
+    def _state(self) -> State:
+        status, rows = self.summary.status, self.rows
         logged = rows[-1].step + rows[-1].steps if rows else 0
         if status is None:
             last = max((event["step"] for event in self.events), default=0)
@@ -196,136 +173,191 @@ class _Reader:
             signs = [row.time for row in rows[-1:]] + [event.get("time", 0.0) for event in self.events[-1:]]
             status = replace(status, step=max(status.step, logged), since=max(status.since, *signs))
         elif status.state in (RunState.STOPPED, RunState.LEFT):
-            status = replace(status, step=self._left_at(status, rows))
-        known = status.state is not RunState.UNKNOWN or status.pid > 0
+            status = replace(status, step=self._left_at(status))
         return State(
             status.state.value,
             status.step,
-            status.max_steps if status.max_steps > 0 else None,
-            moment(status.since),
-            status.pid if known else None,
-            status.host if known else None,
+            status.max_steps or None,
+            status.since or None,
+            status.pid or None,
+            status.host if status.pid else None,
             status.why,
             str(status),
         )
 
-    def _left_at(self, status: RunStatus, rows: Sequence[StepRow]) -> int:
+    def _left_at(self, status: RunStatus) -> int:
         """The step at which `train()` was left: an interrupt may come before the status knows of any."""
         # An earlier process may have come further than the one that went on from its checkpoint.
-        own = [row for row in rows if row.time >= status.began]
+        own = [row for row in self.rows if row.time >= status.began]
         told = next((event for event in reversed(self.events) if event["kind"] in ("run_started", "postmortem")), None)
         known = [status.step, own[-1].step + own[-1].steps if own else 0, 0 if told is None else told["step"]]
         if not any(known) and self.record is not None and self.record.attempts:
-            # The furthest it came to, which may have been gone back from.
+            # The furthest it came to, which may have been rolled back.
             known.append(self.record.attempts[-1].last_step)
         return max(known)
 
     # ---- its processes ----
 
-    def _attempts(self, state: State, times: Sequence[float]) -> list[AttemptRow]:
-        found = list(self._attempts_of_record() if self.record is not None else self._attempts_of_journal())
-        whole: list[AttemptRow] = []
-        for at, attempt in enumerate(found):
-            following = found[at + 1].began if at + 1 < len(found) else None
-            newest = at + 1 == len(found)
-            ending, ended = attempt.ending, None
-            if newest:
-                ended = None if state.name == "running" else state.since
-                if ending in ("running", "unknown"):
-                    ending = state.name
-            elif following is not None:
-                ended = max((each for each in times if (attempt.began or 0.0) <= each < following), default=following)
-            last = max(attempt.last_step, state.step) if newest else attempt.last_step
-            whole.append(replace(attempt, ended=ended, ending=ending, last_step=last))
-        return whole
+    def _attempts(self, state: State) -> list[Entry]:
+        """The processes of the run, one after another: those of its record, else those that its journal names."""
+        found = list(self._attempts_of_record() or self._attempts_of_journal())
+        times = sorted([event.get("time", 0.0) for event in self.events] + [row.time for row in self.rows])
+        for at, attempt in enumerate(found[:-1]):
+            following = found[at + 1]["began"]
+            own = [each for each in times if (attempt["began"] or 0.0) <= each < (following or 0.0)]
+            attempt["ended"] = own[-1] if own else following
+        for newest in found[-1:]:
+            newest["ended"] = None if state.name == "running" else state.since
+            newest["last_step"] = max(newest["last_step"], state.step)
+            if newest["ending"] in ("running", "unknown"):
+                newest["ending"] = state.name
+        return found
 
-    def _attempts_of_record(self) -> Iterable[AttemptRow]:
-        assert self.record is not None
-        for each in self.record.attempts:
-            yield AttemptRow(
-                each.number,
-                each.pid or None,
-                each.host or None,
-                moment(each.began),
-                None,
-                each.first_step,
-                each.last_step,
-                each.resumed_from,
-                each.ending.value,
-                each.why,
-            )
+    def _attempts_of_record(self) -> Sequence[Entry]:
+        return [
+            {
+                "number": each.number,
+                "pid": each.pid or None,
+                "host": each.host or None,
+                "began": each.began or None,
+                "ended": None,
+                "first_step": each.first_step,
+                "last_step": each.last_step,
+                "resumed_from": each.resumed_from,
+                "ending": each.ending.value,
+                "why": each.why,
+            }
+            for each in ([] if self.record is None else self.record.attempts)
+        ]
 
-    def _attempts_of_journal(self) -> Iterable[AttemptRow]:
-        """Without a record: each process that entered `train()`."""
+    def _attempts_of_journal(self) -> Iterable[Entry]:
         own = [event for event in self.started if event.get("rank", 0) == 0]
         firsts = [event for at, event in enumerate(own) if at == 0 or event.get("pid") != own[at - 1].get("pid")]
-        for place, event in enumerate(firsts):
-            first = event["step"]
-            following = firsts[place + 1] if place + 1 < len(firsts) else None
-            last = first if following is None else max(following["step"], first)
-            yield AttemptRow(
-                place + 1,
-                event.get("pid"),
-                event.get("host"),
-                event.get("time"),
-                None,
-                first,
-                last,
-                event.get("resumed_from"),
-                "unknown",
-            )
+        for number, event in enumerate(firsts, start=1):
+            following = firsts[number] if number < len(firsts) else event
+            yield {
+                "number": number,
+                "pid": event.get("pid"),
+                "host": event.get("host"),
+                "began": event.get("time"),
+                "ended": None,
+                "first_step": event["step"],
+                "last_step": max(following["step"], event["step"]),
+                "resumed_from": event.get("resumed_from"),
+                "ending": "unknown",
+                "why": "",
+            }
 
-    def _ranks(self) -> list[RankRow]:
+    def _ranks(self) -> list[Entry]:
         """What each process of a distributed job has written; empty where there is one."""
         found = [self._rank(rank, path) for rank, path in sorted(self.journals.ranks.items())]
-        of_it = [each for each in found if each.seen is not None or each.error is not None]
-        return of_it if any(each.rank > 0 for each in of_it) else []
+        of_it = [each for each in found if each["seen"] is not None or each["error"] is not None]
+        return of_it if any(each["rank"] > 0 for each in of_it) else []
 
-    def _rank(self, rank: int, journal: Path) -> RankRow:
+    def _rank(self, rank: int, journal: Path) -> Entry:
         own = [event for event in self.events if event.get("rank", 0) == rank]
-        name = "postmortem.json" if rank == 0 else f"postmortem.rank{rank}.json"
-        postmortem = read_postmortem(self.directory / name, self.run)
+        postmortem = self._postmortem(rank)
         error = None if postmortem is None else postmortem.get("error")
-        told = f"{error.get('type')}: {error.get('message')}" if isinstance(error, dict) else None
-        last = own[-1] if own else None
-        return RankRow(
-            rank,
-            None if last is None else last["step"],
-            None if last is None else last.get("time"),
-            len({event["incident"] for event in own if "incident" in event}),
-            told,
-            journal.name,
-            None if postmortem is None else name,
-        )
+        return {
+            "rank": rank,
+            "step": own[-1]["step"] if own else None,
+            "seen": own[-1].get("time") if own else None,
+            "incidents": len({event["incident"] for event in own if "incident" in event}),
+            "error": f"{error['type']}: {error['message']}" if error else None,
+            "journal": journal.name,
+            "postmortem": None if postmortem is None else of_rank(Path(POSTMORTEM_FILE), rank).name,
+        }
 
-    def _brief(self, run: str) -> RunBrief:
+    def _postmortem(self, rank: int) -> Entry | None:
+        try:
+            text = of_rank(self.directory / POSTMORTEM_FILE, rank).read_text(encoding="utf-8")
+            content: Entry = json.loads(text)
+        except (OSError, ValueError):
+            return None
+        return content if content.get("run") == self.run else None
+
+    def _brief(self, run: str) -> Entry:
         events = self.journals.of_run(run)
         status = status_in(events, run)
-        began = next((event.get("time") for event in events if event["kind"] == "run_started"), None)
-        incidents = len({event["incident"] for event in events if "incident" in event})
-        step = max(event["step"] for event in events)
-        if status is None:
-            return RunBrief(run, began, step, incidents, "unknown")
-        return RunBrief(run, began, max(step, status.step), incidents, status.state.value)
+        return {
+            "run": run,
+            "began": next((event.get("time") for event in events if event["kind"] == "run_started"), None),
+            "step": max([event["step"] for event in events] + ([] if status is None else [status.step])),
+            "incidents": len({event["incident"] for event in events if "incident" in event}),
+            "state": "unknown" if status is None else status.state.value,
+        }
+
+    # ---- what it has left beside its journal ----
+
+    def _quarantine(self) -> list[Entry]:
+        """The rows and samples that the run has left out."""
+        try:
+            text = (self.directory / _QUARANTINE_FILE).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self.remarks.append(f"{_QUARANTINE_FILE} cannot be read ({error}).")
+            return []
+        lines, torn = parse_lines(text)
+        if torn:
+            self.remarks.append(f"{counted(torn, 'line')} of {_QUARANTINE_FILE} cannot be read.")
+        # A row of a data set that was not known bears no other name.
+        incidents = {event["incident"] for event in self.events if "incident" in event}
+        return [_row(line) for line in lines if line.get("run") == self.run or line.get("incident") in incidents]
+
+    def _files(self, places: Places) -> list[Entry]:
+        wanted = {**_FILES, step_log_of(self.directory, self.run).name: "every step"}
+        found = [places.named(what, self.directory / name) for name, what in wanted.items()]
+        return [each for each in found if each is not None]
 
 
-def _notices(events: Sequence[Event]) -> list[Notice]:
-    return [notice for event in events if (notice := _notice(event)) is not None]
+def _row(line: Mapping[str, Any]) -> Entry:
+    sample = line.get("kind") == "bad_sample"
+    why = "it makes a step non-finite"
+    if sample:
+        raised = ": ".join(str(line[key]) for key in ("error_type", "error") if line.get(key))
+        why = f"{line.get('problem', 'it cannot be used')}{f' ({raised})' if raised else ''}"
+    kind = "sample" if sample else "row"
+    return {
+        "name": _name(line, kind),
+        "kind": kind,
+        "why": why[:300],
+        **{key: line.get(key) for key in ("step", "epoch", "time", "incident", "dataset_index")},
+        "content_hash": line.get("content_hash") or line.get("text_hash"),
+        "preview": line.get("preview"),
+        "details": dict(line),
+    }
 
 
-def _notice(event: Event) -> Notice | None:
-    kind = event["kind"]
-    if kind == "noticed":
-        name = event.get("symptom", "?")
-        text = name.replace("_", " ")
-    elif kind in _NOTICED:
-        name, text = kind, _NOTICED[kind]
-    else:
-        return None
-    told = {**event, **event.get("evidence", {})}
-    shown = [str(told[key]) for key in ("path", "reason", "why", "service") if told.get(key)]
-    value = number(told.get("value"))
-    if value is not None:
-        shown.append(f"{value:.4g}")
-    detail = f" ({', '.join(shown)})" if shown else ""
-    return Notice(event["step"], name, f"{text}{detail}", event.get("time"), event.get("rank", 0))
+def _name(line: Mapping[str, Any], what: str) -> str:
+    if line.get("dataset_index") is not None:
+        part = "" if line.get("segment") is None else f", sequence {line['segment']} packed into it"
+        return f"{what} {line['dataset_index']} of train_dataset{part}"
+    if line.get("stream_ordinal") is not None:
+        shard = "" if line.get("shard") is None else f" of shard {line['shard']}"
+        return f"{what} {line['stream_ordinal']}{shard} of the stream"
+    if line.get("micro_batch") is not None:
+        return f"{what} {line.get('row')} of micro-batch {line['micro_batch']}"
+    return f"a {what}"
+
+
+def _checkpoint(path: Path, output_dir: Path, run: str) -> Checkpoint:
+    marker = load_marker(path)
+    place, pinned = str(path.relative_to(output_dir)), path.parent.name == PINNED_DIR
+    if marker is None:
+        standing = "damaged" if (path / MARKER_FILE).exists() else "unmarked"
+        return Checkpoint(place, number_of(path) or 0, standing, False, pinned=pinned, of_this_run=False)
+    return Checkpoint(
+        path=place,
+        step=marker["step"],
+        standing=marker.get("standing", "unverified"),
+        complete=read_marker(path) is not None,
+        emergency=bool(marker.get("emergency")),
+        pinned=pinned,
+        finite=marker.get("finite"),
+        time=marker.get("time"),
+        bytes=sum(marker["files"].values()),
+        run=marker.get("run"),
+        of_this_run=marker.get("run") == run,
+        incident=marker.get("incident"),
+    )

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import linear_regression, median
 from typing import Any
 
 from ..failures import Action, FailureType
 from ..journal.incident import IN_DOUBT
-from .journals import number
-from .records import CheckpointRow, IncidentStory, State, Verdict
-from .words import counted
+from .records import Checkpoint, IncidentStory, State, Verdict, capital, counted
 
 
+# Of a loss or reward: fewer logs say nothing of its trend, and larger ones cannot be squared.
+_FEWEST_LOGS, _LARGEST = 20, 1e30
 # A movement below this many times the spread of the logs around their trend is none.
 _MOVED = 2.0
 _NAMED = 3
+
+
+def movement_of(history: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """
+    Measures what a run has learned by what the trainer has logged: its reward, or else its loss.
+
+    Returns `metric`, `first` and `last` of its `logs`; from 20 logs on how far they have `moved` to the better along
+    their trend (a line or a logarithm, whichever fits better), and their `spread` around it (1.4826 · MAD: a spike is
+    no spread); `fell_back` if it ended no better than it began. Empty without two logs.
+    """
+    entries = [entry for entry in history if "loss" in entry]
+    metric = "reward" if any("reward" in entry for entry in entries) else "loss"
+    numbers = [entry[metric] for entry in entries if isinstance(entry.get(metric), int | float)]
+    values = [float(value) for value in numbers if abs(value) < _LARGEST]
+    if len(values) < 2:
+        return {}
+    told = {"metric": metric, "logs": len(values), "first": values[0], "last": values[-1]}
+    if len(values) < _FEWEST_LOGS:
+        # Too few for a trend, but not for a loss that has gone off.
+        return told | ({"fell_back": True} if metric == "loss" and values[-1] > 2 * abs(values[0]) else {})
+    trends = []
+    for at in (range(1, len(values) + 1), [math.log(step) for step in range(1, len(values) + 1)]):
+        slope, begin = linear_regression(at, values)
+        spread = 1.4826 * median(abs(value - begin - slope * x) for value, x in zip(values, at, strict=True))
+        trends.append((spread, slope * (at[-1] - at[0])))
+    spread, moved = min(trends)
+    better, fifth = 1 if metric == "reward" else -1, len(values) // 5
+    if better * (median(values[-fifth:]) - median(values[:fifth])) <= 0:
+        told["fell_back"] = True
+    return {**told, "moved": better * moved, "spread": spread}
 
 
 def needs_a_look(incident: IncidentStory) -> bool:
@@ -27,23 +59,13 @@ def needs_a_look(incident: IncidentStory) -> bool:
 def judge_weights(
     state: State,
     incidents: Sequence[IncidentStory],
-    checkpoints: Sequence[CheckpointRow],
+    checkpoints: Sequence[Checkpoint],
     missing: int,
     ended: Mapping[str, Any],
 ) -> Verdict | None:
     """
-    Judges the weights that a run has left.
-
-    Args:
-        state ([`State`]), incidents (`Sequence[IncidentStory]`), checkpoints (`Sequence[CheckpointRow]`):
-            Of the run.
-        missing (`int`):
-            Steps that are known not to be in the weights.
-        ended (`Mapping[str, Any]`):
-            What the event of its end says: `learned` ([`~self_healing.detectors.progress.movement_of`]), `nonfinite`.
-
-    Returns:
-        [`Verdict`]: `None` as long as the run goes on, or may.
+    Judges the weights that a run has left, of whose steps some are `missing`; `ended` is the event of its end. `None`
+    as long as the run goes on, or may.
     """
     if state.name in ("running", "unknown"):
         return None
@@ -53,24 +75,19 @@ def judge_weights(
     if weights := ended.get("nonfinite"):
         return Verdict("do not use", [f"they hold NaN or Inf ({', '.join(weights[:_NAMED])})"])
     movement = ended.get("learned", {})
-    why = list(_doubts(state, incidents, checkpoints, missing, movement))
+    why = [*_doubts(state, incidents, checkpoints, missing), *_doubt_about(movement)]
     if state.name != "ended":
         of = "" if state.max_steps is None else f" of {state.max_steps:,}"
         why.insert(0, f"the run is not finished, it came to step {state.step:,}{of}")
-    evaluate = "evaluate the weights before you use them."
-    learned = ": ".join([*([went] if (went := _went(movement)) else []), evaluate])
-    learned = learned[:1].upper() + learned[1:]
+    went = f"{movement['metric']} {movement['first']:.4g} to {movement['last']:.4g}: " if movement else ""
+    learned = capital(f"{went}evaluate the weights before you use them.")
     if why:
         return Verdict("look first", why, learned)
     return Verdict("good", ["what was found was healed" if incidents else "no fault was found"], learned)
 
 
 def _doubts(
-    state: State,
-    incidents: Sequence[IncidentStory],
-    checkpoints: Sequence[CheckpointRow],
-    missing: int,
-    movement: Mapping[str, Any],
+    state: State, incidents: Sequence[IncidentStory], checkpoints: Sequence[Checkpoint], missing: int
 ) -> Iterable[str]:
     open_ones = {each.title: each for each in incidents if needs_a_look(each)}
     for each in [*open_ones.values()][-_NAMED:]:
@@ -86,18 +103,15 @@ def _doubts(
     unsaved = any(each.failure == FailureType.DISK or Action.HOLD_CHECKPOINTS in each.actions for each in incidents)
     if state.name == "ended" and unsaved and saved < state.step:
         yield f"steps {saved + 1} to {state.step} are on no disk"
-    metric = movement.get("metric")
-    logs, moved, spread = (number(movement.get(key)) for key in ("logs", "moved", "spread"))
-    if logs is not None and moved is not None and spread is not None and moved <= _MOVED * spread:
+
+
+def _doubt_about(movement: Mapping[str, Any]) -> Iterable[str]:
+    metric, moved, spread = movement.get("metric"), movement.get("moved"), movement.get("spread")
+    if moved is not None and spread is not None and moved <= _MOVED * spread:
         where = "worse" if moved < 0 else "better"
         how = (
             f"moved by {abs(moved):.2g} to the {where}, less than twice their spread of {spread:.2g} around the trend"
         )
-        yield f"over {logs:.0f} logs the {metric} {how if moved or spread else 'did not move'}"
-    elif movement.get("fell_back") is True:
+        yield f"over {movement['logs']} logs the {metric} {how if moved or spread else 'did not move'}"
+    elif movement.get("fell_back"):
         yield f"the {metric} is no better at the end than at the beginning"
-
-
-def _went(movement: Mapping[str, Any]) -> str:
-    metric, first, last = movement.get("metric"), number(movement.get("first")), number(movement.get("last"))
-    return "" if first is None or last is None else f"{metric} {first:.4g} to {last:.4g}"

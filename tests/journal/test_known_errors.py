@@ -895,7 +895,7 @@ def test_a_run_that_dies_of_a_known_error_says_what_to_do(tmp_path: Path, tokeni
 
 
 def test_the_report_says_how_the_run_ended(tmp_path: Path) -> None:
-    from self_healing.report import HealingReport
+    from self_healing.report.healing_report import HealingReport
 
     record = Journal(tmp_path, HealingConfig(), "run")
     record.event("run_started", 0)

@@ -6,23 +6,15 @@ import math
 import random
 
 from self_healing.report.records import (
-    AttemptRow,
     Budget,
-    CheckpointRow,
-    FileNamed,
+    Checkpoint,
+    Entry,
     Goodput,
     IncidentStory,
-    LoggedMetric,
     NextStep,
-    Notice,
-    RankRow,
-    RowNamed,
-    RunBrief,
     RunReport,
-    Series,
     State,
-    StepColumns,
-    StoryLine,
+    no_series,
 )
 
 
@@ -31,31 +23,36 @@ SAMPLE_TEXT = "what the sample says"
 OUTCOMES = ("resolved", "reported", "unresolved", "self_recovered", "open", "fatal")
 
 
-def made_up_steps(first: int, last: int, seed: int = 0) -> StepColumns:
+def made_up_steps(first: int, last: int, seed: int = 0) -> Entry:
     """Steps of a run that learns, with a gradient that stands far out in the middle and a loss that is not finite."""
-    chance, columns = random.Random(seed), StepColumns()
+    chance, middle = random.Random(seed), (first + last) // 2
+    columns: Entry = no_series()["kept"]
     for step in range(first, last):
-        loss = 2 + 5 * math.exp(-step / 400) + 0.1 * chance.gauss(0, 1)
-        norm = 900.0 if step == (first + last) // 2 else abs(1 + 0.2 * chance.gauss(0, 1))
-        columns.step.append(step)
-        columns.steps.append(1)
-        columns.skipped.append(0)
-        columns.time.append(BEGAN + 0.4 * step)
-        columns.seconds.append(9.0 if step % 500 == 499 else 0.4 + 0.02 * chance.random())
-        columns.busy.append(0.35)
-        columns.loss.append(None if step == first + 7 else loss)
-        columns.loss_max.append(None if step == first + 7 else loss)
-        columns.grad_norm.append(norm)
-        columns.grad_norm_max.append(norm)
-        columns.grad_norm_usual.append(1.0)
-        columns.grad_norm_bound.append(4.0)
-        columns.learning_rate.append(2e-4 * (1.0 if step < (first + last) // 2 else 0.5))
-        columns.learning_rate_scale.append(1.0 if step < (first + last) // 2 else 0.5)
-        columns.memory.append(6.1e10 + 1e9 * chance.random())
-        columns.memory_peak.append(6.3e10)
-        columns.host_memory.append(1.2e10)
-        columns.attempt.append(1)
+        loss = None if step == first + 7 else 2 + 5 * math.exp(-step / 400) + 0.1 * chance.gauss(0, 1)
+        norm = 900.0 if step == middle else abs(1 + 0.2 * chance.gauss(0, 1))
+        scale = 1.0 if step < middle else 0.5
+        row = {"step": step, "steps": 1, "skipped": 0, "attempt": 1, "time": BEGAN + 0.4 * step}
+        row |= {"seconds": 9.0 if step % 500 == 499 else 0.4 + 0.02 * chance.random(), "busy": 0.35}
+        row |= {"loss": loss, "loss_max": loss, "grad_norm": norm, "grad_norm_max": norm}
+        row |= {"grad_norm_usual": 1.0, "grad_norm_bound": 4.0}
+        row |= {"learning_rate": 2e-4 * scale, "learning_rate_scale": scale}
+        row |= {"memory": 6.1e10 + 1e9 * chance.random(), "memory_peak": 6.3e10, "host_memory": 1.2e10}
+        for name, value in row.items():
+            columns[name].append(value)
     return columns
+
+
+def made_up_series(kept: Entry, discarded: list[Entry] | None = None, **logged: Entry) -> Entry:
+    return {**no_series(), "source": "steps", "kept": kept, "discarded": discarded or [], "logged": logged}
+
+
+def _line(part: str, text: str, happened: bool = True, **details: object) -> Entry:
+    return {"part": part, "text": text, "time": None, "happened": happened, "details": details}
+
+
+def _row(name: str, kind: str, why: str, **known: object) -> Entry:
+    keys = ("step", "epoch", "time", "incident", "dataset_index", "content_hash", "preview")
+    return {"name": name, "kind": kind, "why": why, **dict.fromkeys(keys), "details": {}, **known}
 
 
 def made_up_incident(number: int, step: int, outcome: str = "resolved", mark: str = "") -> IncidentStory:
@@ -79,41 +76,23 @@ def made_up_incident(number: int, step: int, outcome: str = "resolved", mark: st
         attempt=1,
         evidence={f"rows{mark}": [17, 44], "text": mark},
         story=[
-            StoryLine(
-                "evidence", f"The loss was NaN{mark}", details={"value": "nan", "baseline": 2.31, f"k{mark}": mark}
-            ),
-            StoryLine("experiment", f"Computed again: NaN{mark}"),
-            StoryLine(
-                "experiment", "Rows 17 and 44 are NaN by themselves", details={"control": {f"of{mark}": [mark]}}
-            ),
-            StoryLine("cause", f"These rows make the loss non-finite{mark}"),
-            StoryLine("remedy", f"Two rows were left out{mark}"),
-            StoryLine("remedy", "Went back", happened=False, details={"why": f"no trusted state{mark}"}),
-            StoryLine(f"outcome{mark}" if mark else "outcome", "The loss is back"),
+            _line("evidence", f"The loss was NaN{mark}", value="nan", baseline=2.31, **{f"k{mark}": mark}),
+            _line("experiment", f"Computed again: NaN{mark}"),
+            _line("experiment", "Rows 17 and 44 are NaN by themselves", control={f"of{mark}": [mark]}),
+            _line("cause", f"These rows make the loss non-finite{mark}"),
+            _line("remedy", f"Two rows were left out{mark}"),
+            _line("remedy", "Rolled back", happened=False, why=f"no trusted state{mark}"),
+            _line(f"outcome{mark}", "The loss is back"),
         ],
-        rows=[
-            RowNamed(
-                f"row 17{mark}", "row", f"not finite{mark}", preview=SAMPLE_TEXT, details={"preview": SAMPLE_TEXT}
-            )
-        ],
-        files=[FileNamed(f"offending batch{mark}", f"incidents/{mark}.pt", 12345)],
+        rows=[_row(f"row 17{mark}", "row", f"not finite{mark}", preview=SAMPLE_TEXT)],
+        files=[{"what": f"offending batch{mark}", "path": f"incidents/{mark}.pt", "bytes": 12345}],
     )
 
 
 def made_up_report(steps: int = 2000, incidents: int = 6, mark: str = "") -> RunReport:
-    """
-    Makes a report.
-
-    Args:
-        steps (`int`, *optional*, defaults to 2000):
-            Steps that were done.
-        incidents (`int`, *optional*, defaults to 6):
-            Spread over them.
-        mark (`str`, *optional*, defaults to `""`):
-            Stands in every text that a run, its data, or its machine has written.
-    """
+    """Makes a report; `mark` stands in every text that a run, its data, or its machine has written."""
     back = steps // 2
-    undone = made_up_steps(back, back + steps // 20, seed=1)
+    undone = made_up_steps(back, back + steps // 20 + 1, seed=1)
     return RunReport(
         run=f"20261123-033416-9936b2{mark}",
         directory=f"/data/runs/llama-sft{mark}",
@@ -137,51 +116,63 @@ def made_up_report(steps: int = 2000, incidents: int = 6, mark: str = "") -> Run
             made_up_incident(number, (2 * number - 1) * steps // (2 * incidents), OUTCOMES[number % 6], mark)
             for number in range(1, incidents + 1)
         ],
-        notices=[Notice(40, f"loss_notice{mark}", f"A high loss{mark}.")],
+        notices=[
+            {"step": 40, "name": f"loss_notice{mark}", "text": f"A high loss{mark}.", "time": None, "rank": 0},
+        ],
         goodput=Goodput(1000, 900, 20, 15, 30, 35, 0.9, steps, steps + steps // 20),
         budgets=[Budget(f"recoveries{mark}", f"max_recovery_attempts{mark}", 1, 5, f"Entries without progress{mark}")],
         attempts=[
-            AttemptRow(1, 41, f"host{mark}", BEGAN, BEGAN + 99, 0, back, None, "died", f"signal 9{mark}"),
-            AttemptRow(
-                2, 42, "host", BEGAN + 120, None, back, steps, f"checkpoint{mark}", f"ended{mark}" if mark else "died"
-            ),
+            {
+                **{"number": 1, "pid": 41, "host": f"host{mark}", "began": BEGAN, "ended": BEGAN + 99},
+                **{"first_step": 0, "last_step": back, "resumed_from": None, "ending": "died"},
+                "why": f"signal 9{mark}",
+            },
+            {
+                **{"number": 2, "pid": 42, "host": "host", "began": BEGAN + 120, "ended": None},
+                **{"first_step": back, "last_step": steps, "resumed_from": f"checkpoint{mark}"},
+                **{"ending": f"ended{mark}" if mark else "died", "why": ""},
+            },
         ],
         ranks=[
-            RankRow(0, steps, BEGAN, incidents, None, f"healing_events.jsonl{mark}"),
-            RankRow(1, steps, BEGAN, 0, f"timeout{mark}", "healing_events.rank1.jsonl"),
+            {
+                **{"rank": rank, "step": steps, "seen": BEGAN, "incidents": incidents, "error": error},
+                **{"journal": f"healing_events.jsonl{mark}", "postmortem": None},
+            }
+            for rank, error in enumerate((None, f"timeout{mark}"))
         ],
         quarantine=[
-            RowNamed(
+            _row(
                 f"row 17 of train_dataset{mark}",
                 "row",
                 f"not finite by itself{mark}",
-                120,
+                step=120,
                 incident=f"run-001{mark}",
                 dataset_index=17,
                 content_hash=f"{mark}c219c0a6ad1d",
                 preview=SAMPLE_TEXT,
-                details={"preview": SAMPLE_TEXT},
             ),
-            RowNamed("sample 5 of shard 2", "sample", "cannot be decoded", incident=f"another{mark}"),
+            _row("sample 5 of shard 2", "sample", "cannot be decoded", incident=f"another{mark}"),
         ],
         checkpoints=[
-            CheckpointRow(f"checkpoint-{steps}{mark}", steps, "unverified", True, time=BEGAN, bytes=2_400_000_000),
-            CheckpointRow(f"checkpoint-{back}", back, "verified", True, pinned=True),
-            CheckpointRow("checkpoint-9", 9, f"suspect{mark}", False, finite=False, incident=f"run-002{mark}"),
+            Checkpoint(f"checkpoint-{steps}{mark}", steps, "unverified", True, time=BEGAN, bytes=2_400_000_000),
+            Checkpoint(f"checkpoint-{back}", back, "verified", True, pinned=True),
+            Checkpoint("checkpoint-9", 9, f"suspect{mark}", False, finite=False, incident=f"run-002{mark}"),
         ],
         learning_rate=f"The learning rate was reduced once{mark}.",
         next_steps=[
             NextStep(f"Start the job again{mark}.", f"It goes on{mark}.", f"torchrun train.py{mark}"),
             NextStep("Look at the incident.", incidents=[f"run-002{mark}"]),
         ],
-        series=Series(
-            "steps",
-            made_up_steps(0, steps),
-            [undone],
-            {"eval_loss": LoggedMetric([back, steps], [3.2, 2.4]), f"metric{mark}": LoggedMetric([1], [1.0])},
-            8.5e10,
-        ),
-        files=[FileNamed(f"journal{mark}", f"healing_events.jsonl{mark}")],
+        series={
+            **made_up_series(
+                made_up_steps(0, steps),
+                [undone],
+                eval_loss={"step": [back, steps], "value": [3.2, 2.4]},
+                **{f"metric{mark}": {"step": [1], "value": [1.0]}},
+            ),
+            "memory_total": 8.5e10,
+        },
+        files=[{"what": f"journal{mark}", "path": f"healing_events.jsonl{mark}", "bytes": 9}],
         remarks=[f"One line could not be read{mark}."],
-        other_runs=[RunBrief(f"earlier{mark}", BEGAN, 3, 1, f"ended{mark}")],
+        other_runs=[{"run": f"earlier{mark}", "began": BEGAN, "step": 3, "incidents": 1, "state": f"ended{mark}"}],
     )

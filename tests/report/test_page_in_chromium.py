@@ -11,7 +11,7 @@ from chromium import CHROMIUM, Tab, chromium
 from made_up_report import made_up_report
 from test_page import HOSTILE
 
-from self_healing.report.page import write_page
+from self_healing.report.page.rendering import write_page
 
 
 pytestmark = [

@@ -17,12 +17,11 @@ from rich.console import Console
 from test_reading import MadeUpDirectory, row, verdict_of
 
 from self_healing import HealingConfig, SelfHealingCallback
-from self_healing.detectors.progress import movement_of
-from self_healing.report.briefing import briefing_of
 from self_healing.report.healing_report import HealingReport
-from self_healing.report.output import show
+from self_healing.report.output import briefing_of, show
 from self_healing.report.page.rendering import page_of
 from self_healing.report.reading import read_run
+from self_healing.report.verdict import movement_of
 from self_healing.restarts.status import RunState
 
 

@@ -1,166 +1,110 @@
-"""The charts of a run: which lines there are, in which unit, on which scale, and each in a sentence."""
+"""The charts and the tables of the page: which there are, in which unit, on which scale, each in a sentence."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
-from ..records import LoggedMetric, RunReport, StepColumns
-from . import wording
+from ..records import Checkpoint, Entry, RunReport, digits, moment, plain, short_duration, size, spoken
 
 
-# Stretches a run went back from that overlap are lines of their own, the newest first.
-_LAYERS = 3
 # Above that many times its median, a line is flat on a linear scale but for its peaks.
 _FLAT = 30.0
-
 # Ticks are reckoned beyond the highest value, and the largest float is not far from it.
 _HIGHEST = 1e300
+_MOST_ROWS = 500
+_STANDINGS = {"verified": "good", "unverified": "calm", "suspect": "bad", "unmarked": "calm"}
+_ENDINGS = {"running": "busy", "finished": "good", "preempted": "warn", "restart": "warn", "interrupted": "warn"}
 
 Values = Sequence[float | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """
-    One line of a chart.
-
-    Args:
-        label (`str`):
-            What it is.
-        kind (`str`):
-            `"measured"`, `"peak"` (the highest of several steps), `"second"` (a bound, or something to compare with),
-            `"usual"` or `"undone"` (steps that are not in the weights).
-        steps (`list[int]`):
-            In ascending order.
-        values (`list[float | None]`):
-            In the unit of the chart; `None` is a gap.
-    """
-
-    label: str
-    kind: str
-    steps: list[int]
-    values: list[float | None]
-
-    @property
-    def drawn(self) -> bool:
-        """Whether there is anything to see."""
-        return any(value is not None for value in self.values)
+# ---- charts ----
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """
-    One chart.
-
-    Args:
-        name (`str`):
-            Unique on the page.
-        title (`str`), unit (`str`):
-            For the reader; the unit may be empty.
-        lines (`list[Line]`):
-            The first is what it is about.
-        summary (`str`):
-            What is to be seen, in a sentence.
-        logarithmic (`bool`), from_zero (`bool`):
-            Its scale.
-    """
-
-    name: str
-    title: str
-    unit: str
-    lines: list[Line] = field(default_factory=list)
-    summary: str = ""
-    logarithmic: bool = False
-    from_zero: bool = True
-
-
-def charts_of(report: RunReport) -> list[Chart]:
-    """Makes the charts for which the run has values, in the order in which one looks at them."""
-    kept, series = report.series.kept, report.series
-    memory = "GB" if max(_there([*kept.memory_peak, *kept.memory, *kept.host_memory]), default=0) >= 1e9 else "MB"
-    bytes_in_unit = 1e9 if memory == "GB" else 1e6
-    quick = max(_there(kept.seconds), default=0) < 1
-    host = "usual" if any(_there(kept.memory)) else "measured"
-    total = [series.memory_total] * len(kept) if any(_there(kept.memory)) else []
-    scheduled: list[float | None] = [
-        rate / scale if rate is not None and scale else rate
-        for rate, scale in zip(kept.learning_rate, kept.learning_rate_scale, strict=False)
-    ]
-    reduced = any(scale != 1 for scale in kept.learning_rate_scale if scale is not None)
-    several = f"highest of {max(kept.steps, default=1)} steps" if max(kept.steps, default=1) > 1 else ""
+def charts_of(report: RunReport) -> list[Entry]:
+    """Makes the charts for which the step log has values, in the order in which one looks at them."""
+    if report.series["source"] == "none":
+        return []
+    kept, discarded, logged = (report.series[key] for key in ("kept", "discarded", "logged"))
+    steps, scales = kept["step"], kept["learning_rate_scale"]
+    several = max(kept["steps"], default=1)
+    highest = f"highest of {several} steps" if several > 1 else ""
+    scheduled = [rate / scale if rate and scale else rate for rate, scale in _pairs(kept["learning_rate"], scales)]
     # Before anything is usual, it is a limit so far away that the norm would be a flat line below it.
-    bound = [
-        None if usual is None else value
-        for usual, value in zip(kept.grad_norm_usual, kept.grad_norm_bound, strict=False)
-    ]
-    logged_only = series.source == "logs"
+    bound = [None if usual is None else at for usual, at in _pairs(kept["grad_norm_usual"], kept["grad_norm_bound"])]
+    ms = max(_there(kept["seconds"]), default=0) < 1
     found = [
-        Chart(
-            "loss",
-            "Loss, as the trainer logged it" if logged_only else "True loss",
-            "",
-            [
-                _line("loss", "measured", kept, kept.loss),
-                *([_line(several, "peak", kept, kept.loss_max)] if several else ()),
-                *_undone(series.discarded, "loss"),
-                *_logged("evaluation", series.logged.get("eval_loss")),
-            ],
+        _chart(
+            ("loss", "True loss", ""),
+            _line("loss", "measured", steps, kept["loss"]),
+            _line(highest, "peak", steps, kept["loss_max"] if highest else ()),
+            _undone(discarded, "loss"),
+            _logged("evaluation", "second", logged.get("eval_loss")),
         ),
-        Chart(
-            "grad_norm",
-            "Gradient norm, before clipping",
-            "",
-            [
-                _line("gradient norm", "measured", kept, kept.grad_norm),
-                *([_line(several, "peak", kept, kept.grad_norm_max)] if several else ()),
-                *_undone(series.discarded, "grad_norm"),
-                _line("usual", "usual", kept, kept.grad_norm_usual),
-                _line("looked into above", "second", kept, bound),
-            ],
+        _chart(
+            ("grad_norm", "Gradient norm, before clipping", ""),
+            _line("gradient norm", "measured", steps, kept["grad_norm"]),
+            _line(highest, "peak", steps, kept["grad_norm_max"] if highest else ()),
+            _undone(discarded, "grad_norm"),
+            _line("usual", "usual", steps, kept["grad_norm_usual"]),
+            _line("looked into above", "second", steps, bound),
         ),
-        Chart("reward", "Reward", "", _logged("reward", series.logged.get("reward"), "measured")),
-        Chart(
-            "learning_rate",
-            "Learning rate",
-            "",
-            [
-                _line("in force", "measured", kept, kept.learning_rate),
-                *([_line("of the schedule", "second", kept, scheduled)] if reduced else ()),
-            ],
+        _chart(("reward", "Reward", ""), _logged("reward", "measured", logged.get("reward"))),
+        _chart(
+            ("learning_rate", "Learning rate", ""),
+            _line("in force", "measured", steps, kept["learning_rate"]),
+            _line("of the schedule", "second", steps, scheduled if {*_there(scales)} - {1.0} else ()),
         ),
-        Chart(
-            "memory",
-            "Memory",
-            memory,
-            [
-                _line("accelerator", "measured", kept, kept.memory, 1 / bytes_in_unit),
-                _line("its peak so far", "peak", kept, kept.memory_peak, 1 / bytes_in_unit),
-                _line("process, on the host", host, kept, kept.host_memory, 1 / bytes_in_unit),
-                _line("accelerator has", "second", kept, total, 1 / bytes_in_unit),
-            ],
-        ),
-        Chart(
-            "seconds",
-            "Time of a step",
-            "ms" if quick else "s",
-            [
-                _line("step time", "measured", kept, kept.seconds, 1000.0 if quick else 1.0),
-                _line("forward, backward, update", "usual", kept, kept.busy, 1000.0 if quick else 1.0),
-            ],
-            _of_times(kept),
+        _memory_chart(kept, report.series["memory_total"]),
+        _chart(
+            ("seconds", "Time of a step", "ms" if ms else "s"),
+            _line("step time", "measured", steps, kept["seconds"], 1000.0 if ms else 1.0),
+            _line("forward, backward, update", "usual", steps, kept["busy"], 1000.0 if ms else 1.0),
         ),
     ]
-    return [_finished(chart) for chart in found if any(line.drawn for line in chart.lines)]
+    return [chart for chart in found if chart is not None]
 
 
-def _line(label: str, kind: str, columns: StepColumns, values: Values, times: float = 1.0) -> Line:
-    return Line(label, kind, columns.step[: len(values)], [_short(value, times) for value in values])
+def _memory_chart(kept: Entry, total: float | None) -> Entry | None:
+    steps, device = kept["step"], bool(_there(kept["memory"]))
+    largest = max(_there([*kept["memory_peak"], *kept["memory"], *kept["host_memory"]]), default=0)
+    unit, per_byte = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6)
+    return _chart(
+        ("memory", "Memory", unit),
+        _line("accelerator", "measured", steps, kept["memory"], per_byte),
+        _line("its peak so far", "peak", steps, kept["memory_peak"], per_byte),
+        _line("process, on the host", "usual" if device else "measured", steps, kept["host_memory"], per_byte),
+        _line("accelerator has", "second", steps, [total] * len(steps) if device else (), per_byte),
+    )
 
 
-def _short(value: float | None, times: float = 1.0) -> float | None:
+def _chart(about: tuple[str, str, str], *lines: Entry) -> Entry | None:
+    """One chart, about its first line; `about` is name, title and unit. `None` if there is nothing to see."""
+    drawn = [line for line in lines if _there(line["values"])]
+    if not drawn:
+        return None
+    name, title, unit = about
+    everything = [value for line in drawn for value in _there(line["values"])]
+    logarithmic = min(everything) > 0 and max(everything) > _FLAT * median(_there(drawn[0]["values"]))
+    return {
+        "name": name,
+        "title": title,
+        "unit": unit,
+        "lines": drawn,
+        "summary": _summary(name, unit, drawn[0]),
+        "logarithmic": logarithmic,
+        "from_zero": name not in ("loss", "reward") and not logarithmic,
+    }
+
+
+def _line(label: str, kind: str, steps: Sequence[int], values: Values, times: float = 1.0) -> Entry:
+    """One line of a chart; its kind says how it is drawn (page.js)."""
+    return {"label": label, "kind": kind, "steps": steps, "values": [_short(value, times) for value in values]}
+
+
+def _short(value: float | None, times: float) -> float | None:
     """With six digits, which is more than a screen shows, and less than half of the bytes."""
     if value is None or not abs(value * times) < _HIGHEST:
         return None
@@ -168,73 +112,207 @@ def _short(value: float | None, times: float = 1.0) -> float | None:
     return int(short) if short == int(short) else short
 
 
-def _undone(discarded: Sequence[StepColumns], column: str) -> list[Line]:
-    """Stretches that are not in the weights: as many lines as it takes for none to lie over another."""
-    layers: list[list[StepColumns]] = []
-    for stretch in reversed([each for each in discarded if len(each)]):
-        first, last = stretch.step[0], stretch.step[-1]
-        free = next(
-            (layer for layer in layers if all(last < other.step[0] or first > other.step[-1] for other in layer)), None
-        )
-        if free is not None:
-            free.append(stretch)
-        elif len(layers) < _LAYERS:
-            layers.append([stretch])
-    lines = []
-    for layer in layers:
-        steps: list[int] = []
-        values: list[float | None] = []
-        for stretch in sorted(layer, key=lambda each: each.step[0]):
-            if steps and stretch.step[0] > steps[-1] + 1:
-                # A gap, or the line would run on to the next stretch.
-                steps.append(steps[-1] + 1)
-                values.append(None)
-            steps += stretch.step
-            values += [_short(value) for value in getattr(stretch, column)]
-        lines.append(Line("not in the weights", "undone", steps, values))
-    return lines
+def _undone(discarded: Sequence[Entry], column: str) -> Entry:
+    """Steps that are not in the weights; of several stretches over each other the newest."""
+    values: dict[int, float | None] = {}
+    for stretch in discarded:
+        values.update(_pairs(stretch["step"], stretch[column]))
+        # A gap, or the line would run on to the next stretch.
+        values.setdefault(stretch["step"][-1] + stretch["steps"][-1], None)
+    return _by_step("not in the weights", "undone", values)
 
 
-def _logged(label: str, metric: LoggedMetric | None, kind: str = "second") -> list[Line]:
-    if metric is None:
-        return []
+def _logged(label: str, kind: str, metric: Entry | None) -> Entry:
     # Logged after the step that incidents count as not yet finished; of a step that is logged twice the last counts.
-    values = {max(step - 1, 0): value for step, value in zip(metric.step, metric.value, strict=False)}
+    pairs = () if metric is None else _pairs(metric["step"], metric["value"])
+    return _by_step(label, kind, {max(step - 1, 0): value for step, value in pairs})
+
+
+def _by_step(label: str, kind: str, values: Mapping[int, float | None]) -> Entry:
     steps = sorted(values)
-    return [Line(label, kind, steps, [_short(values[step]) for step in steps])]
+    return _line(label, kind, steps, [values[step] for step in steps])
+
+
+def _pairs(first: Iterable[Any], second: Iterable[Any]) -> Iterable[tuple[Any, Any]]:
+    return zip(first, second, strict=True)
 
 
 def _there(values: Values) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
+    return [value for value in values if value is not None]
 
 
-def _finished(chart: Chart) -> Chart:
-    lines = [line for line in chart.lines if line.drawn]
-    everything = [value for line in lines for value in _there(line.values)]
-    about = lines[0]
-    usual = median(_there(about.values))
-    logarithmic = min(everything) > 0 and max(everything) > _FLAT * usual
-    summary = chart.summary or _summary(chart, about)
-    from_zero = chart.name not in ("loss", "reward") and not logarithmic
-    return Chart(chart.name, chart.title, chart.unit, lines, summary, logarithmic, from_zero)
+def _summary(name: str, unit: str, line: Entry) -> str:
+    points = [(value, step) for step, value in _pairs(line["steps"], line["values"]) if value is not None]
+    (low, low_at), (high, high_at) = min(points), max(points, key=lambda point: float(point[0]))
+    if name == "seconds":
+        per_second = 1000 if unit == "ms" else 1
+        usual = short_duration(median(value for value, _ in points) / per_second)
+        return f"usually {usual}, longest {short_duration(high / per_second)} at step {high_at}"
+    unit = f" {unit}" if unit else ""
+    text = f"{digits(points[0][0])} → {digits(points[-1][0])}{unit}"
+    if name == "loss":
+        return f"{text}, lowest {digits(low)} at step {low_at}"
+    return f"{text}, highest {digits(high)}{unit} at step {high_at}"
 
 
-def _of_times(kept: StepColumns) -> str:
-    points = [(step, value) for step, value in zip(kept.step, kept.seconds, strict=False) if value is not None]
-    if not points:
-        return ""
-    step, longest = max(points, key=lambda point: point[1])
-    usual = median(value for _, value in points)
-    return f"usually {wording.duration(usual)}, longest {wording.duration(longest)} at step {step}"
+# ---- tables ----
 
 
-def _summary(chart: Chart, line: Line) -> str:
-    points = [(step, value) for step, value in zip(line.steps, line.values, strict=True) if value is not None]
-    unit = f" {chart.unit}" if chart.unit else ""
-    (_, first), (_, last) = points[0], points[-1]
-    text = f"{wording.number(first)} → {wording.number(last)}{unit}"
-    if chart.name == "loss":
-        low = min(points, key=lambda point: point[1])
-        return f"{text}, lowest {wording.number(low[1])} at step {low[0]}"
-    high = max(points, key=lambda point: point[1])
-    return f"{text}, highest {wording.number(high[1])}{unit} at step {high[0]}"
+def tables_of(report: RunReport, anchors: Mapping[str, str]) -> list[Entry]:
+    """Makes the tables; `anchors` says where the story of each incident is on the page."""
+    found = [_budgets(report), _quarantine(report, anchors), _checkpoints(report, anchors), _attempts(report)]
+    found += [_ranks(report)] if len(report.ranks) > 1 else []
+    found += [_other_runs(report)] if report.other_runs else []
+    return [table for table in found if table["rows"] or table["none"]]
+
+
+def _table(name: str, title: str, lead: str, columns: str, rows: Sequence[Sequence[Entry]], none: str = "") -> Entry:
+    """
+    One table, without columns that are empty.
+
+    Args:
+        columns (`str`):
+            Their titles, separated by ` | `; `#` before one of numbers.
+    """
+    heads = [{"title": head.removeprefix("#"), "numeric": head.startswith("#")} for head in columns.split(" | ")]
+    shown = [at for at in range(len(heads)) if any(row[at]["text"] for row in rows)]
+    more = len(rows) - _MOST_ROWS
+    return {
+        "name": name,
+        "title": title,
+        "lead": lead,
+        "columns": [heads[at] for at in shown],
+        "rows": [[row[at] for at in shown] for row in rows[:_MOST_ROWS]],
+        "none": none,
+        "left_out": f"And {more} more." if more > 0 else "",
+    }
+
+
+def _cell(value: Any, tone: str = "", code: bool = False, anchor: str = "") -> Entry:
+    text = digits(value) if isinstance(value, int | float) else value or ""
+    return {"text": text, "anchor": anchor, "tone": tone, "code": code}
+
+
+def _time_cell(at: float | None) -> Entry:
+    return _cell(None if at is None else moment(at))
+
+
+def _incident_cell(name: str | None, anchors: Mapping[str, str]) -> Entry:
+    anchor = anchors.get(name or "", "")
+    return _cell(f"incident {anchor.rpartition('-')[2]}" if anchor else name, anchor=anchor)
+
+
+def _budgets(report: RunReport) -> Entry:
+    rows = [
+        (
+            _cell(each.name),
+            _cell(each.used, tone="warn" if each.limit and each.left == 0 else ""),
+            _cell(each.limit),
+            _cell(each.told),
+            _cell(each.setting, code=True),
+        )
+        for each in report.budgets
+    ]
+    lead = "How often something may still happen before the run ends."
+    return _table("budgets", "Budgets", lead, "budget | #used | #of | what is counted | setting", rows)
+
+
+def _quarantine(report: RunReport, anchors: Mapping[str, str]) -> Entry:
+    rows = [
+        (
+            _cell(row["name"]),
+            # Not its text: a page is passed on more easily than the file it would come from.
+            _cell(row["why"]),
+            _cell(row["step"]),
+            _cell((row["content_hash"] or "")[:12], code=True),
+            _incident_cell(row["incident"], anchors),
+        )
+        for row in report.quarantine
+    ]
+    lead = (
+        "Rows and samples that are left out of training. Their text is in quarantine.jsonl, as far as it may be kept"
+    )
+    columns = "row | why | #step | SHA-256 | incident"
+    return _table("quarantine", "Quarantine", f"{lead}.", columns, rows, "No row and no sample was left out.")
+
+
+def _checkpoints(report: RunReport, anchors: Mapping[str, str]) -> Entry:
+    rows = [
+        (
+            _cell(each.path, code=True),
+            _cell(each.step),
+            _cell(each.standing, tone=_STANDINGS.get(each.standing, "calm")),
+            _cell(_remarks_on(each)),
+            _cell(None if each.bytes is None else size(each.bytes)),
+            _time_cell(each.time),
+            _incident_cell(each.incident, anchors),
+        )
+        for each in report.checkpoints
+    ]
+    lead = "Newest first, as their markers say; verified means that healthy steps followed."
+    columns = "checkpoint | #step | standing | remarks | #size | written | incident"
+    return _table("checkpoints", "Checkpoints", lead, columns, rows, "There is no checkpoint on disk.")
+
+
+def _remarks_on(checkpoint: Checkpoint) -> str:
+    remarks = {
+        "not complete": not checkpoint.complete,
+        "not finite": checkpoint.finite is False,
+        "emergency": checkpoint.emergency,
+        "kept as last known good": checkpoint.pinned,
+        "of another run": not checkpoint.of_this_run,
+    }
+    return ", ".join(remark for remark, holds in remarks.items() if holds)
+
+
+def _attempts(report: RunReport) -> Entry:
+    rows = []
+    for each in report.attempts:
+        began, ended = each["began"], each["ended"]
+        process = "" if each["pid"] is None else f"process {each['pid']}"
+        rows.append(
+            (
+                _cell(each["number"]),
+                _cell(spoken(each["ending"]), tone=_ENDINGS.get(each["ending"], "bad")),
+                _cell(f"{each['first_step']} to {each['last_step']}"),
+                _time_cell(began),
+                _cell(None if began is None or ended is None else short_duration(max(ended - began, 0))),
+                _cell(each["why"]),
+                _cell(each["resumed_from"], code=True),
+                _cell(" on ".join(part for part in (process, each["host"]) if part)),
+            )
+        )
+    columns = "#process | ending | #steps | began | #lasted | why it ended | went on from | where"
+    lead, none = "What each process did, and how it ended.", "The processes of this run are not known."
+    return _table("restarts", "Processes and restarts", lead, columns, rows, none)
+
+
+def _ranks(report: RunReport) -> Entry:
+    rows = [
+        (
+            _cell(rank["rank"]),
+            _cell(rank["step"]),
+            _time_cell(rank["seen"]),
+            _cell(rank["incidents"]),
+            _cell(plain(rank["error"]) if rank["error"] else "", tone="bad" if rank["error"] else ""),
+            _cell(rank["journal"], code=True),
+        )
+        for rank in report.ranks
+    ]
+    columns = "#rank | #step | last seen | #incidents | what ended it | journal"
+    return _table("ranks", "Ranks", "What each process of the distributed job has logged.", columns, rows)
+
+
+def _other_runs(report: RunReport) -> Entry:
+    rows = [
+        (
+            _cell(run["run"], code=True),
+            _time_cell(run["began"]),
+            _cell(run["step"]),
+            _cell(run["incidents"]),
+            _cell(run["state"]),
+        )
+        for run in report.other_runs
+    ]
+    columns = "run | began | #step | #incidents | state"
+    return _table("runs", "Other runs in this directory", "Not on this page.", columns, rows)

@@ -12,32 +12,39 @@ import errno
 import hashlib
 import importlib.metadata
 import math
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from ...files import replace_file
-from .. import words
-from ..records import Goodput, NextStep, RunReport
-from . import wording
-from .chapters import Told, tell, worst_first
-from .charts import Chart, charts_of
-from .sheets import names, sheets_of
+from ..records import (
+    Entry,
+    Goodput,
+    IncidentStory,
+    NextStep,
+    RunReport,
+    capital,
+    counted,
+    digits,
+    moment,
+    percent,
+    plain,
+    short_duration,
+    spoken,
+)
+from .charts import charts_of, tables_of
 
 
-_MOST_STORIES = 300
-_MOST_NOTICES = 200
+_MOST_STORIES, _MOST_NOTICES, _MOST_ROWS, _MOST_FACTS = 300, 200, 50, 40
 # From one thing to do, to the newest incidents it is about.
 _MOST_LINKS = 5
-# Marks beyond these could not be told apart.
-_MOST_MARKS = 1000
 
 _STATES = {
     "running": ("busy", "The run is in progress"),
@@ -48,20 +55,31 @@ _STATES = {
     "unknown": ("calm", "Whether the run is still going is not known"),
 }
 _VERDICTS = {"good": "good", "look first": "warn", "do not use": "bad"}
+_ICON = {"good": "%2315803d", "bad": "%23b91c1c", "warn": "%23a84b05", "busy": "%231d4ed8", "calm": "%235b6473"}
+# Classes of colours, the worst last.
+_TONES = ("calm", "good", "busy", "warn", "bad")
+_OUTCOMES = {
+    "resolved": ("healed", "good"),
+    "self_recovered": ("recovered by itself", "good"),
+    "reported": ("reported", "calm"),
+    "open": ("open", "warn"),
+    "unresolved": ("not resolved", "warn"),
+    "fatal": ("ended the run", "bad"),
+}
+# What the sentences of a story say, and the head of it.
+_TOLD = frozenset(
+    {
+        *("action", "cause", "evidence", "failure", "happened", "outcome", "symptom"),
+        *("loss_after", "seconds_lost", "steps_lost", "steps_repeated", "trend"),
+    }
+)
 # Of the first bytes of a page, by which it is known again.
 _HEAD, _GENERATOR = 4096, b'<meta name="generator" content="self-healing-trl'
-_ICON = {"good": "%2315803d", "bad": "%23b91c1c", "warn": "%23a84b05", "busy": "%231d4ed8", "calm": "%235b6473"}
 
 
 def write_page(report: RunReport, path: str | Path) -> None:
     """
-    Writes the page of a run, whole or not at all.
-
-    Args:
-        report ([`~self_healing.report.records.RunReport`]):
-            What is known of the run.
-        path (`str` or `Path`):
-            The file, in a directory that is there; an older page of that name is replaced.
+    Writes the page of a run, whole or not at all; an older page of that name is replaced.
 
     Raises:
         OSError: If it could not be written, or there is a file of that name that is not such a page.
@@ -86,52 +104,49 @@ def _is_page(path: Path) -> bool:
 
 def page_of(report: RunReport) -> str:
     """Returns the page of a run as text."""
-    tellings = [tell(incident, number) for number, incident in enumerate(report.incidents, 1)]
-    stories = worst_first(tellings, _MOST_STORIES)
-    told = {story.id: story.anchor for story in stories}
+    tellings = [_tell(incident, number) for number, incident in enumerate(report.incidents, 1)]
+    # Of too many the worst, of equals the newest; in their order.
+    worst = sorted(tellings, key=lambda told: (_TONES.index(told["tone"]), told["number"]))[-_MOST_STORIES:]
+    stories = sorted(worst, key=lambda told: int(told["number"]))
+    anchors = {story["id"]: story["anchor"] for story in stories}
     charts = charts_of(report)
     first, last = _range(charts, report)
-    sheets = sheets_of(report, told)
+    tables = tables_of(report, anchors)
     goodput = _goodput(report.goodput)
     contents = [("charts", "Charts"), ("incidents", "Incidents")]
     contents += [("goodput", "Where the time went")] if goodput else []
     script, uplot = _text("page.js"), _text("vendored/uplot/uPlot.iife.min.js")
     style = f"{_text('vendored/uplot/uPlot.min.css')}\n{_text('page.css')}"
-    verdict = _verdict(report)
+    top = _top(report)
     more = len(tellings) - len(stories)
     name = Path(report.output_dir).name or report.run
     page = _template().render(
         policy=_policy((uplot, script), style),
-        title=f"{verdict['title']}: {name}",
-        icon=_icon(verdict["tone"]),
+        title=f"{top['title']}: {name}",
+        icon=_icon(top["tone"]),
         style=Markup(style),
         script=Markup(script),
         uplot=Markup(uplot),
         version=_version(),
         name=name,
-        run=report.run,
-        directory=report.directory,
-        objective=report.objective,
-        made=words.moment(report.made),
-        made_for_machines=wording.moment_for_machines(report.made),
-        verdict=verdict,
-        next_steps=[_next_step(step, told) for step in report.next_steps],
+        report=report,
+        made=moment(report.made),
+        made_for_machines=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(report.made)),
+        verdict=top,
+        next_steps=[(step, _links(step, anchors)) for step in report.next_steps],
         figures=_figures(report, tellings),
-        contents=contents + names(sheets),
+        contents=contents + [(table["name"], table["title"]) for table in tables],
         charts=charts,
         charts_lead=_about_charts(report),
-        nothing_to_draw="no step was written down, and nothing was logged.",
         first_step=first,
         last_step=last,
         stories=stories,
-        incidents_lead=_about_incidents(report),
-        left_out=f"And {wording.number(more)} more, less severe or older: they are in the journal." if more else "",
+        left_out=f"And {more} more, less severe or older: they are in the journal." if more else "",
         notices=report.notices[-_MOST_NOTICES:],
-        notices_title=words.counted(len(report.notices), "notice"),
+        notices_title=counted(len(report.notices), "notice"),
         goodput=goodput,
-        tables=sheets,
-        remarks=report.remarks,
-        drawn=_drawn(charts, _marks(stories), (first, last)),
+        tables=tables,
+        drawn={"range": (first, last), "charts": charts, "marks": _marks(stories)},
     )
     # Parts of file names that no encoding has.
     return page.encode("utf-8", errors="replace").decode("utf-8")
@@ -180,148 +195,137 @@ def _version() -> str:
 # ---- the top ----
 
 
-def _verdict(report: RunReport) -> dict[str, Any]:
+def _top(report: RunReport) -> Entry:
     state = report.state
     tone, title = _STATES.get(state.name, _STATES["unknown"])
     if state.name == "ended" and report.verdict is not None:
         tone = _VERDICTS[report.verdict.name]
     share = min(state.step / state.max_steps, 1.0) if state.max_steps else None
-    of = f" of {wording.number(state.max_steps)}" if state.max_steps else ""
     return {
         "tone": tone,
         "title": title,
         "told": state.told,
         "weights": "" if report.verdict is None else f"Verdict: {report.verdict}",
         "share": share,
-        "progress": f"Step {wording.number(state.step)}{of}",
+        "progress": f"Step {state.step}" + (f" of {state.max_steps}" if state.max_steps else ""),
         "percent": "" if share is None else f"{math.floor(100 * share)} %",
     }
 
 
-def _next_step(step: NextStep, told: dict[str, str]) -> dict[str, Any]:
-    anchors = [told[incident] for incident in step.incidents if incident in told]
-    return {
-        "text": step.text,
-        "why": step.why,
-        "command": step.command,
-        "anchors": [(anchor, f"Incident {anchor.rpartition('-')[2]}") for anchor in anchors[-_MOST_LINKS:]],
-    }
+def _links(step: NextStep, anchors: Mapping[str, str]) -> list[tuple[str, str]]:
+    found = [anchors[incident] for incident in step.incidents if incident in anchors]
+    return [(anchor, f"Incident {anchor.rpartition('-')[2]}") for anchor in found[-_MOST_LINKS:]]
 
 
-def _figures(report: RunReport, tellings: Sequence[Told]) -> list[dict[str, str]]:
-    outcomes = Counter(told.outcome for told in tellings)
-    found = [
-        (
-            "Incidents",
-            wording.number(len(report.incidents)),
-            ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()) or "nothing had to be healed",
-        )
-    ]
-    if report.goodput is not None and report.goodput.share is None:
-        found.append(("Wall time", wording.duration(report.goodput.wall), "from the first process to the newest"))
-    elif report.goodput is not None:
-        found.append(
-            (
-                "Goodput",
-                wording.share(report.goodput.share),
-                f"of {wording.duration(report.goodput.wall)} of wall time",
-            )
-        )
-    again = (
-        f"{words.counted(report.steps_repeated, 'step')} done again" if report.steps_repeated else "none done again"
-    )
-    lost = "not known" if report.lost.endswith("known") else wording.number(report.steps_lost)
+def _figures(report: RunReport, tellings: Sequence[Entry]) -> list[tuple[str, str, str]]:
+    """The numbers at the top: title, value, and what stands beside it."""
+    outcomes = Counter(told["outcome"] for told in tellings)
+    became = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    found = [("Incidents", str(len(tellings)), became or "nothing had to be healed")]
+    if (goodput := report.goodput) is not None:
+        wall = short_duration(goodput.wall)
+        if goodput.share is None:
+            found.append(("Wall time", wall, "from the first process to the newest"))
+        else:
+            found.append(("Goodput", percent(goodput.share), f"of {wall} of wall time"))
+    lost = "not known" if report.lost.endswith("known") else str(report.steps_lost)
+    again = f"{counted(report.steps_repeated, 'step') if report.steps_repeated else 'none'} done again"
     found.append(("Steps lost", lost, again))
-    found.append(("Time spent on healing", wording.duration(report.seconds_lost), "diagnosis and remedies"))
+    found.append(("Time spent on healing", short_duration(report.seconds_lost), "diagnosis and remedies"))
     if report.quarantine:
-        found.append(("Left out of training", wording.number(len(report.quarantine)), "rows and samples"))
+        found.append(("Left out of training", str(len(report.quarantine)), "rows and samples"))
     verified = [each for each in report.checkpoints if each.standing == "verified" and each.complete]
     if verified:
         newest = max(verified, key=lambda each: each.step)
-        found.append(("Newest verified checkpoint", f"step {wording.number(newest.step)}", newest.path))
+        found.append(("Newest verified checkpoint", f"step {newest.step}", newest.path))
     if report.learning_rate:
-        scales = [scale for scale in report.series.kept.learning_rate_scale if scale is not None]
-        value = f"× {wording.number(scales[-1])}" if scales else "reduced"
-        found.append(("Learning rate", value, report.learning_rate))
-    return [{"title": title, "value": value, "beside": beside} for title, value, beside in found]
+        scales = [scale for scale in report.series["kept"]["learning_rate_scale"] if scale is not None]
+        found.append(("Learning rate", f"× {digits(scales[-1])}" if scales else "reduced", report.learning_rate))
+    return found
 
 
 # ---- charts ----
 
 
 def _about_charts(report: RunReport) -> str:
-    source = {
-        "steps": "Every step, as it was applied.",
-        "logs": "Only what the trainer logged: averages over its logging steps.",
-    }.get(report.series.source, "")
-    undone = " Grey: steps that were rolled back or repeated." if report.series.discarded else ""
+    source = "Every step, as it was applied." if report.series["source"] == "steps" else ""
+    undone = " Grey: steps that were rolled back or repeated." if report.series["discarded"] else ""
     marks = " The numbers are incidents: click one for its story." if report.incidents else ""
     return f"{source}{undone}{marks}".strip()
 
 
-def _marks(stories: Sequence[Told]) -> list[dict[str, Any]]:
-    # The number is for all; in the order of steps, as a run goes back.
+def _marks(stories: Sequence[Entry]) -> list[Entry]:
+    # The number is for all; in the order of steps, as a run is rolled back.
     return [
         {
-            "label": str(story.number),
-            "step": story.step,
-            "tone": story.tone,
-            "anchor": story.anchor,
-            "title": f"Incident {story.number}, step {story.step}: {story.title} ({story.outcome})",
+            "label": str(story["number"]),
+            **{key: story[key] for key in ("step", "tone", "anchor")},
+            "title": f"Incident {story['number']}, step {story['step']}: {story['title']} ({story['outcome']})",
         }
-        for story in sorted(stories[-_MOST_MARKS:], key=lambda story: (story.step, story.number))
+        for story in sorted(stories, key=lambda story: (story["step"], story["number"]))
     ]
 
 
-def _range(charts: Sequence[Chart], report: RunReport) -> tuple[int, int]:
-    steps = [step for chart in charts for line in chart.lines for step in (line.steps[0], line.steps[-1])]
+def _range(charts: Sequence[Entry], report: RunReport) -> tuple[int, int]:
+    steps = [step for chart in charts for line in chart["lines"] for step in (line["steps"][0], line["steps"][-1])]
     steps += [incident.step for incident in report.incidents]
     return (min(steps), max(max(steps), min(steps) + 1)) if steps else (0, 1)
-
-
-def _drawn(charts: Sequence[Chart], marks: Sequence[dict[str, Any]], steps: tuple[int, int]) -> dict[str, Any]:
-    return {
-        "range": steps,
-        "charts": [
-            {
-                **{
-                    name: getattr(chart, name)
-                    for name in ("name", "title", "unit", "summary", "logarithmic", "from_zero")
-                },
-                "lines": [
-                    {name: getattr(line, name) for name in ("label", "kind", "steps", "values")}
-                    for line in chart.lines
-                ],
-            }
-            for chart in charts
-        ],
-        "marks": marks,
-    }
 
 
 # ---- incidents and time ----
 
 
-def _about_incidents(report: RunReport) -> str:
-    if not report.incidents:
-        return "Nothing had to be healed."
-    return "In the order in which they were seen: evidence, experiment, cause, remedy and outcome of each."
+def _tell(incident: IncidentStory, number: int) -> Entry:
+    """An incident as the page tells it; its number, from 1, is on the charts as well."""
+    outcome, tone = _OUTCOMES.get(incident.outcome, (spoken(incident.outcome), "warn"))
+    if incident.outcome == "reported" and incident.severity in ("warning", "error"):
+        tone = "warn"
+    cost = [f"step {incident.step}"]
+    if incident.actions:
+        cost.append(", ".join(spoken(action) for action in dict.fromkeys(incident.actions)))
+    cost.append(incident.lost)
+    if incident.steps_repeated:
+        cost.append(f"{counted(incident.steps_repeated, 'step')} done again")
+    if incident.seconds_lost:
+        cost.append(short_duration(incident.seconds_lost))
+    if incident.rank:
+        cost.append(f"rank {incident.rank}")
+    chapters = [
+        (capital(spoken(part)), [(line, _facts(line)) for line in lines])
+        for part, lines in groupby(incident.story, key=lambda line: str(line["part"]))
+    ]
+    return {
+        "number": number,
+        # Its name might be anything.
+        "anchor": f"incident-{number}",
+        "id": incident.id,
+        "step": incident.step,
+        "title": capital(incident.title),
+        "beside": " · ".join(cost),
+        "advice": incident.advice,
+        "outcome": outcome,
+        "tone": tone,
+        "chapters": chapters,
+        "rows": incident.rows[:_MOST_ROWS],
+        "files": incident.files,
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    title: str
-    value: str
-    tone: str
-    begin: float
-    width: float
+def _facts(line: Entry) -> list[tuple[str, str]]:
+    """The values behind a sentence that it does not tell itself."""
+    details = {**line["details"], **line["details"].get("evidence", {})}
+    return [
+        (spoken(name), plain(value))
+        for name, value in list(details.items())[:_MOST_FACTS]
+        if name not in _TOLD and value not in (None, "", [], {}) and f"{spoken(name)} " not in line["text"]
+    ]
 
 
-def _goodput(goodput: Goodput | None) -> dict[str, Any] | None:
+def _goodput(goodput: Goodput | None) -> Entry | None:
     """The bar of a thousand units that shows where the wall time went."""
     if goodput is None or goodput.wall <= 0 or goodput.share is None:
         return None
-    parts: list[_Part] = []
+    parts: list[Entry] = []
     begin = 0.0
     for title, seconds, tone in (
         ("steps in the weights", goodput.useful, "good"),
@@ -330,15 +334,15 @@ def _goodput(goodput: Goodput | None) -> dict[str, Any] | None:
         ("between two processes", goodput.down, "busy"),
         ("start-up, evaluation, checkpoints", goodput.other, "calm"),
     ):
-        if seconds < 0.05:
-            continue
-        width = round(1000 * max(seconds, 0.0) / goodput.wall, 1)
-        parts.append(_Part(title, wording.duration(seconds), tone, begin, width))
-        begin = round(begin + width, 1)
-    of_steps = f"{wording.number(goodput.steps_useful)} of the {words.counted(goodput.steps_done, 'step')} computed"
+        if seconds >= 0.05:
+            width = round(1000 * seconds / goodput.wall, 1)
+            shown = short_duration(seconds)
+            parts.append({"title": title, "value": shown, "tone": tone, "begin": begin, "width": width})
+            begin = round(begin + width, 1)
+    of_steps = f"{goodput.steps_useful} of the {counted(goodput.steps_done, 'step')} computed"
+    wall = short_duration(goodput.wall)
     return {
-        "lead": f"{wording.share(goodput.share)} of {wording.duration(goodput.wall)} went into steps that are in the "
-        f"weights: {of_steps}.",
-        "told": ", ".join(f"{part.title} {part.value}" for part in parts),
+        "lead": f"{percent(goodput.share)} of {wall} went into steps that are in the weights: {of_steps}.",
+        "told": ", ".join(f"{part['title']} {part['value']}" for part in parts),
         "parts": parts,
     }
