@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -70,16 +70,17 @@ def _resume(report: RunReport, told: str | None) -> NextStep:
     state, checkpoints = report.state, report.checkpoints
     usable = [each for each in checkpoints if each.usable]
     if told:
-        parts = _named_in(told).parts
-        # The run directory may have been moved. The longest one: not checkpoint-40 for last-known-good/checkpoint-40.
-        of_it = [each for each in usable if parts[-len(own := Path(each.path).parts) :] == own]
-        known = max(of_it, key=lambda each: each.path.count(os.sep), default=None)
+        # By its end, as the run directory may have been moved.
+        named = re.split(r"[/\\'\"]+", told.rstrip("'\")"))
+        of_it = [each for each in usable if named[-len(own := each.path.split(os.sep)) :] == own]
+        # The longest one: not checkpoint-40 for last-known-good/checkpoint-40.
+        known = max(of_it, key=lambda each: len(each.path), default=None)
         if known is None:
             return NextStep(
                 "Resume from where the postmortem says.", "It names the checkpoint that was written.", told
             )
-        named = f"Resume: {known.path} (step {known.step}, {known.standing}) is what the postmortem names."
-        return NextStep(named, _done_again(state, known), told)
+        text = f"Resume: {known.path} (step {known.step}, {known.standing}) is what the postmortem names."
+        return NextStep(text, _done_again(state, known), told)
     if not usable:
         return NextStep(
             "Start the run again.",
@@ -100,14 +101,6 @@ def _resume(report: RunReport, told: str | None) -> NextStep:
 def _done_again(state: State, checkpoint: Checkpoint) -> str:
     lost = max(state.step - checkpoint.step, 0)
     return "No step is lost." if lost == 0 else f"{counted(lost, 'step')} {'is' if lost == 1 else 'are'} done again."
-
-
-def _named_in(line: str) -> Path:
-    """The checkpoint in the line that resumes."""
-    try:
-        return Path(ast.literal_eval(line.partition("resume_from_checkpoint=")[2].removesuffix(")")))
-    except (ValueError, TypeError, SyntaxError):
-        return Path()
 
 
 def _about_budgets(budgets: Sequence[Budget]) -> Iterable[NextStep]:

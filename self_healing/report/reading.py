@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..checkpoints.marker import load_marker, read_marker
 from ..files import of_rank, parse_lines
 from ..journal.step_log import step_log_of
 from ..own_files import BRIEFING_FILE, EVENTS_FILE, POSTMORTEM_FILE, REPORT_FILE
-from ..restarts.record import RunRecord, UnreadableRecordError
+from ..restarts.record import Attempt, RunRecord, UnreadableRecordError
 from ..restarts.status import RunState, RunStatus
 from .advice import next_steps
 from .healing_report import HealingReport
@@ -200,7 +200,8 @@ class _Reader:
 
     def _attempts(self, state: State) -> list[Entry]:
         """The processes of the run, one after another: those of its record, else those that its journal names."""
-        found = list(self._attempts_of_record() or self._attempts_of_journal())
+        recorded = [] if self.record is None else self.record.attempts
+        found = [_attempt(each) for each in recorded] or list(self._attempts_of_journal())
         times = sorted([event.get("time", 0.0) for event in self.events] + [row.time for row in self.rows])
         for at, attempt in enumerate(found[:-1]):
             following = found[at + 1]["began"]
@@ -212,23 +213,6 @@ class _Reader:
             if newest["ending"] in ("running", "unknown"):
                 newest["ending"] = state.name
         return found
-
-    def _attempts_of_record(self) -> Sequence[Entry]:
-        return [
-            {
-                "number": each.number,
-                "pid": each.pid or None,
-                "host": each.host or None,
-                "began": each.began or None,
-                "ended": None,
-                "first_step": each.first_step,
-                "last_step": each.last_step,
-                "resumed_from": each.resumed_from,
-                "ending": each.ending.value,
-                "why": each.why,
-            }
-            for each in ([] if self.record is None else self.record.attempts)
-        ]
 
     def _attempts_of_journal(self) -> Iterable[Entry]:
         own = [event for event in self.started if event.get("rank", 0) == 0]
@@ -309,6 +293,13 @@ class _Reader:
         wanted = {**_FILES, step_log_of(self.directory, self.run).name: "every step"}
         found = [places.named(what, self.directory / name) for name, what in wanted.items()]
         return [each for each in found if each is not None]
+
+
+def _attempt(attempt: Attempt) -> Entry:
+    known = asdict(attempt)
+    where = {key: known[key] or None for key in ("pid", "host", "began")}
+    what = {key: known[key] for key in ("first_step", "last_step", "resumed_from", "why")}
+    return {"number": attempt.number, **where, **what, "ended": None, "ending": attempt.ending.value}
 
 
 def _row(line: Mapping[str, Any]) -> Entry:
