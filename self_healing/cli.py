@@ -327,7 +327,7 @@ def doctor(
 
     Exit code 1: something will not work; 2: neither the directory exists nor the one it would be made in.
     """
-    from .doctor.checkup import check_up
+    from .doctor.doctor import check_up
     from .doctor.job import is_in_job
     from .processes import end_at_once
 

@@ -47,7 +47,7 @@ from self_healing.chaos import (
     parse_faults,
     survived,
 )
-from self_healing.chaos.places import output_module, pieces_of
+from self_healing.chaos.injectors import output_module, pieces_of
 from self_healing.chaos.schedule import strike_ranks, strike_steps
 from self_healing.chaos.strikes import Strikes
 from self_healing.chaos.waiting import wait_in_c, wait_in_python

@@ -13,7 +13,7 @@ import torch
 
 from ..instrument.live_state import local
 from .calls import lose_connection, wait
-from .places import SeenInputs, changed, last_weight, middle_weight, on_gradient, output_module, pieces_of, spoiled
+from .injectors import SeenInputs, changed, last_weight, middle_weight, on_gradient, output_module, pieces_of, spoiled
 from .strikes import Strikes
 
 

@@ -8,8 +8,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .checkup import Checkup, size_in_words
 from .coverage import recorded
+from .doctor import Checkup, size_in_words
 from .job import Job
 
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from self_healing.cli import app
 from self_healing.doctor import machine as machine_module
-from self_healing.doctor.checkup import Checkup, check_up, judge, size_in_words
 from self_healing.doctor.coverage import Setting, Shown, coverage_of
+from self_healing.doctor.doctor import Checkup, check_up, judge, size_in_words
 from self_healing.doctor.machine import Device, Machine, Place, look_at_machine, look_at_place
 from self_healing.doctor.tables import print_checkup
 from self_healing.launcher import launch_of

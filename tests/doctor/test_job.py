@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from started_ranks import StartedRanks
 
-from self_healing.doctor.checkup import judge
 from self_healing.doctor.coverage import Setting
+from self_healing.doctor.doctor import judge
 from self_healing.doctor.job import Job, RankRow, is_in_job
 from self_healing.doctor.machine import Machine, Place
 from self_healing.launcher import launch_of
