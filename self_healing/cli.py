@@ -323,12 +323,12 @@ def doctor(
     Look at this machine before a run: versions, device, launcher, memory and disk, and what will be healed here.
 
     Under torchrun (torchrun --nproc-per-node 8 -m self_healing doctor) at all ranks: whether each computes right, and
-    its bandwidth. Rank 0 prints.
+    their sums are. Rank 0 prints.
 
     Exit code 1: something will not work; 2: neither the directory exists nor the one it would be made in.
     """
-    from .doctor.doctor import check_up
-    from .doctor.job import is_in_job
+    from .doctor.doctor import check_up, print_checkup
+    from .doctor.machine import is_in_job, look_at_job
     from .processes import end_at_once
 
     # A run makes its output_dir, but neither a disk nor a mount that is not there.
@@ -342,8 +342,6 @@ def doctor(
 
     job = None
     if is_in_job():
-        from .doctor.ranks import look_at_job
-
         job = look_at_job()
         # Threads of gloo outlive the process group, and what they free while the interpreter ends aborts the process
         # (torch 2.13, https://github.com/pytorch/pytorch/pull/179291).
@@ -351,15 +349,12 @@ def doctor(
             end_at_once(0 if job.works else 1)
     found = check_up(directory, job=job)
     if as_json:
+        import dataclasses
         import json
 
-        from .files import jsonable
-
-        typer.echo(json.dumps(jsonable(found.to_dict()), indent=2))
+        typer.echo(json.dumps({"works": found.works, **dataclasses.asdict(found)}, indent=2))
     else:
         from rich.console import Console
-
-        from .doctor.tables import print_checkup
 
         print_checkup(found, Console(highlight=False))
     if job is not None:

@@ -29,8 +29,7 @@ from matrix import (
     with_table,
 )
 
-from self_healing.doctor.coverage import Setting, coverage_of
-from self_healing.launcher import launch_of
+from self_healing.doctor.doctor import Setting, coverage_of
 
 
 ROOT = Path(__file__).parent.parent
@@ -84,15 +83,15 @@ def test_the_doctor_says_what_the_readme_says(column: str) -> None:
     readme = [(row[0], row[header.index(column)]) for row in rows]
 
     environment = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "3", **STARTED[column]}
-    told = coverage_of(Setting.of(launch_of(environment), environment), device="cuda")
+    told = coverage_of(Setting.of(environment), device="cuda")
     signs = {"healed": "✅", "not shown": "❌", "not run": "–"}
     doctor = []
     for row in told:
-        shown = row.shown[column]
-        sign = signs.get(shown.state) or next(
-            (f"◐ {number}" for number, what in notes.items() if what == shown.what), "?"
+        shown = row["shown"][column]
+        sign = signs.get(shown["state"]) or next(
+            (f"◐ {number}" for number, what in notes.items() if what == shown["what"]), "?"
         )
-        doctor.append((row.what, sign))
+        doctor.append((row["what"], sign))
     assert doctor == [(re.sub(r"\[(.*?)\]\(.*?\)", r"\1", what), sign) for what, sign in readme]
 
 

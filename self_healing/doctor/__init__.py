@@ -1,1 +1,0 @@
-"""Looks at a machine before a run: what there is, what will be healed on it, and what will not work."""

@@ -1,78 +1,82 @@
-"""Judges a machine and a directory: what will not work, what had better be otherwise, and what to do about it."""
+"""Judges a machine before a run: what is healed on it, as tests have shown, what will not work, and what to do."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import math
+import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from packaging.requirements import Requirement
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ..failures import FAILURE_RECIPES, FailureType
 from ..launcher import Launch, launch_of
-from .coverage import Coverage, Setting, coverage_of
-from .job import Job
-from .machine import Machine, Place, look_at_machine, look_at_place
+from .machine import Disk, Job, Machine, look_at_disk, look_at_machine
 
 
 DISTRIBUTION = "self-healing-trl"
 # Of a data loader worker that hands over batches of images; the default of Docker is 64 MiB.
 _ENOUGH_SHARED_MEMORY = 256 << 20
-# What is measured of each rank.
-_MEASURED = {
-    "teraflops": "in a product of matrices",
-    "memory": "in its own memory",
-    "from_host": "from the host",
-    "neighbours": "with the ranks next to it",
-}
 # Less than a small model with its optimizer state takes.
 _LITTLE_DISK = 1 << 30
+_STYLES = {"healed": "green", "in part": "yellow", "not shown": "red", "not run": "dim", "no launcher": "red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """
-    Something that will not work here, or had better be otherwise.
-
-    Args:
-        severity (`"problem"` or `"warning"`):
-            Whether it will not work, or may not.
-        what (`str`), to_do (`str`):
-            What it is, with the values found, and what to do about it.
-    """
+    """Something that will not work here, or had better be otherwise, and what to do about it."""
 
     severity: Literal["problem", "warning"]
     what: str
-    to_do: str
+    to_do: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.severity}: {self.what} {self.to_do}"
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a run would be started here, as far as the environment tells."""
+
+    launch: Launch
+    ranks: int = 1
+    # One that runs the backward pass itself: DeepSpeed, Megatron-LM, XLA.
+    engine: str | None = None
+    sharded: bool = False
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Setting:
+        """Reads it from environment variables of torchrun, SLURM and accelerate."""
+
+        def on(name: str) -> bool:
+            return environment.get(name, "").lower() in ("1", "true", "yes", "on")
+
+        engines = {"DeepSpeed": on("ACCELERATE_USE_DEEPSPEED"), "Megatron-LM": on("ACCELERATE_USE_MEGATRON_LM")}
+        engines["XLA"] = "PJRT_DEVICE" in environment
+        ranks = environment.get("WORLD_SIZE") or environment.get("SLURM_NTASKS") or "1"
+        engine = next((engine for engine, used in engines.items() if used), None)
+        count = int(ranks) if ranks.isdigit() else 1
+        return cls(launch_of(environment), count, engine, sharded=on("ACCELERATE_USE_FSDP"))
+
+    @property
+    def started_again(self) -> bool:
+        """Whether somebody starts the job again, as far as is known: SLURM and Kubernetes do not tell."""
+        left = self.launch.restarts_left
+        return bool(left) if left is not None else self.launch.launcher != "none" or self.launch.in_a_pod
 
 
 @dataclass(frozen=True, slots=True)
 class Checkup:
-    """
-    What was found on a machine before a run.
-
-    Args:
-        machine ([`Machine`]), place ([`Place`]), setting ([`Setting`]):
-            What there is, where the run would write to, and how it would be started.
-        coverage (`list[Coverage]`):
-            What is healed here, as tests have shown it.
-        problems (`list[Problem]`):
-            Worst first.
-        job ([`Job`], *optional*):
-            All ranks, if this process was started as one of several.
-    """
+    """What was found on a machine before a run; problems come worst first."""
 
     machine: Machine
-    place: Place
+    disk: Disk
     setting: Setting
-    coverage: list[Coverage] = field(default_factory=list)
+    coverage: list[dict[str, Any]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     job: Job | None = None
 
@@ -81,258 +85,182 @@ class Checkup:
         """Whether nothing was found that will not work."""
         return all(problem.severity != "problem" for problem in self.problems)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Converts it to types that JSON has."""
-        return {"works": self.works, **asdict(self)}
+
+def check_up(directory: str | Path = ".", job: Job | None = None) -> Checkup:
+    """Looks at this machine and the directory of a run, and judges them with what was found of all ranks."""
+    return judge(look_at_machine(), look_at_disk(Path(directory)), Setting.of(os.environ), job)
 
 
-def check_up(
-    directory: str | Path = ".", environment: Mapping[str, str] | None = None, job: Job | None = None
-) -> Checkup:
-    """
-    Looks at this machine and a directory. Never raises.
-
-    Args:
-        directory (`str` or `Path`, *optional*, defaults to the working directory):
-            The `output_dir` of a run, or where its script lies.
-        environment (`Mapping[str, str]`, *optional*):
-            Environment variables. Defaults to `os.environ`.
-        job ([`Job`], *optional*):
-            What was found of the ranks of this job.
-    """
-    environment = os.environ if environment is None else environment
-    machine, place = look_at_machine(), look_at_place(Path(directory))
-    try:
-        launch = launch_of(environment)
-    except Exception as error:
-        launch = Launch("none", 0, None)
-        machine.unknown["launcher"] = f"{type(error).__name__}: {error}"
-    return judge(machine, place, Setting.of(launch, environment), job=job)
+def judge(machine: Machine, disk: Disk, setting: Setting, job: Job | None = None) -> Checkup:
+    """Judges what was found."""
+    found = [*_of_versions(machine), *_of_machine(machine), *_of_disk(disk), *_of_launch(setting)]
+    found += [] if job is None else _of_job(job)
+    # Several extras ask for the same library.
+    found = sorted(dict.fromkeys(found), key=lambda problem: problem.severity != "problem")
+    return Checkup(machine, disk, setting, coverage_of(setting, machine.device), found, job)
 
 
-def judge(
-    machine: Machine,
-    place: Place,
-    setting: Setting,
-    requirements: Iterable[str] | None = None,
-    job: Job | None = None,
-) -> Checkup:
-    """
-    Judges what was found.
+# ---- what is healed here ----
 
-    Args:
-        machine ([`Machine`]), place ([`Place`]), setting ([`Setting`]):
-            What there is.
-        requirements (`Iterable[str]`, *optional*):
-            What this library asks for, as in its metadata. Defaults to those of the installed distribution.
-        job ([`Job`], *optional*):
-            What was found of the ranks of this job.
-    """
-    found = [
-        *(() if job is None else _of_job(job)),
-        *_of_versions(machine, _requirements() if requirements is None else requirements),
-        *_of_device(machine, setting),
-        *_of_place(place),
-        *_of_memory(machine, place),
-        *_of_launch(machine, setting),
-        *(
-            Problem("warning", f"The {what} could not be determined ({why}).", "")
-            for what, why in machine.unknown.items()
-        ),
+
+def _matrix() -> Any:
+    return json.loads(Path(__file__).with_name("matrix.json").read_text(encoding="utf-8"))
+
+
+def coverage_of(setting: Setting, device: str = "cpu") -> list[dict[str, Any]]:
+    """Lists each fault with what tests have shown (`tests/matrix.py`), in the README's columns for such a run."""
+    matrix = _matrix()
+    columns = ["callback", "wrapper", *(["gpu"] if device == "cuda" else [])]
+    if setting.engine is not None:
+        columns = ["deepspeed" if setting.engine == "DeepSpeed" else setting.engine]
+    elif setting.sharded or setting.ranks > 1:
+        columns = ["fsdp2" if setting.sharded else "ddp"]
+
+    def shown(row: Any, column: str) -> dict[str, str]:
+        # Of an engine that no test runs there is nothing to show.
+        told: dict[str, str] = row["shown"].get(column, {"state": "not shown"})
+        needs = row["needs_launcher"] and told["state"] == "healed" and not setting.started_again
+        return {"state": "no launcher"} if needs else told
+
+    name = matrix["columns"].get
+    return [
+        {"fault": fault, "what": row["what"], "shown": {name(each, each): shown(row, each) for each in columns}}
+        for fault, row in matrix["faults"].items()
     ]
-    found.sort(key=lambda problem: problem.severity != "problem")
-    return Checkup(machine, place, setting, coverage_of(setting, machine.device.kind), found, job)
 
 
-def _requirements() -> list[str]:
-    try:
-        return importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        # Run from a clone that is not installed.
-        return []
+# ---- what will not work ----
 
 
-def _of_job(job: Job) -> Iterable[Problem]:
-    if job.missing:
-        yield Problem(
-            "problem",
-            f"Rank {', '.join(map(str, job.missing))} of {job.ranks} did not come to the store of the job.",
-            "Look at the output of those processes, and whether their machines reach MASTER_ADDR at MASTER_PORT.",
-        )
-    if job.error is not None:
-        yield Problem(
-            "problem",
-            f"The ranks of this job could not be looked at together: {job.error}.",
-            "A rank that has failed, or a network on which they do not meet: NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME and "
-            "GLOO_SOCKET_IFNAME.",
-        )
-    for rank, what in sorted(job.wrong.items()):
-        host = next((f" on {row.host} ({row.device})" for row in job.rows if row.rank == rank), "")
-        yield Problem("problem", f"Rank {rank}{host}: {what}.", FAILURE_RECIPES[FailureType.WRONG_RESULTS].advice)
-    for row in job.rows:
-        if row.error is not None:
-            yield Problem("warning", f"The device of rank {row.rank} could not be checked ({row.error}).", "")
-    for rank, what, reached, others in job.slow():
-        unit = "TFLOP/s" if what == "teraflops" else "GB/s"
-        yield Problem(
-            "warning",
-            f"Rank {rank} reaches {reached:.3g} {unit} {_MEASURED[what]}, the others {others:.3g}.",
-            "Look at the clocks and links of its device (nvidia-smi -q -d PERFORMANCE,CLOCK; nvidia-smi topo -m), and "
-            "at what else runs on its machine.",
-        )
-
-
-def _of_versions(machine: Machine, requirements: Iterable[str]) -> Iterable[Problem]:
+def _of_versions(machine: Machine) -> Iterator[Problem]:
+    requirements: list[str] = []
+    # A clone that is not installed has none.
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        requirements = importlib.metadata.requires(DISTRIBUTION) or []
     for requirement in map(Requirement, requirements):
         optional = requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
-        if requirement.name not in machine.libraries:
-            continue
-        installed = machine.libraries[requirement.name]
+        installed = machine.libraries.get(requirement.name, "")
+        to_do = f"pip install '{requirement.name}{requirement.specifier}'"
         if installed is None and not optional:
-            yield Problem(
-                "problem",
-                f"{requirement.name} is not installed.",
-                f"pip install '{requirement.name}{requirement.specifier}'",
-            )
-        elif installed is not None and not requirement.specifier.contains(installed, prereleases=True):
-            yield Problem(
-                "problem",
-                f"{requirement.name} {installed} is installed, and this library knows {requirement.specifier}.",
-                f"pip install '{requirement.name}{requirement.specifier}'",
-            )
-    if machine.libraries.get("trl", "") is None:
-        yield Problem(
-            "warning",
-            "TRL is not installed: the plain Trainer is healed, and `self-healing demo` does not run.",
-            f"pip install '{DISTRIBUTION}[trl]'",
-        )
+            yield Problem("problem", f"{requirement.name} is not installed.", to_do)
+        elif installed and not requirement.specifier.contains(installed, prereleases=True):
+            what = f"{requirement.name} {installed} is installed, and this library knows {requirement.specifier}."
+            yield Problem("problem", what, to_do)
 
 
-def _of_device(machine: Machine, setting: Setting) -> Iterable[Problem]:
-    device = machine.device
-    if device.kind == "cpu" and device.driver is not None:
-        built = "without CUDA" if device.cuda is None else f"for CUDA {device.cuda}"
-        yield Problem(
-            "problem",
-            f"There is an NVIDIA driver ({device.driver}), and torch ({built}) sees no device: a run would be on "
-            "the CPU.",
-            "Install a torch for the CUDA of this driver (https://pytorch.org/get-started/locally), and look at "
-            "CUDA_VISIBLE_DEVICES.",
-        )
-    if len(device.names) > 1 and setting.ranks == 1:
-        yield Problem(
-            "warning",
-            f"{len(device.names)} devices are visible to one process: the Trainer would put replicas of the model on "
-            "them (nn.DataParallel), which TRL refuses, and calls that run out of memory are not split there.",
-            "Start it with torchrun --nproc-per-node, or show it one device: CUDA_VISIBLE_DEVICES=0.",
-        )
-    if device.kind != "cpu" and device.bf16 is False:
-        yield Problem(
-            "warning",
-            f"{device.names[0] if device.names else device.kind} does not compute in bfloat16.",
-            "Train with fp16=True, whose overflows are left to the GradScaler, or in float32.",
-        )
-    if device.free is not None and device.total and device.free < 0.5 * device.total:
-        yield Problem(
-            "warning",
-            f"{size_in_words(device.free)} of {size_in_words(device.total)} of device memory are free: something else "
-            "uses it.",
-            "nvidia-smi shows what; a killed run may have left a process behind.",
-        )
-
-
-def _of_place(place: Place) -> Iterable[Problem]:
-    if place.why_not_writable is not None:
-        yield Problem(
-            "problem",
-            f"{place.path} cannot be written ({place.why_not_writable}): no checkpoint or journal could be saved.",
-            "Name another output_dir, or make this one writable.",
-        )
-        return
-    if place.free is not None:
-        needed = max(2 * place.checkpoint_bytes, _LITTLE_DISK)
-        if place.free < needed:
-            of = (
-                f", and one checkpoint takes {size_in_words(place.checkpoint_bytes)}" if place.checkpoint_bytes else ""
-            )
-            yield Problem(
-                "problem" if place.free < place.checkpoint_bytes else "warning",
-                f"{size_in_words(place.free)} are free in {place.path}{of}.",
-                "Make room, or set save_total_limit; a checkpoint that does not fit is removed and tried again later.",
-            )
-    if not place.hard_links:
-        yield Problem(
-            "warning",
-            f"{place.path} has no hard links: the last good checkpoints are copied, which takes time and disk space.",
-            "An output_dir on a local disk has them; keep_verified_checkpoints=0 does without.",
-        )
-
-
-def _of_memory(machine: Machine, place: Place) -> Iterable[Problem]:
-    snapshots = 2 * place.checkpoint_bytes
-    if snapshots and machine.memory_free is not None and machine.memory_free < snapshots:
-        yield Problem(
-            "warning",
-            f"{size_in_words(machine.memory_free)} of host memory are free, and two snapshots of a run with "
-            f"checkpoints of {size_in_words(place.checkpoint_bytes)} may not fit: it would go back to checkpoints on "
-            "disk instead.",
-            "Give the job more host memory, or save more often.",
-        )
+def _of_machine(machine: Machine) -> Iterator[Problem]:
+    if machine.device == "cpu" and machine.driver is not None:
+        built = "without CUDA" if machine.cuda is None else f"for CUDA {machine.cuda}"
+        what = f"There is an NVIDIA driver ({machine.driver}), and torch ({built}) sees no device."
+        to_do = "Install a torch for it (https://pytorch.org/get-started/locally), and look at CUDA_VISIBLE_DEVICES."
+        yield Problem("problem", what, to_do)
     if machine.shared_memory is not None and machine.shared_memory < _ENOUGH_SHARED_MEMORY:
-        yield Problem(
-            "warning",
-            f"/dev/shm has {size_in_words(machine.shared_memory)}: data loader workers that hand over larger batches "
-            "are killed by a bus error.",
-            "docker run --ipc=host or --shm-size=8g; or dataloader_num_workers=0.",
-        )
+        size = _gib(machine.shared_memory)
+        what = f"/dev/shm has {size}: data loader workers that hand over larger batches are killed by a bus error."
+        yield Problem("warning", what, "docker run --ipc=host or --shm-size=8g; or dataloader_num_workers=0.")
+    if machine.error is not None:
+        yield Problem("problem", f"The device could not be looked at ({machine.error}).", "Does nvidia-smi work?")
 
 
-def _of_launch(machine: Machine, setting: Setting) -> Iterable[Problem]:
-    launch = setting.launch
-    if setting.engine == "DeepSpeed":
-        yield Problem(
-            "warning",
-            "Under DeepSpeed steps are healed with ZeRO-1, 2 and 3, and only watched with NVMe offload and stage 0.",
-            "With FSDP2 (cpu_offload as well) or DDP they are healed.",
-        )
-    elif setting.engine is not None:
-        yield Problem(
-            "warning",
-            f"{setting.engine} runs the backward pass itself: steps are watched and reported, and not healed.",
-            "With FSDP2 or DDP they are healed.",
-        )
-    if launch.restarts_left == 0 and launch.launcher == "torchrun":
-        yield Problem(
-            "warning",
-            "torchrun will not start this job again: a hang that cannot be interrupted, or a lost device, ends it.",
-            "Start it with --max-restarts 3.",
-        )
-    elif not setting.started_again:
-        yield Problem(
-            "warning",
-            "No launcher was found: a process that is killed, or hangs in native code, is not started again.",
-            "torchrun --standalone --nproc-per-node 1 --max-restarts 3 train.py",
-        )
-    if setting.keeps_store and setting.ranks > 1 and launch.restarts_left:
-        yield Problem(
-            "warning",
-            "torchrun starts several processes again with the store of the first ones (torch 2.13): they find old "
-            "addresses there, and often not each other (Connection refused).",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with --rdzv-backend c10d or --standalone.",
-        )
-    for name in machine.ignored_signals:
-        yield Problem(
-            "warning",
-            f"{name} is ignored in this shell, and in what it starts: a preemption is not noticed before the kill.",
-            f"Start the run from a shell that has no trap '' {name.removeprefix('SIG')}.",
-        )
+def _of_disk(disk: Disk) -> Iterator[Problem]:
+    if disk.why_not_writable is not None:
+        what = f"{disk.path} cannot be written ({disk.why_not_writable}): no checkpoint or journal could be saved."
+        yield Problem("problem", what, "Name another output_dir, or make this one writable.")
+        return
+    if disk.free is not None and disk.free < max(2 * disk.checkpoint_bytes, _LITTLE_DISK):
+        of = f", and one checkpoint takes {_gib(disk.checkpoint_bytes)}" if disk.checkpoint_bytes else ""
+        what = f"{_gib(disk.free)} are free in {disk.path}{of}."
+        severity: Literal["problem", "warning"] = "problem" if disk.free < disk.checkpoint_bytes else "warning"
+        yield Problem(severity, what, "Make room, or set save_total_limit.")
 
 
-def size_in_words(count: int | None) -> str:
-    """Puts a number of bytes into words, for a person."""
-    if count is None:
-        return "not known"
-    if count <= 0:
-        return "0 bytes"
-    power = min(int(math.log(count, 1024)), 4)
-    return f"{count / 1024**power:.{0 if power < 2 else 1}f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+def _of_launch(setting: Setting) -> Iterator[Problem]:
+    if not setting.started_again:
+        left = (
+            "torchrun will not start this job again"
+            if setting.launch.launcher == "torchrun"
+            else "No launcher was found"
+        )
+        what = f"{left}: a process that is killed, or hangs in native code, ends it."
+        yield Problem("warning", what, "torchrun --standalone --nproc-per-node 1 --max-restarts 3 train.py")
+
+
+def _of_job(job: Job) -> Iterator[Problem]:
+    if job.missing:
+        what = f"Rank {', '.join(map(str, job.missing))} of {job.ranks} did not come to the store of the job."
+        to_do = "Look at the output of those processes, and whether their machines reach MASTER_ADDR at MASTER_PORT."
+        yield Problem("problem", what, to_do)
+    if job.error is not None:
+        to_do = "Look at the network between them: NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME."
+        yield Problem("problem", f"The ranks of this job could not be looked at together: {job.error}.", to_do)
+    for rank, what in sorted(job.wrong.items()):
+        row = job.rows[rank]
+        advice = FAILURE_RECIPES[FailureType.WRONG_RESULTS].advice
+        yield Problem("problem", f"Rank {rank} on {row['host']} ({row['device']}): {what}.", advice)
+    for row in job.rows:
+        if row["error"] is not None:
+            yield Problem("warning", f"The device of rank {row['rank']} could not be checked ({row['error']}).")
+
+
+# ---- for the terminal ----
+
+
+def print_checkup(checkup: Checkup, console: Console) -> None:
+    """Prints what there is, what is healed here, and what will not work."""
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    for name, value in _facts(checkup):
+        facts.add_row(name, Text(value))
+    console.print(facts)
+    console.print(Text(), *_healed(checkup), sep="\n")
+    for problem in checkup.problems:
+        style = "bold red" if problem.severity == "problem" else "yellow"
+        console.print(Text.assemble((f"{problem.severity}: ", style), f"{problem.what} ", (problem.to_do, "italic")))
+    if checkup.works:
+        console.print("Nothing was found that will not work." if checkup.problems else "All is well.")
+
+
+def _facts(checkup: Checkup) -> Iterator[tuple[str, str]]:
+    machine, disk, setting = checkup.machine, checkup.disk, checkup.setting
+    yield "python", f"{machine.python} on {machine.system}"
+    libraries = [f"{name} {version or '(not installed)'}" for name, version in machine.libraries.items()]
+    yield "libraries", ", ".join(libraries)
+    yield "device", ", ".join(machine.devices) or f"{machine.device}, {machine.cores or '?'} cores"
+    if machine.cuda or machine.driver:
+        yield "CUDA", f"{machine.cuda or 'none'} in torch, driver {machine.driver or 'not known'}"
+    yield "host memory", f"{_gib(machine.memory_free)} free of {_gib(machine.memory_total)}"
+    notes = ("" if disk.exists else " (not made yet)", ", cannot be written" if disk.why_not_writable else "")
+    yield "directory", f"{disk.path}{notes[0]}: {_gib(disk.free)} free{notes[1]}"
+    launcher, left = setting.launch.launcher, setting.launch.restarts_left
+    again = "restarts not known" if left is None else f"{left or 'no'} restarts left"
+    yield "launcher", "none (plain python)" if launcher == "none" else f"{launcher}, {again}"
+    engine = setting.engine or ("FSDP" if setting.sharded else "DDP" if setting.ranks > 1 else "")
+    yield "processes", f"{setting.ranks} {engine}".strip()
+    for row in checkup.job.rows if checkup.job else ():
+        results = "WRONG results" if checkup.job and row["rank"] in checkup.job.wrong else "right results"
+        yield f"rank {row['rank']}", f"{row['host']}, {row['device']}: {row['error'] or results}"
+
+
+def _healed(checkup: Checkup) -> Iterator[RenderableType]:
+    """What is healed here, and the notes below it."""
+    table = Table(title="What is healed here", title_justify="left", header_style="bold")
+    table.add_column("what goes wrong")
+    for column in checkup.coverage[0]["shown"]:
+        table.add_column(column, no_wrap=True)
+    notes: dict[str, int] = {}
+    for row in checkup.coverage:
+        cells = []
+        for shown in row["shown"].values():
+            number = f" ({notes.setdefault(shown['what'], len(notes) + 1)})" if "what" in shown else ""
+            cells.append(Text(shown["state"] + number, _STYLES.get(shown["state"], "")))
+        table.add_row(row["what"], *cells)
+    yield table
+    yield from (Text(f"({number}) {what}", "dim") for what, number in notes.items())
+    days = [f"{day} on {'a GPU' if where == 'cuda' else 'the CPU'}" for where, day in _matrix()["recorded"].items()]
+    words = "healed: tests inject it into real runs, and passed; not shown: no test does"
+    yield Text(f"{words} (last run: {', '.join(days)}).", "dim")
+
+
+def _gib(count: int | None) -> str:
+    return "not known" if count is None else f"{count / 2**30:.1f} GiB"
