@@ -389,9 +389,8 @@ def chaos(
 
     from rich.console import Console
 
-    from .chaos import FaultError
-    from .chaos.rehearsal import rehearse
-    from .chaos.survival import survival_table
+    from .chaos.faults import FaultError
+    from .chaos.rehearsal import rehearse, survival_table
     from .launcher import EXIT_FOR_RESTART
 
     if not script.is_file():

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from self_healing import FAILURE_RECIPES, Action, FailureType, Incident
-from self_healing.chaos import KINDS
+from self_healing.chaos.faults import KINDS
 from self_healing.journal.journal import Journal
 from self_healing.journal.terminal import Terminal
 from self_healing.own_files import CHECKPOINT_FILES, GITIGNORE, REPORT_FILES, RUN_FILES

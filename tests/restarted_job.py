@@ -34,7 +34,7 @@ from lost_device import LostDevice
 from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.chaos import Chaos
+from self_healing.chaos.callback import Chaos
 from self_healing.demo import stdlib_docstrings
 from self_healing.demo.model import train_tokenizer
 

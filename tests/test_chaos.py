@@ -36,21 +36,20 @@ from transformers import AutoModelForSequenceClassification, BertConfig, Trainer
 from typer.testing import CliRunner
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.chaos import (
+from self_healing.chaos.callback import Chaos
+from self_healing.chaos.faults import (
     KINDS,
-    Chaos,
     Fault,
     FaultError,
     Ledger,
-    Survival,
+    Schedule,
     parse_fault,
     parse_faults,
-    survived,
+    strike_ranks,
+    strike_steps,
 )
-from self_healing.chaos.injectors import output_module, pieces_of
-from self_healing.chaos.schedule import strike_ranks, strike_steps
-from self_healing.chaos.strikes import Strikes
-from self_healing.chaos.waiting import wait_in_c, wait_in_python
+from self_healing.chaos.injectors import output_module, rows_of, wait_in_c
+from self_healing.chaos.rehearsal import Survival, survived
 from self_healing.cli import app
 from self_healing.failures import FailureType
 from self_healing.journal.journal import Journal
@@ -122,17 +121,17 @@ def test_all_is_every_fault_there_is() -> None:
     ("text", "said"),
     [
         ("nan_losss@2", "There is no fault 'nan_losss'. Did you mean 'nan_loss'?"),
-        ("oom@soon", "at='soon' is no step; please give a number from 0, or 'random'"),
-        ("oom@-1", "at=-1 is no step"),
-        ("oom*none", "times='none' is no number of times; please give one from 1, or 'always'"),
+        ("oom@soon", "at='soon' must be a whole number from 0, or 'random'"),
+        ("oom@-1", "at=-1 must be"),
+        ("oom*none", "times='none' must be a whole number from 1, or 'always'"),
         ("oom*0", "times=0"),
         ("nan_loss:seconds=3", "nan_loss has no parameter 'seconds'; it takes rank"),
         ("hang:where=moon", "where='moon' must be one of data, forward"),
-        ("hang:seconds=-1", "seconds=-1.0 is no time"),
+        ("hang:seconds=-1", "seconds=-1 must be a number above 0"),
         ("sigkill:rank=-1", "sigkill: rank=-1 must be a whole number from 0"),
         ("bad_sample:index=-3", "index=-3 must be a whole number from 0"),
         ("hang:5", "'5' is no parameter of hang, which takes: seconds, where, wait, rank"),
-        ("@3", "is no fault. Please write KIND"),
+        ("@3", "There is no fault ''"),
         ("", "There are no faults in ''"),
     ],
 )
@@ -145,37 +144,22 @@ def test_a_fault_that_makes_no_sense_is_refused(text: str, said: str) -> None:
 # ---- when they strike ----
 
 
-def test_random_steps_are_the_same_for_the_same_seed() -> None:
-    faults = parse_faults("all")
-    assert strike_steps(faults, 400, seed=1) == strike_steps(faults, 400, seed=1)
-    assert strike_steps(faults, 400, seed=1) != strike_steps(faults, 400, seed=2)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 def test_between_random_steps_there_is_room_to_recover(seed: int) -> None:
-    faults = parse_faults("all")
-    steps = sorted(strike_steps(faults, 400, seed, min_gap=20))
+    before = random.getstate()
+    steps = strike_steps(parse_faults("all"), 400, seed, min_gap=20)
+    assert random.getstate() == before
+    assert steps == strike_steps(parse_faults("all"), 400, seed, min_gap=20)
+    assert steps != strike_steps(parse_faults("all"), 400, seed + 1, min_gap=20)
+    steps = sorted(steps)
     assert steps[0] >= 20
     assert steps[-1] < 400
     assert min(later - earlier for earlier, later in pairwise(steps)) >= 19
 
 
-def test_the_order_is_drawn_as_well() -> None:
-    faults = parse_faults("all")
-    orders = {tuple(sorted(range(len(faults)), key=strike_steps(faults, 400, seed).__getitem__)) for seed in range(5)}
-    assert len(orders) == 5
-
-
 def test_a_run_that_is_too_short_for_them_is_refused() -> None:
     with pytest.raises(FaultError, match="15 faults at random do not fit into 60 steps with min_gap=10"):
         strike_steps(parse_faults("all"), 60, seed=0, min_gap=10)
-
-
-def test_drawing_does_not_touch_the_random_state_of_the_run() -> None:
-    random.seed(3)
-    before = random.getstate()
-    strike_steps(parse_faults("all"), 400, seed=0)
-    assert random.getstate() == before
 
 
 @pytest.mark.parametrize(
@@ -244,25 +228,17 @@ def test_a_strike_is_on_record_before_it_kills(tmp_path: Path, tokenizer: Any) -
     assert (strike.kind, strike.step, strike.effect, strike.pid) == ("sigkill", 2, True, child)
 
 
-def test_a_line_torn_by_a_killed_process_is_passed_over(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "chaos.jsonl")
-    ledger.strike("oom@1", "oom", 1, 1, {})
-    with ledger.path.open("a") as file:
-        file.write('{"event": "stri')
-    assert [strike.kind for strike in ledger.strikes()] == ["oom"]
-
-
 # ---- several ranks ----
 
 
-def ranks_under(directory: Path, faults: str, ranks: int, seed: int = 0, **kwargs: Any) -> list[Strikes]:
+def ranks_under(directory: Path, faults: str, ranks: int, seed: int = 0, **kwargs: Any) -> list[Schedule]:
     """What each rank of a job knows, when it has begun."""
     known = []
     for rank in range(ranks):
-        strikes_here = Strikes(parse_faults(faults), seed, Ledger(directory / "chaos.jsonl"), None, **kwargs)
-        strikes_here.draw(400, rank, ranks, loads=True)
-        strikes_here.read_ledger()
-        known.append(strikes_here)
+        schedule = Schedule(parse_faults(faults), seed, Ledger(directory / "chaos.jsonl"), None, **kwargs)
+        schedule.draw(400, rank, ranks)
+        schedule.read_ledger()
+        known.append(schedule)
     return known
 
 
@@ -273,15 +249,9 @@ def test_all_ranks_draw_the_same_ranks_and_other_seeds_draw_others(tmp_path: Pat
     assert ranks_under(tmp_path, "all", 4, seed=1)[0].ranks != drawn[0]
 
 
-def test_the_steps_are_those_of_a_single_process(tmp_path: Path) -> None:
-    alone, together = ranks_under(tmp_path, "all", 1)[0], ranks_under(tmp_path, "all", 4)[3]
-    assert together.steps == alone.steps
-    assert set(alone.ranks) == {0}
-
-
 def test_each_rank_strikes_what_is_its_own(tmp_path: Path) -> None:
     first, second = ranks_under(tmp_path, "oom@3:rank=1, nan_loss@3:rank=0", 2)
-    first.step = second.step = 3
+    first.step.value = second.step.value = 3
     assert [list(first.due(kind)) for kind in ("oom", "nan_loss")] == [[], [1]]
     assert [list(second.due(kind)) for kind in ("oom", "nan_loss")] == [[0], []]
 
@@ -312,26 +282,20 @@ def test_what_has_struck_one_rank_strikes_no_rank_again(tmp_path: Path) -> None:
             pass
     # Started again with another number of ranks, which are drawn anew.
     for now in ranks_under(tmp_path, faults, 3):
-        now.step = 5
+        now.step.value = 5
         assert list(now.due("sigkill")) == []
-        assert now.count(1) == 1
-
-
-def test_where_the_first_rank_loads_for_all_it_is_struck_in_loading(tmp_path: Path) -> None:
-    strikes_here = Strikes(parse_faults("bad_sample, hang, hang:where=forward"), 0, Ledger(tmp_path / "a"), None, 3)
-    strikes_here.draw(400, 0, 4, loads=False)
-    assert strikes_here.ranks == (0, 0, 3)
+        assert now.counts[1] == 1
 
 
 def test_a_sample_that_one_rank_found_to_be_bad_is_bad_for_all(tmp_path: Path) -> None:
     first, second = ranks_under(tmp_path, "bad_sample@3, poison_samples@3", 2, among=1)
-    first.step = second.step = 4
+    first.step.value = second.step.value = 4
     for number, detail in enumerate(({"index": 17}, {"rows": ["a row"]})):
         with second.strike(number, **detail):
             pass
-    assert [strike.detail.get("rows") for strike in first.found_by_others()] == [None, ["a row"]]
-    assert first.bad_index(0) == 17
-    assert first.found_by_others() == [], "it is read no more once all is known"
+    first.look_at_other_ranks()
+    assert first.poison == {"a row"}
+    assert first.bad_index[0] == 17
 
 
 def test_the_ledger_is_that_of_all_ranks(tmp_path: Path) -> None:
@@ -339,7 +303,7 @@ def test_the_ledger_is_that_of_all_ranks(tmp_path: Path) -> None:
     for rank in (2, 0):
         ledgers[rank].rank = rank
         ledgers[rank].strike("oom@1", "oom", 1, 1, {})
-    ledgers[2].effect("oom@1", 1, False, {})
+    ledgers[2].write("effect", fault="oom@1", count=1, effect=False, detail={})
     read = Ledger(tmp_path / "chaos.jsonl").strikes()
     assert [(strike.rank, strike.effect) for strike in read] == [(2, False), (0, True)]
 
@@ -438,7 +402,7 @@ def test_a_mistake_in_a_fault_does_not_end_the_run(
     def mistaken(*args: Any) -> Any:
         raise ZeroDivisionError("a mistake of ours")
 
-    monkeypatch.setattr("self_healing.chaos.model_faults.changed", mistaken)
+    monkeypatch.setattr("self_healing.chaos.injectors.changed", mistaken)
     trainer = unprotected(tmp_path, tokenizer, "nan_loss@1")
     assert trainer.state.global_step == 6
     assert "a fault failed to strike at step 1" in caplog.text
@@ -479,17 +443,13 @@ def test_the_place_of_a_nan_is_found_in_other_networks(tokenizer: Any) -> None:
 
 
 def test_a_poison_sample_is_known_again_however_it_is_padded() -> None:
-    row = torch.tensor([[5, 6, 7]])
-    left, right = torch.tensor([[0, 0, 5, 6, 7]]), torch.tensor([[5, 6, 7, 0]])
-    contents = {
-        piece.content
-        for ids in (row, left, right)
-        for piece in pieces_of({"input_ids": ids, "attention_mask": (ids != 0).long()}, None)
+    batches = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 0, 5, 6, 7]]), torch.tensor([[5, 6, 7, 0]])
+    by_mask = {
+        row for ids in batches for row in rows_of({"input_ids": ids, "attention_mask": (ids != 0).long()}, None)
     }
-    assert len(contents) == 1
-    packed = {"input_ids": torch.tensor([[8, 9, 5, 6, 7]]), "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
-    assert [(piece.begin, piece.end) for piece in pieces_of(packed, None)] == [(0, 2), (2, 5)]
-    assert contents < {piece.content for piece in pieces_of(packed, None)}
+    by_token = {row for ids in batches for row in rows_of({"input_ids": ids}, 0)}
+    assert by_mask == by_token
+    assert len(by_mask) == 1
 
 
 def test_a_poison_sample_stays_one(tmp_path: Path, tokenizer: Any) -> None:
@@ -514,12 +474,6 @@ def test_a_poison_sample_can_be_chosen_by_a_token_it_holds(tmp_path: Path, token
     assert set() < {row["dataset_index"] for row in quarantined(tmp_path / "run")} <= holding
 
 
-def test_a_poison_sample_waits_for_the_token_it_was_asked_for(tmp_path: Path, tokenizer: Any) -> None:
-    faults = "poison_samples@0:token=999999"
-    _, rows = rehearsed(tmp_path, tokenizer, faults, texts=TEXTS[:16], max_steps=2)
-    assert [row.outcome for row in rows] == ["did not strike"]
-
-
 def test_a_bad_sample_raises_whenever_it_is_loaded(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="sample 9 cannot be decoded"):
         unprotected(tmp_path, tokenizer, "bad_sample:index=9", plain_trainer, max_steps=40)
@@ -536,9 +490,24 @@ def test_a_bad_sample_raises_in_a_worker(tmp_path: Path, tokenizer: Any) -> None
 
 
 def test_a_bad_sample_of_a_stream_is_named_by_its_place(tmp_path: Path, tokenizer: Any) -> None:
-    stream = Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
+    rows = list(plain_trainer(tmp_path / "rows", tokenizer).train_dataset)
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(rows)
+
+    data = {"trainer_kwargs": {"train_dataset": Stream()}}
     with pytest.raises(ValueError, match="sample 20 cannot be decoded"):
-        unprotected(tmp_path, tokenizer, "bad_sample:index=20", dataset=stream)
+        unprotected(tmp_path, tokenizer, "bad_sample:index=20", plain_trainer, **data)
+
+
+def test_a_stream_of_hugging_face_takes_no_faults_and_says_so(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
+    trainer = unprotected(tmp_path, tokenizer, "bad_sample:index=20", dataset=stream)
+    assert trainer.state.global_step == 6
+    assert "a IterableDataset takes no faults" in caplog.text
 
 
 def test_a_full_disk_leaves_half_a_checkpoint(tmp_path: Path, tokenizer: Any) -> None:
@@ -572,7 +541,7 @@ def test_a_torn_checkpoint_is_cut_off_after_it_was_written(tmp_path: Path, token
     assert copies[4].stat().st_size == whole
 
 
-def test_a_python_wait_is_ended_by_a_signal_handler_and_a_c_call_is_not() -> None:
+def test_a_wait_in_c_is_not_ended_by_a_signal_handler() -> None:
     class Woken(Exception):
         pass
 
@@ -581,12 +550,11 @@ def test_a_python_wait_is_ended_by_a_signal_handler_and_a_c_call_is_not() -> Non
 
     before = signal.signal(signal.SIGALRM, wake)
     try:
-        for wait, least, most in ((wait_in_python, 0.0, 0.5), (wait_in_c, 0.9, 2.0)):
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            began = time.monotonic()
-            with pytest.raises(Woken):
-                wait(1.0)
-            assert least <= time.monotonic() - began <= most
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        began = time.monotonic()
+        with pytest.raises(Woken):
+            wait_in_c(1.0)
+        assert time.monotonic() - began >= 0.9
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -654,8 +622,7 @@ def test_each_fault_is_matched_with_its_incident(kind: str, failure: FailureType
 def test_an_incident_from_before_the_strike_is_not_its_own(tmp_path: Path) -> None:
     events_of(tmp_path / "run", FailureType.PROCESS_DIED)
     ledger = Ledger(tmp_path / "chaos.jsonl")
-    time.sleep(1.1)
-    ledger.strike("sigkill@40", "sigkill", 40, 1, {})
+    ledger.write("strike", fault="sigkill@40", kind="sigkill", step=40, count=1, time=time.time() + 60)
     (row,) = survived(ledger, tmp_path / "run")
     assert row.incident is None
 

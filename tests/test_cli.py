@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from self_healing import FailureType, HealingConfig, demo, shared_memory
-from self_healing.chaos import Survival
+from self_healing.chaos.rehearsal import Survival
 from self_healing.cli import app
 from self_healing.demo import DemoResult, RehearsalResult
 from self_healing.journal.journal import Journal

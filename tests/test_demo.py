@@ -20,7 +20,8 @@ from replayed_terminal import screen
 from rich.console import Console
 
 from self_healing import HealingConfig
-from self_healing.chaos import Ledger, Survival
+from self_healing.chaos.faults import Ledger
+from self_healing.chaos.rehearsal import Survival
 from self_healing.demo import (
     BROKEN_CHARACTER,
     DemoFault,

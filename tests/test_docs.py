@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from self_healing import Action, FailureType, HealingConfig, SelfHealingTrainer
-from self_healing.chaos import KINDS
+from self_healing.chaos.faults import KINDS
 from self_healing.cli import app
 from self_healing.journal.step_log import StepRow
 

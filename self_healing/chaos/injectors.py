@@ -1,205 +1,351 @@
-"""Finds the places in any network where a fault reaches the loss, whichever head computes it."""
+"""Injects faults into the model, the data, the calls and the files of a trainer."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import functools
 import hashlib
+import inspect
+import logging
+import os
+import random
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..instrument.live_state import local
+from .faults import Schedule
+
+
+logger = logging.getLogger("self_healing.chaos")
+
+
+# ---- the model ----
+
+
+class ModelFaults:
+    """Injects faults into the forward, the gradients and the weights of a trainer's model."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._trainer: Any = None
+        self._inputs: dict[str, torch.Tensor] = {}
+
+    def attach(self, trainer: Any, undo: contextlib.ExitStack) -> None:
+        """Hooks the model, until `undo` is closed."""
+        self._trainer, model = trainer, trainer.model
+        module = output_module(model)
+        undo.callback(module.register_forward_pre_hook(self._before_forward).remove)
+        undo.callback(module.register_forward_hook(self._after_forward).remove)
+        if self._schedule.has("poison_samples"):
+            for outer in (each for each in model.modules() if each is model or _takes_ids(each)):
+                undo.callback(outer.register_forward_pre_hook(self._keep_inputs, with_kwargs=True).remove)
+            undo.callback(self._inputs.clear)
+        if self._schedule.has("nan_gradient", "inf_gradient") and (weights := trained_weights(model)):
+            weight: Any = weights[len(weights) // 2]  # torch has no types for its hooks
+            undo.callback(weight.register_hook(self._on_gradient).remove)
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        wait(self._schedule, "forward")
+        for number in self._schedule.due("sigterm", "sigkill"):
+            with self._schedule.strike(number):
+                os.kill(os.getpid(), getattr(signal, self._schedule.faults[number].kind.upper()))
+        for number in self._schedule.due("oom"):
+            with self._schedule.strike(number):
+                _run_out_of_memory(self._trainer.accelerator.device)
+        lose_connection(self._schedule, "forward")
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled() or not module.training:
+            return None
+        with self._schedule.contained():
+            for number in self._schedule.due("nan_loss"):
+                with self._schedule.strike(number, module=type(module).__name__) as result:
+                    spoiled = changed(output, lambda tensor: tensor * float("nan"))
+                    result["effect"] = spoiled is not None
+                    output = output if spoiled is None else spoiled
+            bad = torch.tensor(self._bad_rows(), dtype=torch.long)
+            if len(bad):
+                return changed(output, lambda tensor: tensor.index_fill(0, bad.to(tensor.device), float("nan")))
+            return output
+        return None
+
+    def _bad_rows(self) -> list[int]:
+        due = list(self._schedule.due("poison_samples"))
+        if not due and not self._schedule.poison:
+            return []
+        pad = getattr(getattr(self._trainer.model, "config", None), "pad_token_id", None)
+        rows = rows_of(self._inputs, pad if isinstance(pad, int) else None)
+        for number in due:
+            fault = self._schedule.faults[number]
+            candidates = [row for row, tokens in rows if fault.token is None or fault.token in tokens]
+            if fault.token is None or candidates:
+                key, count = self._schedule.keys[number], self._schedule.counts[number]
+                rng = random.Random(f"{self._schedule.seed} {key} {count}")
+                chosen = rng.sample(candidates, min(int(fault.get("rows")), len(candidates)))
+                with self._schedule.strike(number, rows=chosen) as result:
+                    self._schedule.poison.update(chosen)
+                    result["effect"] = bool(chosen)
+        return [place for place, (row, _) in enumerate(rows) if row in self._schedule.poison]
+
+    def _keep_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps what the outermost model was called with; one further inside only where it has the tokens."""
+        given = kwargs if not args else {"input_ids": args[0], **kwargs}
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        if "input_ids" in tensors or not self._inputs or not _takes_ids(module):
+            self._inputs.clear()
+            self._inputs.update(tensors)
+
+    def _on_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        spoiled = None
+        for number in self._schedule.due("nan_gradient", "inf_gradient"):
+            with self._schedule.strike(number):
+                spoiled = gradient.clone()
+                spoiled.reshape(-1)[0] = float(self._schedule.faults[number].kind[:3])
+        return spoiled
+
+    def change_weights(self) -> None:
+        """Strikes weights between two steps."""
+        for number in self._schedule.due("corrupted_weights", "scrambled_layer"):
+            with self._schedule.strike(number) as result, torch.no_grad():
+                weights = trained_weights(self._trainer.model)
+                if self._schedule.faults[number].kind == "corrupted_weights":
+                    # One that every row goes through: not the embedding, which comes first.
+                    weight = local(weights[len(weights) // 2])
+                    weight.view(-1)[:1] = float("nan")
+                else:
+                    weight = local(weights[-1])
+                    generator = torch.Generator().manual_seed(self._schedule.seed + number)
+                    noise = torch.randn(weight.shape, generator=generator)
+                    weight.mul_(50).add_(noise.to(weight.device, weight.dtype))
+                # A rank may hold nothing of it.
+                result["effect"] = weight.numel() > 0
 
 
 def output_module(model: nn.Module) -> nn.Module:
     """
     The module whose output all of the loss comes from: the last norm after the blocks, else the last block, else the
-    last layer with weights.
-
-    Not the model itself, nor its head: TRL computes the loss from `lm_head.weight`, past both.
+    last layer with weights. Not the head: TRL computes the loss from `lm_head.weight`, past it.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
-    blocks = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=None)
-    if blocks is not None:
-        inside = {id(module) for module in blocks.modules()}
-        last, begun = None, False
-        for module in model.modules():
-            begun = begun or module is blocks
-            norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
-            if begun and norm and id(module) not in inside:
-                last = module
-        return blocks[-1] if last is None else last
-    layers = [
-        module
-        for module in model.modules()
-        if not any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False))
-    ]
-    return layers[-1] if layers else model
+    if not lists:
+        return [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))][-1]
+    blocks = max(lists, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
+    inside, modules = set(blocks.modules()), list(model.modules())
+    after = [module for module in modules[modules.index(blocks) :] if module not in inside]
+    norms = [module for module in after if "norm" in type(module).__name__.lower() and not list(module.children())]
+    return norms[-1] if norms else blocks[-1]
 
 
-def changed(output: Any, change: Any) -> tuple[Any, bool]:
-    """The output with its first floating tensor changed, and whether there was one."""
-    if isinstance(output, torch.Tensor):
-        return (change(output), True) if output.is_floating_point() else (output, False)
-    if isinstance(output, (tuple, list)):
-        for place, value in enumerate(output):
-            other, done = changed(value, change)
-            if done:
-                return type(output)([*output[:place], other, *output[place + 1 :]]), True
-    elif isinstance(output, Mapping):
-        for name, value in output.items():
-            other, done = changed(value, change)
-            if done:
-                output[name] = other  # type: ignore[index]  # transformers' outputs can be written to
-                return output, True
-    return output, False
-
-
-def trained_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trained_weights(model: nn.Module) -> list[nn.Parameter]:
     """Trained weights of floating type, matrices if there are any."""
-    found = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.numel() > 0
-    ]
-    return [entry for entry in found if entry[1].ndim > 1] or found
+    trained = [each for each in model.parameters() if each.requires_grad and each.is_floating_point() and each.numel()]
+    return [weight for weight in trained if weight.ndim > 1] or trained
 
 
-def middle_weight(model: nn.Module) -> tuple[str, nn.Parameter] | None:
-    """One that every row of every batch goes through: not the embedding, which comes first."""
-    found = trained_weights(model)
-    return found[len(found) // 2] if found else None
+def changed(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The output of a layer with its first tensor changed; `None` where that is none."""
+    if isinstance(output, (tuple, list)) and output:
+        first = changed(output[0], change)
+        return None if first is None else type(output)([first, *output[1:]])
+    return change(output) if isinstance(output, torch.Tensor) and output.is_floating_point() else None
 
 
-def last_weight(model: nn.Module) -> tuple[str, nn.Parameter] | None:
-    """That of the head, or what comes closest to it."""
-    found = trained_weights(model)
-    return found[-1] if found else None
-
-
-class _OnUnsharded:
-    """Hooks a weight that FSDP2 gathers for each call of its module: gradients reach what it is gathered into."""
-
-    def __init__(self, module: nn.Module, name: str, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self._name, self._hook = name, hook
-        self._hooked: Any = None
-        self._handle: Any = None
-        self._before_calls = module.register_forward_pre_hook(self._look)
-
-    def _look(self, module: nn.Module, inputs: Any) -> None:
-        gathered = getattr(module, self._name)
-        if gathered is not self._hooked and gathered.requires_grad:
-            self._let_go()
-            self._hooked, self._handle = gathered, gathered.register_hook(self._hook)
-
-    def _let_go(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        self._hooked = self._handle = None
-
-    def remove(self) -> None:
-        self._before_calls.remove()
-        self._let_go()
-
-
-def on_gradient(
-    model: nn.Module, name: str, weight: nn.Parameter, change: Callable[[str, torch.Tensor], torch.Tensor | None]
-) -> Any:
-    """Has a function change the gradient of a weight, until what it gives is removed."""
-    if not isinstance(weight, DTensor):
-        tensor: Any = weight  # torch has no types for its hooks
-        return tensor.register_hook(partial(change, name))
-    module, _, own_name = name.rpartition(".")
-    return _OnUnsharded(model.get_submodule(module), own_name, partial(change, name))
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One sequence of a batch: its row, where in the row it is, what identifies its content, and its tokens."""
-
-    row: int
-    begin: int
-    end: int
-    content: str
-    tokens: frozenset[int] = frozenset()
-
-
-def pieces_of(inputs: Mapping[str, Any], pad_token_id: int | None) -> Iterator[Piece]:
-    """
-    The sequences of a batch, with the same identity however the batch is cut or padded.
-
-    Args:
-        inputs (`Mapping[str, Any]`):
-            What the model was called with.
-        pad_token_id (`int`, *optional*):
-            What is padding where there is no attention mask.
-    """
+def rows_of(inputs: Mapping[str, torch.Tensor], pad_token_id: int | None) -> list[tuple[str, frozenset[int]]]:
+    """What identifies each row of a batch, however it is padded, and its tokens."""
     ids = inputs.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-        tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim > 0]
-        for row, value in enumerate(tensors[0] if tensors else ()):
-            yield Piece(row, 0, -1, _identity(value.tolist()))
-        return
-    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    for row, tokens in enumerate(ids):
-        if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-            real = mask[row].bool()
-        elif pad_token_id is not None:
-            real = tokens != pad_token_id
-        else:
-            real = torch.ones_like(tokens, dtype=torch.bool)
-        places = real.nonzero().flatten()
-        if len(places) == 0:
-            continue
-        begin, end = int(places[0]), int(places[-1]) + 1
-        starts = [begin]
-        if isinstance(positions, torch.Tensor) and positions.shape == ids.shape and len(ids) == 1:
-            # Packed without padding: positions begin again with every sequence.
-            starts += [int(place) for place in (positions[row] == 0).nonzero().flatten() if begin < place < end]
-        for first, last in zip(starts, [*starts[1:], end], strict=True):
-            values = tokens[first:last].tolist()
-            yield Piece(row, first, last, _identity(values), frozenset(values))
+    if ids is None or ids.ndim != 2:
+        rows = next((value.tolist() for value in inputs.values() if value.ndim > 0), [])
+        return [(_identity(row), frozenset()) for row in rows]
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.shape != ids.shape:
+        mask = torch.ones_like(ids) if pad_token_id is None else ids != pad_token_id
+    tokens = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
+    return [(_identity(row), frozenset(row)) for row in tokens]
 
 
-def _identity(values: Any) -> str:
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-
-
-def spoiled(output: torch.Tensor, bad: list[Piece]) -> torch.Tensor:
-    """The output with NaN for some sequences."""
-    mask = torch.zeros(output.shape[:2] if output.ndim > 2 else output.shape[:1], dtype=torch.bool)
-    for piece in bad:
-        if mask.ndim == 2 and piece.end >= 0:
-            mask[piece.row, piece.begin : piece.end] = True
-        else:
-            mask[piece.row] = True
-    mask = mask.to(output.device)
-    return output.masked_fill(mask.reshape(*mask.shape, *[1] * (output.ndim - mask.ndim)), float("nan"))
-
-
-class SeenInputs:
-    """Keeps what the models of a network were last called with, for hooks further inside."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.inputs: dict[str, Any] = {}
-        outer = [module for module in model.modules() if module is model or _takes_ids(module)]
-        self._handles = [module.register_forward_pre_hook(self._see, with_kwargs=True) for module in outer]
-
-    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        known = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
-        for place, value in enumerate(args):
-            if isinstance(value, torch.Tensor):
-                known.setdefault("input_ids" if not value.is_floating_point() else f"argument_{place}", value)
-        if "input_ids" in known or not self.inputs or not _takes_ids(module):
-            self.inputs = known
-
-    def release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self.inputs = {}
+def _identity(row: Any) -> str:
+    return hashlib.sha256(repr(row).encode()).hexdigest()[:16]
 
 
 def _takes_ids(module: nn.Module) -> bool:
     return hasattr(module, "get_input_embeddings") and hasattr(module, "config")
+
+
+def _run_out_of_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.empty(4 * torch.cuda.get_device_properties(device).total_memory, dtype=torch.uint8, device=device)
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.14 GiB of which 1.21 GiB is "
+        "free. Including non-PyTorch memory, this process has 77.92 GiB memory in use. (rehearsed by "
+        "self_healing.chaos)"
+    )
+
+
+# ---- the data ----
+
+
+class SampleError(ValueError):
+    """Raised by a bad sample."""
+
+
+def guard_dataset(schedule: Schedule, dataset: Any, undo: contextlib.ExitStack) -> None:
+    """Gives the dataset object a class of its own, below whatever guards it, until `undo` is closed."""
+    cls = type(dataset)
+
+    def loading(name: str) -> Callable[[Any, Any], Any]:
+        def load(self: Any, index: Any) -> Any:
+            _on_loading(schedule, index)
+            return getattr(cls, name)(self, index)
+
+        return load
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        for place, sample in enumerate(cls.__iter__(self)):
+            _on_loading(schedule, place)
+            yield sample
+
+    methods: dict[str, Any] = {name: loading(name) for name in ("__getitem__", "__getitems__") if hasattr(cls, name)}
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        methods = {"__iter__": __iter__}
+    try:
+        if isinstance(dataset, datasets.IterableDataset):
+            raise TypeError("who guards such a stream takes it to pieces, and would not see this class")
+        dataset.__class__ = type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
+        undo.callback(setattr, dataset, "__class__", cls)
+    except TypeError:
+        logger.warning("Chaos cannot break the data: a %s takes no faults. Please use a Dataset.", cls.__name__)
+
+
+def _on_loading(schedule: Schedule, indices: Any) -> None:
+    if isinstance(indices, (str, slice)):
+        return
+    wait(schedule, "data")
+    lose_connection(schedule, "data")
+    wanted = [int(index) for index in indices] if hasattr(indices, "__iter__") else [int(indices)]
+    for number, fault in enumerate(schedule.faults):
+        if fault.kind != "bad_sample" or not wanted or schedule.step.value < schedule.steps[number]:
+            continue
+        with schedule.lock:
+            if fault.index is not None:
+                schedule.bad_index[number] = fault.index
+            elif schedule.bad_index[number] < 0 and schedule.ranks[number] == schedule.rank:
+                schedule.bad_index[number] = wanted[0]
+            bad = schedule.bad_index[number]
+            if bad in wanted and (fault.limit is None or schedule.counts[number] < fault.limit):
+                with schedule.strike(number, index=bad):
+                    raise SampleError(f"sample {bad} cannot be decoded (rehearsed by self_healing.chaos)")
+
+
+# ---- calls ----
+
+
+def lose_connection(schedule: Schedule, place: str) -> None:
+    """Raises if a network error strikes at a place."""
+    for number in schedule.due("network_error", place=place):
+        with schedule.strike(number, where=place):
+            raise ConnectionError(errno.ECONNRESET, "Connection reset by peer (rehearsed by self_healing.chaos)")
+
+
+def wait(schedule: Schedule, place: str) -> None:
+    """Waits if a slow step or a hang strikes at a place."""
+    for number in schedule.due("slow_step", "hang", place=place):
+        seconds = float(schedule.faults[number].get("seconds"))
+        # Nothing but an exception out of a signal handler ends the one in Python earlier.
+        pause = threading.Event().wait if schedule.faults[number].get("wait") == "python" else wait_in_c
+        with schedule.strike(number, where=place, seconds=seconds):
+            pause(seconds)
+
+
+def wait_in_c(seconds: float) -> None:
+    """Waits inside of one C call (on Linux): handlers of signals in Python do not run before it returns."""
+    # Not a sleep, which a signal ends; a mutex that the thread holds already is waited for to the end. Zeros are
+    # PTHREAD_MUTEX_INITIALIZER; larger than the type is anywhere.
+    library, mutex, until = ctypes.CDLL(None), ctypes.create_string_buffer(128), time.time() + seconds
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_timedlock(mutex, ctypes.byref((ctypes.c_long * 2)(int(until), int(until % 1 * 1e9))))
+
+
+def plain_rewards(trainer: Any) -> list[Any]:
+    """The reward functions that a network error can strike: no models, and none that is `async`."""
+    functions = getattr(trainer, "reward_funcs", [])
+    return [each for each in functions if not isinstance(each, nn.Module) and not inspect.iscoroutinefunction(each)]
+
+
+def guard_rewards(schedule: Schedule, trainer: Any, undo: contextlib.ExitStack) -> None:
+    """Lets network errors strike the first reward function, until `undo` is closed."""
+    plain = plain_rewards(trainer)
+    if not plain:
+        logger.warning("Chaos: %s has no reward functions to break.", type(trainer).__name__)
+        return
+
+    @functools.wraps(plain[0])
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        lose_connection(schedule, "reward")
+        return plain[0](*args, **kwargs)
+
+    place = trainer.reward_funcs.index(plain[0])
+    trainer.reward_funcs[place] = broken
+    undo.callback(trainer.reward_funcs.__setitem__, place, plain[0])
+
+
+# ---- files ----
+
+
+def guard_saving(schedule: Schedule, trainer: Any, undo: contextlib.ExitStack) -> None:
+    """Lets a full disk strike a trainer's saves, until `undo` is closed."""
+    original = trainer.save_model
+
+    @functools.wraps(original)
+    def save_model(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        done = original(output_dir, *args, **kwargs)
+        for number in schedule.due("disk_full"):
+            directory = str(output_dir or trainer.args.output_dir)
+            with schedule.strike(number, directory=directory):
+                # As a full disk leaves it: what this rank writes of the weights half written, and nothing after it.
+                _cut_off(Path(directory), schedule.rank, others=schedule.rank == 0)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), directory)
+        return done
+
+    undo.callback(vars(trainer).pop, "save_model", None)
+    trainer.save_model = save_model
+
+
+def tear_checkpoint(schedule: Schedule, number: int, output_dir: str) -> None:
+    """Cuts off the weights of the newest checkpoint; waits for the first one where there is none."""
+    newest = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    # Its state is written last: another rank may still be about it.
+    if newest is None or not Path(newest, "trainer_state.json").exists():
+        return
+    with schedule.strike(number, checkpoint=newest) as result:
+        # Another rank may be removing it.
+        result["effect"] = False
+        result["effect"] = _cut_off(Path(newest), schedule.rank)
+    if schedule.faults[number].get("then") == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _cut_off(checkpoint: Path, rank: int, others: bool = True) -> bool:
+    """Leaves half of this rank's shard, or of the weights; in a file of its own: hard links elsewhere stay whole."""
+    files = [*checkpoint.glob(f"pytorch_model_fsdp_*/__{rank}_*.distcp")]
+    if not files and others:
+        files = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
+    if not files:
+        return False
+    largest = max(files, key=lambda path: path.stat().st_size)
+    whole, part = largest.read_bytes(), largest.with_name(largest.name + ".part")
+    part.write_bytes(whole[: len(whole) // 2])
+    part.replace(largest)
+    return True

@@ -20,7 +20,8 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from ..chaos import Chaos, Fault, Ledger
+from ..chaos.callback import Chaos
+from ..chaos.faults import Fault, Ledger
 from ..journal.incident import Incident
 from ..trainer import SelfHealingTrainer
 from .events import Ended, Event, Healed, Ruined, Stepped, Stopped, Struck

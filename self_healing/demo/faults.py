@@ -18,7 +18,7 @@ class DemoFault:
         what (`str`):
             What it does, in a few words.
         kind (`str`):
-            What [`~self_healing.chaos.Chaos`] injects for it.
+            What [`~self_healing.chaos.callback.Chaos`] injects for it.
         step (`int`):
             Optimizer steps finished when it strikes.
         failure ([`FailureType`]):

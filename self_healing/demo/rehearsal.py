@@ -15,10 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ..chaos import KINDS, Ledger, Strike, Survival, survived
-from ..chaos.rehearsal import command_line
-from ..chaos.run import environment
-from ..chaos.survival import survival_table
+from ..chaos.faults import KINDS, Ledger, Strike
+from ..chaos.rehearsal import Survival, command_line, environment, survival_table, survived
 
 
 JOB = Path(__file__).with_name("job.py")

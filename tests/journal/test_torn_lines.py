@@ -13,7 +13,7 @@ import pytest
 from conftest import plain_trainer
 
 from self_healing import HealingConfig, HealingReport, SelfHealingCallback
-from self_healing.chaos.ledger import Ledger
+from self_healing.chaos.faults import Ledger
 from self_healing.checkpoints.marker import read_marker, set_standing, write_marker
 from self_healing.data.bad_sample import BadSample
 from self_healing.data.quarantine import Quarantine
