@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..data.proxy import Proxy
 from ..instrument import find_trainer
-from .faults import ANY, KINDS, Fault, FaultError, Ledger, Schedule, parse_faults
+from .faults import ANY, KINDS, Fault, FaultError, Ledger, Ranks, Schedule, parse_faults
 from .injectors import ModelFaults, guard_dataset, guard_rewards, guard_saving, plain_rewards, tear_checkpoint
 
 
@@ -56,7 +56,7 @@ class Chaos(TrainerCallback):
         seed: int = 0,
         ledger: str | os.PathLike[str] | Ledger = "chaos.jsonl",
         min_gap: int | None = None,
-        ranks: str | int | Sequence[int] = ANY,
+        ranks: Ranks = ANY,
     ) -> None:
         given = [faults] if isinstance(faults, str) else faults
         parsed = ([each] if isinstance(each, Fault) else parse_faults(each) for each in given)

@@ -21,6 +21,8 @@ from ..files import append_line, parse_lines
 logger = logging.getLogger("self_healing.chaos")
 
 RANDOM, ALWAYS, ANY = "random", "always", "any"
+# Any, one, or several.
+Ranks = str | int | Sequence[int]
 
 
 class FaultError(ValueError):
@@ -277,13 +279,12 @@ def strike_steps(faults: Sequence[Fault], max_steps: int, seed: int, min_gap: in
     return steps
 
 
-def strike_ranks(faults: Sequence[Fault], world_size: int, seed: int, among: str | int | Sequence[int]) -> list[int]:
+def strike_ranks(faults: Sequence[Fault], world_size: int, seed: int, among: Ranks) -> list[int]:
     """Gives the rank of each fault: its own, or one drawn; the same on all ranks without asking each other."""
     chosen = list(range(world_size)) if isinstance(among, str) else [among] if isinstance(among, int) else list(among)
-    for rank in (*chosen, *(fault.rank for fault in faults if fault.rank is not None)):
-        if rank >= world_size:
-            there_are = "only rank 0" if world_size == 1 else f"ranks 0 to {world_size - 1}"
-            raise FaultError(f"Faults cannot strike rank {rank}: this job has {there_are}. Please name one of these.")
+    highest = max(*chosen, *(fault.rank or 0 for fault in faults))
+    if highest >= world_size:
+        raise FaultError(f"Faults cannot strike rank {highest}: this job has {world_size}. Please name another one.")
     # Apart from the draw of the steps, which is the same for any number of ranks.
     rng = random.Random(f"ranks {seed}")
     drawn = [rng.choice(chosen) for _ in faults]
@@ -294,12 +295,7 @@ class Schedule:
     """Says which faults strike now, each known by its number. A strike is in the ledger before it strikes."""
 
     def __init__(
-        self,
-        faults: Sequence[Fault],
-        seed: int,
-        ledger: Ledger,
-        min_gap: int | None = None,
-        among: str | int | Sequence[int] = ANY,
+        self, faults: Sequence[Fault], seed: int, ledger: Ledger, min_gap: int | None = None, among: Ranks = ANY
     ) -> None:
         named = [0] if among == ANY else [among] if isinstance(among, int) else list(among)
         if not named or not all(is_whole(rank, 0) for rank in named):

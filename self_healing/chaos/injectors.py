@@ -14,11 +14,10 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from torch import nn
 from transformers.trainer_utils import get_last_checkpoint
@@ -212,17 +211,10 @@ def guard_dataset(schedule: Schedule, dataset: Any, undo: contextlib.ExitStack) 
 
         return load
 
-    def __iter__(self: Any) -> Iterator[Any]:
-        for place, sample in enumerate(cls.__iter__(self)):
-            _on_loading(schedule, place)
-            yield sample
-
-    methods: dict[str, Any] = {name: loading(name) for name in ("__getitem__", "__getitems__") if hasattr(cls, name)}
-    if isinstance(dataset, torch.utils.data.IterableDataset):
-        methods = {"__iter__": __iter__}
+    methods = {name: loading(name) for name in ("__getitem__", "__getitems__") if hasattr(cls, name)}
     try:
-        if isinstance(dataset, datasets.IterableDataset):
-            raise TypeError("who guards such a stream takes it to pieces, and would not see this class")
+        if isinstance(dataset, torch.utils.data.IterableDataset):
+            raise TypeError("who guards a stream takes it to pieces, and would not see this class")
         dataset.__class__ = type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
         undo.callback(setattr, dataset, "__class__", cls)
     except TypeError:

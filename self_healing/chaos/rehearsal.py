@@ -29,7 +29,8 @@ from .faults import Ledger, Strike, parse_faults
 
 VARIABLE = "SELF_HEALING_CHAOS"
 
-_NONFINITE = {failure for failure in FailureType if failure.startswith("nonfinite_")}
+_NONFINITE = {FailureType.NONFINITE_TRANSIENT, FailureType.NONFINITE_NUMERICAL}
+_NONFINITE |= {FailureType.NONFINITE_UNDIAGNOSED, FailureType.NONFINITE_POISON_ROWS}
 _SPIKES = {FailureType.SPIKE_TRANSIENT, FailureType.GRADIENT_SPIKE}
 # What a fault may rightly be taken for.
 _EXPECTED: dict[str, set[FailureType]] = {
