@@ -39,6 +39,8 @@ class ModelFaults:
         self._schedule = schedule
         self._trainer: Any = None
         self._inputs: dict[str, torch.Tensor] = {}
+        self._hooked: Any = None
+        self._weight, self._unhook = "", lambda: None
 
     def attach(self, trainer: Any, undo: contextlib.ExitStack) -> None:
         """Hooks the model, until `undo` is closed."""
@@ -51,8 +53,10 @@ class ModelFaults:
                 undo.callback(outer.register_forward_pre_hook(self._keep_inputs, with_kwargs=True).remove)
             undo.callback(self._inputs.clear)
         if self._schedule.has("nan_gradient", "inf_gradient") and (weights := trained_weights(model)):
-            weight: Any = weights[len(weights) // 2]  # torch has no types for its hooks
-            undo.callback(weight.register_hook(self._on_gradient).remove)
+            middle = weights[len(weights) // 2]
+            owner, _, self._weight = next(n for n, each in model.named_parameters() if each is middle).rpartition(".")
+            undo.callback(model.get_submodule(owner).register_forward_pre_hook(self._hook_gradient).remove)
+            undo.callback(self._unhook_gradient)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled() or not module.training:
@@ -106,6 +110,17 @@ class ModelFaults:
         if "input_ids" in tensors or not self._inputs or not _takes_ids(module):
             self._inputs.clear()
             self._inputs.update(tensors)
+
+    def _hook_gradient(self, module: nn.Module, inputs: Any) -> None:
+        # FSDP2 computes with a gathered weight, and only that one sees a gradient.
+        weight = getattr(module, self._weight)
+        if weight is not self._hooked and weight.requires_grad:
+            self._unhook_gradient()
+            self._hooked, self._unhook = weight, weight.register_hook(self._on_gradient).remove
+
+    def _unhook_gradient(self) -> None:
+        self._unhook()
+        self._hooked, self._unhook = None, lambda: None
 
     def _on_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
         spoiled = None
