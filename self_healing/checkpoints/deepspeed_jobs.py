@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..checkpoint_files import ZeroJob
-from .deepspeed_folders import LATEST, LATEST_UNIVERSAL, DeepSpeedFolder, is_of_deepspeed
+from .deepspeed import LATEST, LATEST_UNIVERSAL, DeepSpeedFolder, is_of_deepspeed
 
 
 _WITHOUT = (

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from .deepspeed_folders import is_of_deepspeed
+from .deepspeed import is_of_deepspeed
 from .findings import Findings, Unusable, few, json_object_in, reading
-from .stored_tensors import check_archive, read_header
+from .tensors import check_archive, read_header
 from .trainer_files import check_mapping
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..checkpoint_files import MARKER_FILE, STATE_FILE, files_of, size_of
 from .marker import Standing, load_marker, set_standing
-from .pinned import PinnedCheckpoints
+from .retention import PinnedCheckpoints
 
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .findings import Findings, Unusable, reading
-from .stored_tensors import first_bad
+from .tensors import first_bad
 
 
 # Written by the first rank when all others have said that they are done.

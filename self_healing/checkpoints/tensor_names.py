@@ -8,7 +8,7 @@ from pathlib import Path
 from ..checkpoint_files import ModelNames
 from .expected_files import ADAPTERS
 from .findings import Findings, Unusable, few
-from .stored_tensors import read_header
+from .tensors import read_header
 
 
 # Characters of a name that may have changed while its file can still be read.

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, TrainerState
 
 from ..checkpoint_files import STATE_FILE, number_of
 from .findings import Unusable, json_object_in, reading
-from .stored_tensors import load_archive
+from .tensors import load_archive
 
 
 def finished_steps(checkpoint: Path) -> int:

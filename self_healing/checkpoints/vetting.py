@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import consensus
 from ..checkpoint_files import MARKER_FILE, STATE_FILE, ModelNames, number_of
-from .deepspeed_folders import check_deepspeed, is_of_deepspeed
+from .deepspeed import check_deepspeed, is_of_deepspeed
 from .expected_files import (
     check_directory,
     check_indexes,
@@ -22,8 +22,8 @@ from .expected_files import (
 from .findings import Findings, Unusable, few, in_short
 from .marker import CHECKSUMS, damage_of_marker, load_marker
 from .shards import check_shards
-from .stored_tensors import check_archive, check_checksum, check_safetensors, first_bad, load_archive, read_header
 from .tensor_names import check_names
+from .tensors import check_archive, check_checksum, check_safetensors, first_bad, load_archive, read_header
 from .trainer_files import check_configs, check_mapping, finished_steps
 
 

@@ -47,7 +47,7 @@ class Volume:
                 inside = Path(path).resolve().is_relative_to(directory.resolve())
                 return Usage(self.capacity, taken(directory), self.free) if inside and self.size else usage(path)
 
-            monkeypatch.setattr("self_healing.checkpoints.pinned.shutil.disk_usage", of)
+            monkeypatch.setattr("self_healing.checkpoints.retention.shutil.disk_usage", of)
 
     @property
     def capacity(self) -> int:
@@ -188,7 +188,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     def be(checkpoints: float) -> None:
         usage = Usage(0, 0, int(checkpoints * SIZE))
-        monkeypatch.setattr("self_healing.checkpoints.pinned.shutil.disk_usage", lambda _: usage)
+        monkeypatch.setattr("self_healing.checkpoints.retention.shutil.disk_usage", lambda _: usage)
 
     return be
 
@@ -228,7 +228,7 @@ def test_where_there_is_room_for_one_the_newest_takes_the_place_of_the_older(
     def disk(_: Any) -> Usage:
         return Usage(0, 0, int(4.4 * SIZE) - len(list(tmp_path.glob("**/checkpoint-[0-9]"))) * SIZE)
 
-    monkeypatch.setattr("self_healing.checkpoints.pinned.shutil.disk_usage", disk)
+    monkeypatch.setattr("self_healing.checkpoints.retention.shutil.disk_usage", disk)
     keeper.saved(a_checkpoint(tmp_path, 6), 6)
     keeper.verified_up_to(6)
     assert "checkpoint-2" not in kept(keeper)

@@ -16,7 +16,7 @@ from self_healing.checkpoints.choice import check_resumed
 from self_healing.checkpoints.listing import written_at
 from self_healing.checkpoints.marker import set_standing, standing_of, write_marker
 from self_healing.checkpoints.owed import owed_in, owing
-from self_healing.checkpoints.pinned import PinnedCheckpoints
+from self_healing.checkpoints.retention import PinnedCheckpoints
 from self_healing.instrument.resume_point import Leave, Pending
 
 

@@ -13,7 +13,7 @@ import torch
 
 from .findings import Findings, Unusable, in_short, reading
 from .foreign_objects import load_foreign
-from .stored_tensors import check_archive, first_bad
+from .tensors import check_archive, first_bad
 from .zero_padding import only_in_padding
 
 
