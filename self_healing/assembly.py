@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from . import consensus
-from .checkpoints.checksums import ChecksumQueue
-from .checkpoints.marker import Standing, write_marker
-from .checkpoints.owed import bookkeeping_now
+from .checkpoints.emergency import bookkeeping_now
+from .checkpoints.marker import ChecksumQueue, Standing, write_marker
 from .config import HealingConfig
 from .data.quarantine import Quarantine
 from .data.rows import RowQuarantine
@@ -136,7 +135,7 @@ class Run:
             emergency=False,
             standing=standing,
             finite=finite,
-            later=self.context.checksums.put,
+            later=self.context.checksums,
         )
         self.rollback.checkpoints.saved(checkpoint, step)
 

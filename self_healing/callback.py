@@ -16,7 +16,7 @@ from . import consensus
 from .actions import HealingActions
 from .assembly import Run, assemble
 from .checkpoints.choice import CheckpointError
-from .checkpoints.trainer_state import healing_state_of
+from .checkpoints.marker import healing_state_of
 from .config import ConfigurationError, HealingConfig, as_config
 from .detectors.rules import MetricRule, load_rules
 from .end_of_run import end_run, heal_the_last_step

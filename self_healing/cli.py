@@ -189,10 +189,10 @@ def check(
     from rich.table import Table
     from rich.text import Text
 
-    from .checkpoint_files import STATE_FILE, number_of
     from .checkpoints.choice import vet_all
-    from .checkpoints.listing import checkpoints_in
+    from .checkpoints.marker import checkpoints_in, number_of
     from .checkpoints.vetting import vet
+    from .own_files import STATE_FILE
 
     named = number_of(run_dir.resolve()) is not None
     # `trainer.save_state()` leaves one in the output_dir, too.

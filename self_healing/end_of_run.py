@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from .assembly import Run
-from .checkpoints.owed import owe_evaluation
+from .checkpoints.emergency import owe_evaluation
 from .instrument import BestChoice, Instrument
 from .numerics.state import NumericsState
 from .report.verdict import movement_of

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .assembly import Run
-from .checkpoint_files import PINNED_DIR
-from .checkpoints.trainer_state import healing_state_of
+from .checkpoints.marker import healing_state_of
 from .checkpoints.vetting import may_be_loaded, vet_weights
 from .data.healer import SampleHealer
 from .detectors.rules import MetricRule
@@ -27,7 +26,7 @@ from .entry_checks import (
 from .instrument import BestModel, Instrument, ReportingGuard
 from .memory.healer import MemoryHealer
 from .numerics.judge import StepJudge
-from .own_files import remove_leftovers
+from .own_files import PINNED_DIR, remove_leftovers
 from .processes import Process
 from .report.output import ClosingReport
 from .restarts.resumed_bookkeeping import continue_bookkeeping

@@ -10,11 +10,10 @@ from typing import Any
 
 from . import consensus
 from .assembly import new_run_id
-from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint
+from .checkpoints.choice import CheckpointError, check_resumed, find_trusted_checkpoint, refuse_unwritable
 from .exceptions import UnrecoverableTrainingError
 from .failures import FAILURE_RECIPES, Action, FailureType
 from .instrument import Instrument
-from .output_dir import refuse_unwritable
 from .run.context import RunContext
 
 

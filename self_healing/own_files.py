@@ -9,10 +9,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from .checkpoint_files import BESIDE_DIR, EMERGENCY_DIR, GENERATED_FILE, MARKER_FILE, PINNED_DIR
-
 
 logger = logging.getLogger("self_healing")
+
+# In each checkpoint: of the Trainer, which writes it last; the marker of a complete one; what is left of a generation
+# cycle.
+STATE_FILE = "trainer_state.json"
+MARKER_FILE = "healing.json"
+GENERATED_FILE = "generated.pt"
+
+# In the output directory, besides the Trainer's own `checkpoint-<step>`.
+PINNED_DIR = "last-known-good"
+EMERGENCY_DIR = "emergency"
+# Checkpoints that are to take the place of one in `emergency/`, or among the Trainer's own.
+BESIDE_DIR = os.path.join(EMERGENCY_DIR, "beside")
 
 EVENTS_FILE = "healing_events.jsonl"
 POSTMORTEM_FILE = "postmortem.json"

@@ -253,7 +253,7 @@ class Recovery:
                     run.instrument,
                     run.context.run_id,
                     about_to_write=run.attempts.about_to_write,
-                    later=run.context.checksums.put,
+                    later=run.context.checksums,
                 )
                 path = None if point is None else publish(point.path, self._output_dir)
             except Exception:

@@ -1,25 +1,28 @@
-"""Chooses the checkpoint to resume from: the newest one that can be, or the one that was asked for."""
+"""Chooses the checkpoint to resume from (the newest one that can be), and tries whether new ones can be written."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..checkpoint_files import (
-    EMERGENCY_DIR,
-    MARKER_FILE,
-    PINNED_DIR,
-    ModelNames,
-    number_of,
-    share_files,
-)
-from .listing import checkpoints_in
+from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+
+from .. import consensus
+from ..classify import describe_exception
+from ..config import ConfigurationError
+from ..own_files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR
 from .marker import (
+    checkpoints_in,
     damage_of_marker,
     load_marker,
+    number_of,
     set_standing,
+    share_files,
     speaks_for,
     standing_of,
     step_of,
@@ -27,7 +30,23 @@ from .marker import (
 from .vetting import ON_ONE_DISK, Readers, Verdict, breach_of_marker, vet
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("self_healing")
+
+# Errors that neither waiting nor making room cures.
+_NEVER_WRITABLE = frozenset(
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        # The missing directories are made, so it is a place where none can be, or a working directory that is gone.
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EEXIST,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+    }
+)
 
 
 class CheckpointError(ValueError):
@@ -56,18 +75,13 @@ def find_trusted_checkpoint(
     Returns:
         `str`: its path, or `None` if there is none.
     """
-    newest = _newest_usable(output_dir, [] if passed_over is None else passed_over, readers=readers)
+    newest = _newest_usable(output_dir, [] if passed_over is None else passed_over, readers)
     return None if newest is None else newest.path
 
 
-def _newest_usable(
-    output_dir: str | Path,
-    passed_over: list[Verdict],
-    model: ModelNames | None = None,
-    readers: Readers = ON_ONE_DISK,
-) -> Verdict | None:
+def _newest_usable(output_dir: str | Path, passed_over: list[Verdict], readers: Readers) -> Verdict | None:
     # Vetting reads every byte: those older than the first whole one are not looked at.
-    return _first_whole((vet(checkpoint, model, readers) for checkpoint in checkpoints_in(output_dir)), passed_over)
+    return _first_whole((vet(checkpoint, readers) for checkpoint in checkpoints_in(output_dir)), passed_over)
 
 
 def _first_whole(verdicts: Iterator[Verdict], passed_over: list[Verdict]) -> Verdict | None:
@@ -86,7 +100,6 @@ def resolve_checkpoint(
     requested: str | os.PathLike[str] | bool,
     output_dir: str | Path,
     passed_over: list[Verdict],
-    model: ModelNames | None = None,
     readers: Readers = ON_ONE_DISK,
 ) -> Verdict | None:
     """
@@ -99,8 +112,6 @@ def resolve_checkpoint(
             Of the run.
         passed_over (`list[Verdict]`):
             Gets the verdicts on those that cannot be resumed from.
-        model ([`ModelNames`], *optional*):
-            What the model that is to be trained calls its tensors.
         readers ([`Readers`], *optional*):
             The ranks that are to resume from it.
 
@@ -112,32 +123,19 @@ def resolve_checkpoint(
     """
     if requested is False:
         return None
-    if requested is not True and requested != "auto":
-        return _vetted(Path(requested), output_dir, passed_over, model, readers)
-    chosen = _newest_usable(output_dir, passed_over, model, readers)
-    if chosen is None and requested is True:
-        raise CheckpointError(_none_at_all(output_dir, passed_over))
-    return chosen
+    if requested is True or requested == "auto":
+        chosen = _newest_usable(output_dir, passed_over, readers)
+        if chosen is None and requested is True:
+            raise CheckpointError(_none_at_all(output_dir, passed_over))
+        return chosen
+    verdict = vet(Path(requested), readers)
+    if not verdict.usable:
+        passed_over.append(verdict)
+        raise _refused(Path(requested), verdict.reason, output_dir, readers)
+    return verdict
 
 
-def _vetted(
-    requested: Path,
-    output_dir: str | Path,
-    passed_over: list[Verdict],
-    model: ModelNames | None,
-    readers: Readers,
-) -> Verdict:
-    verdict = vet(requested, model, readers)
-    if verdict.usable:
-        return verdict
-    passed_over.append(verdict)
-    raise refused(requested, verdict.reason, output_dir, readers)
-
-
-def refused(
-    requested: str | Path, reason: str, output_dir: str | Path, readers: Readers = ON_ONE_DISK
-) -> CheckpointError:
-    """Builds the error for a checkpoint that cannot be resumed from; it names the newest one that can be."""
+def _refused(requested: Path, reason: str, output_dir: str | Path, readers: Readers = ON_ONE_DISK) -> CheckpointError:
     trusted = find_trusted_checkpoint(output_dir, readers=readers)
     instead = (
         f"there is none in {output_dir} that can be resumed from"
@@ -171,12 +169,6 @@ def check_resumed(checkpoint: Path, output_dir: str | Path) -> str | None:
     """
     Checks a checkpoint that the plain Trainer has loaded against its marker.
 
-    Args:
-        checkpoint (`Path`):
-            The checkpoint directory.
-        output_dir (`str` or `Path`):
-            Of the run.
-
     Returns:
         A warning for the user who trains on from it; `None` if there is nothing to say.
 
@@ -185,7 +177,7 @@ def check_resumed(checkpoint: Path, output_dir: str | Path) -> str | None:
     """
     breach = breach_of_marker(checkpoint)
     if breach is not None:
-        raise refused(checkpoint, breach, output_dir)
+        raise _refused(checkpoint, breach, output_dir)
     if (damage := damage_of_marker(checkpoint)) is not None:
         return f"its marker {MARKER_FILE} cannot be believed ({damage}): whether all of it is whole is not known"
     if standing_of(checkpoint) != "suspect":
@@ -202,15 +194,8 @@ def newest_checkpoint_of(
     run: str, output_dir: str, verified: bool = False, passed_over: list[Verdict] | None = None
 ) -> str | None:
     """
-    Finds the newest checkpoint of a run that can be resumed from; those of other runs are passed by.
-
-    Args:
-        run (`str`), output_dir (`str`):
-            The run, and where it writes.
-        verified (`bool`, *optional*):
-            Whether healthy steps must have come after it.
-        passed_over (`list[Verdict]`, *optional*):
-            Gets the verdicts on those that are newer, and cannot be resumed from.
+    Finds the newest checkpoint of a run that can be resumed from; those of other runs are passed by. With `verified`,
+    healthy steps must have come after it. `passed_over` gets the verdicts on those that are newer.
     """
     newest = newest_verdict_of(run, output_dir, verified, passed_over)
     return None if newest is None else newest.path
@@ -225,40 +210,26 @@ def newest_verdict_of(
     readers: Readers = ON_ONE_DISK,
 ) -> Verdict | None:
     """
-    Finds the same as [`newest_checkpoint_of`], with the verdict on it.
-
-    Args:
-        run (`str`), output_dir (`str`), verified (`bool`, *optional*), passed_over (`list[Verdict]`, *optional*):
-            As for [`newest_checkpoint_of`].
-        wrote (`Callable[[Path], bool]`, *optional*):
-            Whether a checkpoint without a marker is of this run all the same.
-        readers ([`Readers`], *optional*):
-            The ranks that are to resume from it.
+    Finds the same as [`newest_checkpoint_of`], with the verdict on it; `wrote` tells whether a checkpoint without a
+    marker is of this run all the same.
     """
-    passed_over = [] if passed_over is None else passed_over
-    return _first_whole(_verdicts_of(run, output_dir, verified, passed_over, wrote, readers), passed_over)
+    newer = [] if passed_over is None else passed_over
 
+    def verdicts() -> Iterator[Verdict]:
+        for checkpoint in checkpoints_in(output_dir):
+            marker = load_marker(checkpoint)
+            if marker is not None:
+                wanted = marker["run"] == run and (not verified or marker["standing"] == "verified")
+            elif (damage := damage_of_marker(checkpoint)) is not None:
+                wanted = False
+                reason = f"its marker {MARKER_FILE} cannot be believed ({damage}), so whose it is is not known"
+                newer.append(Verdict(str(checkpoint), number_of(checkpoint), False, reason, "unmarked"))
+            else:
+                wanted = not verified and wrote(checkpoint)
+            if wanted:
+                yield vet(checkpoint, readers)
 
-def _verdicts_of(
-    run: str,
-    output_dir: str,
-    verified: bool,
-    passed_over: list[Verdict],
-    wrote: Callable[[Path], bool],
-    readers: Readers,
-) -> Iterator[Verdict]:
-    for checkpoint in checkpoints_in(output_dir):
-        marker = load_marker(checkpoint)
-        damage = damage_of_marker(checkpoint) if marker is None else None
-        if damage is not None:
-            reason = f"its marker {MARKER_FILE} cannot be believed ({damage}), so whose it is is not known"
-            passed_over.append(Verdict(str(checkpoint), number_of(checkpoint), False, reason, "unmarked"))
-        if marker is None:
-            wanted = damage is None and not verified and wrote(checkpoint)
-        else:
-            wanted = marker.get("run") == run and (not verified or marker.get("standing") == "verified")
-        if wanted:
-            yield vet(checkpoint, readers=readers)
+    return _first_whole(verdicts(), newer)
 
 
 def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:
@@ -268,21 +239,15 @@ def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:
     """
     for checkpoint in checkpoints_in(output_dir):
         marker = load_marker(checkpoint)
-        if marker is not None and marker.get("run") == run and speaks_for(marker):
+        if marker is not None and marker["run"] == run and speaks_for(marker):
             return str(checkpoint)
     return None
 
 
 def older_checkpoints(than: str, output_dir: str) -> Iterator[str]:
     """
-    Yields the checkpoints of the same run that can be resumed from instead, the newest first. Hard links to the same
-    files, as `last-known-good/` holds them, are left out.
-
-    Args:
-        than (`str`):
-            The checkpoint that is not to be resumed from.
-        output_dir (`str`):
-            Of the run.
+    Yields the checkpoints of the same run that can be resumed from instead, the newest first; not hard links to the
+    same files, as `last-known-good/` holds them.
     """
     newest = Path(than)
     run, step = (load_marker(newest) or {}).get("run"), step_of(than, default=number_of(newest) or 0)
@@ -301,3 +266,52 @@ def mark_suspect(checkpoint: str, output_dir: str, incident: str) -> None:
             set_standing(each, "suspect", incident)
         except OSError:
             logger.warning("%s could not be marked as suspect.", each, exc_info=True)
+
+
+# ---- where new ones are to be written ----
+
+
+def writes_checkpoints(args: TrainingArguments) -> bool:
+    """Whether this rank writes a part of each checkpoint: weights and state of the Trainer, shards, random states."""
+    return not args.save_only_model or bool(args.should_save) or args.deepspeed_plugin is not None
+
+
+def refuse_unwritable(args: TrainingArguments) -> None:
+    """
+    Tries whether checkpoints can be written, before the first step: a run that finds out at its end has trained in
+    vain. Only warns if none are to be written. Collective: each rank tries that has a part to write.
+
+    Raises:
+        ConfigurationError: On all ranks, if one can never write anything there.
+    """
+    why: str | None = None
+
+    def unwritable() -> bool:
+        nonlocal why
+        why = _why_unwritable(Path(str(args.output_dir))) if writes_checkpoints(args) else None
+        return why is not None
+
+    if not consensus.any_rank("output_dir cannot be written", unwritable, args.device):
+        return
+    of_ranks = consensus.from_every_rank("why it cannot be written there", why, args.device)
+    refused = [rank for rank, each in enumerate(of_ranks) if each is not None]
+    who = "" if len(of_ranks) == 1 else f" by {consensus.in_words(refused)}"
+    found = f"output_dir={args.output_dir!r} cannot be written{who} ({of_ranks[refused[0]]})"
+    if args.save_strategy == SaveStrategy.NO:
+        if consensus.is_first_rank():
+            logger.warning("%s: an exception will leave no checkpoint, and a restart finds none to go on from.", found)
+        return
+    raise ConfigurationError(
+        f"{found}: this run could save no checkpoint, so nothing was trained. Please name another output_dir, or make "
+        "this one writable; save_strategy='no' trains without checkpoints."
+    )
+
+
+def _why_unwritable(directory: Path) -> str | None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        # A disk that is full, or a server that does not answer, may be well again when the first checkpoint is due.
+        return describe_exception(error) if error.errno in _NEVER_WRITABLE else None

@@ -1,16 +1,15 @@
-"""Writes checkpoints after an exception left `train()`, and once more when the rest of their step is done."""
+"""Writes checkpoints after an exception left `train()`, and into their marker what is owed to the step."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from .. import consensus
-from ..checkpoint_files import BESIDE_DIR, EMERGENCY_DIR
 from ..classify import classify_exception, could_not_be_written, describe_exception
 from ..failures import FailureType
 from ..instrument import (
@@ -25,13 +24,17 @@ from ..instrument import (
     write_beside,
     write_checkpoint,
 )
-from .marker import ChecksumsLater, load_marker, write_marker
-from .owed import owing
-from .removal import named_as_full
+from ..own_files import BESIDE_DIR, EMERGENCY_DIR
+from .marker import ChecksumQueue, change_marker, load_marker, write_marker
+from .retention import disk_full
 
 
 logger = logging.getLogger(__name__)
 
+# In the bookkeeping of a marker: the evaluation of the step has not been done.
+_OWES_EVALUATION = "owes_evaluation"
+# And whatever else its process still owed that step.
+_OWES = "owes"
 # How often an emergency checkpoint is written, where a fault strikes meanwhile.
 _WRITES = 2
 
@@ -42,25 +45,14 @@ def save_emergency_checkpoint(
     give_way: Callable[[], bool] = lambda: False,
     about_to_write: Callable[[Path, dict[str, Any]], None] = lambda path, bookkeeping: None,
     heals: bool = False,
-    later: ChecksumsLater | None = None,
+    later: ChecksumQueue | None = None,
 ) -> ResumePoint | None:
     """
     Writes the state as of the last finished step, after an exception left `train()`: a resume, ours or the plain
     Trainer's, continues from it bit for bit. What fails is tried once more.
 
-    Args:
-        instrument ([`Instrument`]):
-            Of the trainer.
-        run (`str`):
-            The run it belongs to.
-        give_way (`Callable[[], bool]`, *optional*):
-            Asked if it could not be written because of the disk: whether there is more room now.
-        about_to_write (`Callable[[Path, dict], None]`, *optional*):
-            Told where it will be, and what its marker will say.
-        heals (`bool`, *optional*, defaults to `False`):
-            Whether a state that is not finite is healed first.
-        later (`Callable`, *optional*):
-            Computes the checksums of a large one, as for [`write_marker`].
+    Where the disk was the reason, `give_way` says whether there is more room now; `about_to_write` is
+    told where it will be, and what its marker will say; with `heals`, a state that is not finite is healed first.
 
     Returns:
         Where to resume, or `None` where no such state exists: the exception came out of `optimizer.step()` itself,
@@ -103,7 +95,7 @@ def _write_emergency(
     path: Path,
     run: str,
     bookkeeping: dict[str, Any],
-    later: ChecksumsLater | None,
+    later: ChecksumQueue | None,
 ) -> None:
     shutil.rmtree(new, ignore_errors=True)
     try:
@@ -116,32 +108,20 @@ def _write_emergency(
         if new != path:
             _switch(new, path)
     except Exception as error:
-        told = named_as_full(error, new)
+        full = disk_full(error, new)
         # Half a checkpoint is worse than none: it may be resumed from.
         shutil.rmtree(new, ignore_errors=True)
-        if told is error:
+        if full is None:
             raise
-        raise told from error
+        raise full from error
 
 
 def write_again(
-    instrument: Instrument, checkpoint: Path, run: str, leave: Leave, later: ChecksumsLater | None = None
+    instrument: Instrument, checkpoint: Path, run: str, leave: Leave, later: ChecksumQueue | None = None
 ) -> bool:
     """
     Writes a checkpoint once more after what it owed is done, beside the one before, which is removed when the new one
     is whole. A process that is killed at any time leaves one of them.
-
-    Args:
-        instrument ([`Instrument`]):
-            Of the trainer.
-        checkpoint (`Path`):
-            The checkpoint that was resumed from.
-        run (`str`):
-            The run it belongs to from now on.
-        leave ([`Leave`]):
-            Where the run was left.
-        later (`Callable`, *optional*):
-            Computes the checksums of a large one, as for [`write_marker`].
 
     Returns:
         Whether it was; otherwise the checkpoint is as it was, and owes what it did.
@@ -205,3 +185,39 @@ def publish(emergency: str, output_dir: str) -> str:
 def remove_emergency_checkpoints(output_dir: str) -> None:
     """Removes the emergency checkpoints of a run that no longer needs them."""
     shutil.rmtree(Path(output_dir, EMERGENCY_DIR), ignore_errors=True)
+
+
+# ---- what is owed to the step of a checkpoint ----
+
+
+def bookkeeping_now(instrument: Instrument) -> dict[str, Any]:
+    """Collects running losses, metrics, and what is still to be done for the step, for a marker."""
+    return instrument.ledger.export() | {_OWES_EVALUATION: instrument.leaving.owes_evaluation}
+
+
+def owe_evaluation(checkpoint: Path) -> None:
+    """Notes that the evaluation of its step is still to be done; a checkpoint without a marker is left as it is."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["bookkeeping"][_OWES_EVALUATION] = True
+
+    change_marker(checkpoint, change)
+
+
+def owed_in(bookkeeping: Mapping[str, Any]) -> tuple[Pending, Leave] | None:
+    """Reads from a marker what is still to be done for the step of its checkpoint; `None` if it is nothing."""
+    try:
+        entry = bookkeeping.get(_OWES) or {}
+        pending = Pending.from_dict(entry.get("pending", {}))
+        pending.evaluate = pending.evaluate or bool(bookkeeping.get(_OWES_EVALUATION))
+        leave = Leave(None, bool(entry.get("stop")), bool(entry.get("epoch_ended")))
+    except (AttributeError, TypeError):
+        # Written by another version, or damaged.
+        return None
+    return (pending, leave) if pending or leave.stop else None
+
+
+def owing(pending: Pending, leave: Leave) -> dict[str, Any]:
+    """Builds the entries of a marker that [`owed_in`] reads."""
+    entry = {"pending": pending.to_dict(), "stop": leave.stop, "epoch_ended": leave.epoch_ended}
+    return {_OWES_EVALUATION: pending.evaluate, _OWES: entry}

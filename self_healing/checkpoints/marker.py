@@ -1,39 +1,110 @@
-"""Writes and reads the marker `healing.json` of a complete checkpoint: its files and its standing."""
+"""Writes and reads the marker `healing.json` of a complete checkpoint, and lists the checkpoints of a directory."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from ..checkpoint_files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR, crc32_of, files_of
 from ..files import replace_file
+from ..own_files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE, PINNED_DIR, STATE_FILE
 
+
+logger = logging.getLogger(__name__)
 
 Standing = Literal["unverified", "verified", "suspect"]
-# Called with a checkpoint, what its marker says, and where the same files may be by then.
-ChecksumsLater = Callable[[Path, dict[str, Any], Sequence[Path]], None]
 
 MARKER_SCHEMA = 1
 # By name of the file, for those whose checksum is known.
 CHECKSUMS = "crc32"
 
-# Of the marker itself, at its end.
+# The checksum of the marker itself.
 _SEAL = "seal"
-_SEALED = re.compile(rf'(.*), "{_SEAL}": (\d+)\}}', re.DOTALL)
-_STANDINGS = get_args(Standing)
-# Of steps, bytes and checksums.
-_PAST_ANY_COUNT = 1 << 63
+_NUMBERED = re.compile(r"checkpoint-(\d+)")
 # Bytes that are read through in a few hundredths of a second.
 _AT_ONCE = 1 << 26
+# Bytes that are read at once.
+_PIECE = 1 << 22
 # The training thread and the one that computes checksums change markers. Of the process: a path is all they share.
 _CHANGING = threading.RLock()
+
+
+# ---- files ----
+
+
+def number_of(checkpoint: Path) -> int | None:
+    """Returns the step a directory is named after, `None` if its name is not that of a checkpoint."""
+    match = _NUMBERED.fullmatch(checkpoint.name)
+    return None if match is None else int(match[1])
+
+
+def numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Lists the checkpoints in a folder, each with the step it is named after."""
+    if not folder.is_dir():
+        return []
+    return [(number, entry) for entry in folder.iterdir() if (number := number_of(entry)) is not None]
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    """Lists the files of a checkpoint except its marker."""
+    return sorted(file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(MARKER_FILE))
+
+
+def share_files(one: Path, other: Path) -> bool:
+    """Whether two checkpoints are, in part at least, hard links to the same files."""
+    theirs = {(status.st_dev, status.st_ino) for status in (file.stat() for file in files_of(other))}
+    return any((status.st_dev, status.st_ino) in theirs for status in (file.stat() for file in files_of(one)))
+
+
+def crc32_of(file: Path) -> int:
+    """Computes the checksum of a file, which is read once; other threads run meanwhile."""
+    checksum = 0
+    piece = memoryview(bytearray(_PIECE))
+    with file.open("rb") as stream:
+        while count := stream.readinto(piece):
+            checksum = zlib.crc32(piece[:count], checksum)
+    return checksum
+
+
+def checkpoints_in(output_dir: str | Path) -> list[Path]:
+    """
+    Lists all that is called a checkpoint in an output directory, newest first; of the same step the regular one comes
+    first, then the emergency one, then one that was to take its place, then the one in `last-known-good/`.
+
+    Last come those beside the regular ones that an earlier run in this directory left behind: regular ones of fewer
+    steps were written after them.
+    """
+    regular = numbered(Path(output_dir))
+    found = [(False, -number, 0, entry) for number, entry in regular]
+    written = [(number, written_at(entry)) for number, entry in regular]
+    for place, name in enumerate((EMERGENCY_DIR, BESIDE_DIR, PINNED_DIR), start=1):
+        for number, entry in numbered(Path(output_dir, name)):
+            at = written_at(entry)
+            left_behind = any(other < number and later > at for other, later in written)
+            found.append((left_behind, -number, place, entry))
+    return [entry for *_, entry in sorted(found)]
+
+
+def written_at(checkpoint: Path) -> float:
+    """Reads when a checkpoint was written, in seconds since the epoch; 0 if it cannot be told."""
+    marker = load_marker(checkpoint)
+    if marker is not None:
+        return float(marker["time"])
+    try:
+        return (checkpoint / STATE_FILE).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+# ---- writing ----
 
 
 def write_marker(
@@ -44,7 +115,7 @@ def write_marker(
     emergency: bool,
     standing: Standing = "unverified",
     finite: bool | None = None,
-    later: ChecksumsLater | None = None,
+    later: ChecksumQueue | None = None,
 ) -> None:
     """
     Marks a checkpoint as complete, after everything else in it was written; the marker appears whole or not at all.
@@ -65,10 +136,8 @@ def write_marker(
         finite (`bool`, *optional*):
             Whether every weight, buffer and optimizer state was finite when it was written; `None` if that was not
             looked at, and then it never becomes verified.
-        later (`Callable`, *optional*):
-            Adds the checksums of a large one to its marker later, so that no step waits for them. Given the
-            checkpoint, what its marker says, and where the same files may be by then. Defaults to computing all at
-            once.
+        later ([`ChecksumQueue`], *optional*):
+            Adds the checksums of a large checkpoint; without one they are computed at once.
     """
     # Without the random state of one process, which a resume gets over. Of several it shows that each has written.
     needed = (file for file in files_of(checkpoint) if file.name != "rng_state.pth")
@@ -84,15 +153,99 @@ def write_marker(
         "files": sizes,
         "bookkeeping": bookkeeping,
     }
-    if later is None or sum(sizes.values()) <= _AT_ONCE:
+    at_once = later is None or sum(sizes.values()) <= _AT_ONCE
+    if at_once:
         content[CHECKSUMS] = {name: crc32_of(checkpoint / name) for name in sizes}
-        replace_marker(checkpoint, content)
-        return
-    replace_marker(checkpoint, content)
+    _replace_marker(checkpoint, content)
+    if later is not None and not at_once:
+        later.put(checkpoint, content)
+
+
+class ChecksumQueue:
+    """
+    Adds the checksums of the large checkpoints of a run to their markers, in threads for which no step waits.
+
+    A process that ends before they are computed leaves a marker without them.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def put(self, checkpoint: Path, marker: Mapping[str, Any]) -> None:
+        """Begins with those of a checkpoint, whose marker was just written."""
+        # No process waits at its end for a thread that does not have to finish.
+        thread = threading.Thread(
+            target=_add_checksums, args=(checkpoint, marker), name="self-healing-checksums", daemon=True
+        )
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+        thread.start()
+
+    def wait(self, seconds: float = 60.0) -> None:
+        """Waits until all are computed, but no longer than these seconds."""
+        until = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0.0))
+
+
+def _add_checksums(checkpoint: Path, marker: Mapping[str, Any]) -> None:
+    # By now it may have been moved among the regular ones, or rotated away while links to it are kept.
     folder = checkpoint.parent
-    # Where it is linked or moved to before they are computed.
-    beside = folder.parent if folder.name == EMERGENCY_DIR else folder / PINNED_DIR
-    later(checkpoint, content, (beside / checkpoint.name,))
+    moved = folder.parent if folder.name in (EMERGENCY_DIR, Path(BESIDE_DIR).name) else folder / PINNED_DIR
+    places = (checkpoint, moved / checkpoint.name)
+
+    def add(content: dict[str, Any]) -> None:
+        # Written once more in the meantime, it is another one.
+        if all(content[key] == marker[key] for key in ("run", "time")):
+            content[CHECKSUMS] = checksums
+
+    try:
+        for place in places:
+            with suppress(FileNotFoundError):
+                checksums = {name: crc32_of(place / name) for name in marker["files"]}
+                for each in places:
+                    change_marker(each, add)
+                return
+    except OSError as error:
+        logger.info("%s has no checksums: %s", checkpoint, error)
+
+
+def change_marker(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the marker of a checkpoint, and no time of its directory; one without a marker is left as it is."""
+    with _CHANGING:
+        content = load_marker(checkpoint)
+        if content is None:
+            return
+        change(content)
+        times = checkpoint.stat()
+        _replace_marker(checkpoint, content)
+        # The Trainer deletes the directory that was changed longest ago.
+        os.utime(checkpoint, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def _replace_marker(checkpoint: Path, content: dict[str, Any]) -> None:
+    sealed = json.dumps(content | {_SEAL: _seal_of(content)})
+    with _CHANGING:
+        # A checkpoint that has been removed meanwhile does not come back for its marker.
+        replace_file(checkpoint / MARKER_FILE, sealed, make_directory=False)
+
+
+def _seal_of(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
+
+
+def set_standing(checkpoint: Path, standing: Standing, incident: str | None = None) -> None:
+    """Changes the standing of a checkpoint; a suspect one names the incident that made it so."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["standing"] = standing
+        content.pop("incident", None)
+        if incident is not None:
+            content["incident"] = incident
+
+    change_marker(checkpoint, change)
+
+
+# ---- reading ----
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any] | None:
@@ -126,65 +279,22 @@ def damage_of_marker(checkpoint: Path) -> str | None:
     return None
 
 
-def replace_marker(checkpoint: Path, content: dict[str, Any]) -> None:
-    """Writes the marker of a checkpoint, whole or not at all."""
-    text = json.dumps({key: value for key, value in content.items() if key != _SEAL})[:-1]
-    sealed = f'{text}, "{_SEAL}": {zlib.crc32(text.encode())}}}'
-    with _CHANGING:
-        # A checkpoint that has been removed meanwhile does not come back for its marker.
-        replace_file(checkpoint / MARKER_FILE, sealed, make_directory=False)
-
-
-def change_marker(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> bool:
-    """
-    Changes the marker of a checkpoint, and no time of its directory; one without a marker is left as it is.
-
-    Args:
-        checkpoint (`Path`):
-            The checkpoint directory.
-        change (`Callable[[dict], None]`):
-            Changes what the marker says.
-
-    Returns:
-        Whether there was a marker.
-    """
-    with _CHANGING:
-        content = load_marker(checkpoint)
-        if content is None:
-            return False
-        change(content)
-        times = checkpoint.stat()
-        replace_marker(checkpoint, content)
-        # The Trainer deletes the directory that was changed longest ago.
-        os.utime(checkpoint, ns=(times.st_atime_ns, times.st_mtime_ns))
-    return True
-
-
-def set_standing(checkpoint: Path, standing: Standing, incident: str | None = None) -> None:
-    """
-    Changes the standing of a checkpoint; one without a marker is left as it is.
-
-    Args:
-        checkpoint (`Path`):
-            The checkpoint directory.
-        standing (`str`):
-            `"unverified"`, `"verified"` or `"suspect"`.
-        incident (`str`, *optional*):
-            The incident that made it suspect.
-    """
-
-    def change(content: dict[str, Any]) -> None:
-        content["standing"] = standing
-        content.pop("incident", None)
-        if incident is not None:
-            content["incident"] = incident
-
-    change_marker(checkpoint, change)
+def _read(checkpoint: Path) -> dict[str, Any]:
+    text = (checkpoint / MARKER_FILE).read_text(encoding="utf-8")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON") from None
+    if not isinstance(content, dict) or content.pop(_SEAL, None) != _seal_of(content):
+        raise ValueError("it is not what was written (its own checksum differs)")
+    if content["schema"] != MARKER_SCHEMA:
+        raise ValueError(f"its schema is {content['schema']!r}, and {MARKER_SCHEMA} is known")
+    return content
 
 
 def speaks_for(marker: Mapping[str, Any]) -> bool:
     """Whether a marker speaks for its checkpoint: not suspect, and not known to hold NaN or Inf."""
-    return marker.get("standing") != "suspect" and marker.get("finite") is not False
+    return marker["standing"] != "suspect" and marker["finite"] is not False
 
 
 def standing_of(checkpoint: str | Path) -> str:
@@ -198,40 +308,24 @@ def step_of(checkpoint: str, default: int) -> int:
     return default if marker is None else int(marker["step"])
 
 
-def _read(checkpoint: Path) -> dict[str, Any]:
-    text = (checkpoint / MARKER_FILE).read_text(encoding="utf-8")
+# ---- the callback's entry in the state of the Trainer ----
+
+
+def healing_state_of(stateful_callbacks: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Finds the state that the callback keeps in a trainer's, whatever its class is; `None` if there is none."""
+    for entry in stateful_callbacks.values():
+        attributes = entry.get("attributes") if isinstance(entry, Mapping) else None
+        state = attributes.get("healing_state") if isinstance(attributes, Mapping) else None
+        if isinstance(state, dict):
+            return state
+    return None
+
+
+def missing_steps_in(checkpoint: str) -> int:
+    """Counts the steps up to a checkpoint that are not in its weights; 0 where that is not known."""
     try:
-        content = json.loads(text)
-    except ValueError:
-        raise ValueError("it is not JSON") from None
-    if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
-    if content.get("schema") != MARKER_SCHEMA:
-        raise ValueError(f"its schema is {content.get('schema')!r}, and {MARKER_SCHEMA} is known")
-    # Markers of earlier versions have neither checksums nor a seal.
-    if (_SEAL in content or CHECKSUMS in content) and not _holds(text):
-        raise ValueError("it is not what was written (its own checksum differs)")
-    _check_content(content)
-    return content
-
-
-def _check_content(content: dict[str, Any]) -> None:
-    for name, kind in (("step", int), ("files", dict), ("bookkeeping", dict)):
-        if not isinstance(content.get(name), kind) or isinstance(content.get(name), bool):
-            raise ValueError(f"`{name}` is missing in it" if name not in content else f"`{name}` in it is unusable")
-    if not 0 <= content["step"] < _PAST_ANY_COUNT:
-        raise ValueError("`step` in it is unusable")
-    if content.get("standing", _STANDINGS[0]) not in _STANDINGS:
-        raise ValueError(f"`standing` in it is {content['standing']!r}")
-    for name in ("files", CHECKSUMS):
-        numbers = content.get(name, {})
-        if not isinstance(numbers, dict) or not all(
-            type(number) is int and 0 <= number < _PAST_ANY_COUNT for number in numbers.values()
-        ):
-            raise ValueError(f"`{name}` in it is unusable")
-
-
-def _holds(text: str) -> bool:
-    """Whether a marker ends with the checksum of what stands before it."""
-    sealed = _SEALED.fullmatch(text)
-    return sealed is not None and zlib.crc32(sealed[1].encode()) == int(sealed[2])
+        state = json.loads(Path(checkpoint, STATE_FILE).read_text(encoding="utf-8"))
+        kept = healing_state_of(state["stateful_callbacks"]) or {}
+        return int(kept["missing_steps"]["count"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 0

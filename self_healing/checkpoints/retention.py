@@ -1,4 +1,4 @@
-"""Keeps checkpoints in `last-known-good/`, which the Trainer's rotation does not reach."""
+"""Keeps verified checkpoints out of the reach of the Trainer's rotation, and removes torn ones."""
 
 from __future__ import annotations
 
@@ -6,249 +6,459 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint_files import (
-    MARKER_FILE,
-    PINNED_DIR,
+import torch
+
+from .. import consensus
+from ..classify import could_not_be_written, text_of
+from ..config import HealingConfig
+from ..journal.journal import Journal
+from ..own_files import MARKER_FILE, PINNED_DIR, STATE_FILE
+from .choice import newest_checkpoint_of
+from .marker import (
+    Standing,
     files_of,
+    load_marker,
     number_of,
     numbered,
-    remove_checkpoint,
-    share_files,
-    size_of,
-    unshared_size_of,
+    read_marker,
+    set_standing,
+    speaks_for,
+    standing_of,
+    written_at,
 )
-from .listing import written_at
-from .marker import load_marker, read_marker, speaks_for
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("self_healing")
 
 # A checkpoint may grow by as much from one to the next: the log in it does.
 _GROWTH = 1.05
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+# How safetensors and torch put them.
+_FULL_TEXTS = (f"os error {errno.ENOSPC})", f"os error {errno.EDQUOT})", "No space left", "Disk quota exceeded")
 
-# What file systems answer that have no hard links, or none from here to there.
-_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 
-
-class PinnedCheckpoints:
+class RunCheckpoints:
     """
-    Keeps checkpoints in `last-known-good/`, as hard links: they need no space of their own while the checkpoint itself
-    is there.
+    Follows the checkpoints of one run: each is unverified until healthy steps have come after it.
+
+    Every rank has one and may call it; only the first rank, if it saves, has a [`CheckpointKeeper`] and does anything.
+    """
+
+    def __init__(self, config: HealingConfig, journal: Journal) -> None:
+        self._config = config
+        self._journal = journal
+        self._keeper: CheckpointKeeper | None = None
+        # Steps of those that healthy steps may still verify, the oldest first.
+        self.unverified: deque[int] = deque()
+        # The step of the last search for NaN and Inf before a save, and whether the state was finite on all ranks.
+        self._searched: tuple[int, bool] | None = None
+        self._output_dir = ""
+        self._device = torch.device("cpu")
+        self._resumed_from: str | None = None
+
+    def begin(self, args: Any, resumed_from: str | None, step: int, finite: bool) -> None:
+        """Begins to follow them, the one it was resumed from first, when `train()` is entered for the first time."""
+        self._output_dir, self._device = str(args.output_dir), args.device
+        self._resumed_from = resumed_from
+        if not args.should_save or not consensus.is_first_rank():
+            return
+        generations = self._config.keep_verified_checkpoints
+        if args.push_to_hub and self._config.upload_healing_files:
+            generations = 0
+            logger.info("upload_healing_files=True: verified checkpoints are not kept, or all of them were uploaded.")
+        self._keeper = CheckpointKeeper(self._output_dir, generations, self._journal)
+        if resumed_from is not None and Path(resumed_from).resolve().is_relative_to(Path(args.output_dir).resolve()):
+            self._follow(Path(resumed_from), step, finite)
+
+    # ---- saving ----
+
+    def note_search(self, step: int, finite: bool) -> None:
+        """Takes in what was found when the state was searched for NaN and Inf, right before a save."""
+        self._searched = step, finite
+
+    def finite_at(self, step: int) -> bool | None:
+        """Whether the state that was saved at a step was finite; `None` if it was not searched."""
+        return self._searched[1] if self._searched is not None and self._searched[0] == step else None
+
+    def about_to_save(self, step: int) -> None:
+        """Prepares for a checkpoint that is about to be written, perhaps over one that is kept."""
+        if self._keeper is not None:
+            self._keeper.about_to_save(step)
+
+    def saved(self, checkpoint: Path, step: int) -> None:
+        """Follows a checkpoint that was completely written."""
+        self._follow(checkpoint, step, self.finite_at(step))
+
+    def _follow(self, checkpoint: Path, step: int, finite: bool | None) -> None:
+        if self._keeper is not None:
+            self.unverified.append(step)
+            self._keeper.saved(checkpoint, step, finite)
+
+    def leave_room(self) -> None:
+        """Removes kept checkpoints until one more checkpoint fits beside them."""
+        if self._keeper is not None:
+            self._keeper.leave_room()
+
+    def give_way(self) -> list[str]:
+        """Removes the kept checkpoints, after one did not fit beside them; returns the names of those removed."""
+        return [] if self._keeper is None else [pin.name for pin in self._keeper.give_way()]
+
+    # ---- trusting ----
+
+    def verify_up_to(self, step: int) -> None:
+        """Marks those up to a step as verified: enough healthy steps have come after it."""
+        if not self.unverified or self.unverified[0] > step:
+            return
+        while self.unverified and self.unverified[0] <= step:
+            self.unverified.popleft()
+        if self._keeper is not None:
+            self._keeper.verified_up_to(step)
+
+    def forget_beyond(self, step: int) -> None:
+        """Forgets those of later steps: the run goes on from this one."""
+        self.unverified = deque(each for each in self.unverified if each <= step)
+
+    def distrust(self, after: int, until: int, incident: str, verified: bool) -> tuple[int, ...]:
+        """Marks those between the state gone back to and the fault as suspect ([`CheckpointKeeper.distrust`])."""
+        self.unverified.clear()
+        return () if self._keeper is None else tuple(self._keeper.distrust(after, until, incident, verified))
+
+    def reinstate(self, suspects: Iterable[int]) -> list[int]:
+        """Makes suspects that were found to be finite unverified again; returns their steps."""
+        good = [] if self._keeper is None else self._keeper.reinstate(suspects)
+        self.unverified.extend(good)
+        return good
+
+    def has_good(self, step: int) -> bool:
+        """Whether there is one of this step that can be resumed from; the first rank knows."""
+        return self._keeper is not None and self._keeper.has_good(step)
+
+    def newest(self) -> str | None:
+        """Finds the newest one that the run can go back to, or else the one it was resumed from. Collective."""
+        return consensus.looked_up_by_first_rank("newest checkpoint to go back to", self._newest_here, self._device)
+
+    def _newest_here(self) -> str | None:
+        newest = newest_checkpoint_of(self._journal.run_id, self._output_dir, verified=True)
+        return newest or self._resumed_from
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A checkpoint of this run, and what is known about it."""
+
+    path: Path
+    standing: Standing
+    finite: bool
+    pinned: bool
+
+
+class CheckpointKeeper:
+    """
+    Follows the checkpoints of one run, marks what standing they have, and keeps the last good ones in
+    `last-known-good/`, as hard links: they need no space of their own while the checkpoint itself is there.
 
     Once rotation has removed the checkpoint itself, they hold the space it held. So they give way whenever another
-    checkpoint would not fit beside them, and none is kept where there is no room for it and the one after it. Adding,
-    removing and making room stay in one class, because each changes what the others count.
+    checkpoint would not fit beside them, and none is kept where there is no room for it and the one after it.
+
+    To be called by the first process only. What the file system refuses is told once and never stops the training.
 
     Args:
         output_dir (`str` or `Path`):
             Of the run.
-        generations (`int`):
-            How many verified checkpoints are kept.
-        tell (`Callable`):
-            Told, with a kind, a step and further fields, what the journal has to know.
+        generations (`int`, *optional*, defaults to 2):
+            How many verified checkpoints are kept; 0 for none, and then none is kept until it is verified either.
+        journal ([`Journal`], *optional*):
+            Where it is written down what is kept and what it costs.
     """
 
-    def __init__(self, output_dir: str | Path, generations: int, tell: Callable[..., None]) -> None:
+    def __init__(self, output_dir: str | Path, generations: int = 2, journal: Journal | None = None) -> None:
         self.directory = Path(os.path.abspath(output_dir), PINNED_DIR)
-        self.generations = generations
-        # Optimizer steps finished, as the journal is told.
-        self.step = 0
+        self._generations = generations
+        self._journal = journal
+        self._followed: dict[int, _Followed] = {}
         # The one that is kept until it is known whether it is good.
-        self.pending: int | None = None
-        self._tell = tell
-        self._of_this_run: set[int] = set()
-        self._links = True
+        self._pending: int | None = None
+        # Of the last checkpoint, in bytes; 0 if this run has not written any yet.
+        self._size = 0
+        self._step = 0
         self._swept = False
         self._told: set[str] = set()
 
-    def path_of(self, number: int) -> Path:
-        """Names the place where the checkpoint of a step is kept, if it is."""
+    # ---- saving ----
+
+    def about_to_save(self, step: int) -> None:
+        """
+        Called before a regular checkpoint is written, in case the run comes by a step for the second time: the files
+        of the first are not to be overwritten where they lie. The links in `last-known-good/` lead to the same files,
+        and a process killed in between would leave half of each, which cannot be told from a whole one.
+        """
+        self._step = step
+        self.leave_room()
+        stale = self.directory.parent / f"checkpoint-{step}"
+        with self._contained("Making room for a checkpoint"):
+            if not stale.is_dir():
+                return
+            # Without its trainer_state.json, which is written last, it is not taken for complete.
+            for file in (stale / MARKER_FILE, stale / STATE_FILE):
+                file.unlink(missing_ok=True)
+            for file in files_of(stale):
+                if file.stat().st_nlink > 1:
+                    file.unlink()
+
+    def saved(self, checkpoint: str | Path, step: int, finite: bool | None = None) -> None:
+        """
+        Called after a checkpoint was completely written and marked, or resumed from: it is followed from now on.
+        Whether all of its state was found to be `finite` defaults to what its marker says.
+        """
+        checkpoint, pin = Path(os.path.abspath(checkpoint)), self._pin_of(step)
+        marker = load_marker(checkpoint)
+        if marker is None:
+            # Of the plain trainer: there is nowhere to write what standing it has.
+            return
+        if finite is None:
+            finite = marker["finite"] is True
+        standing: Standing = marker["standing"] if finite or marker["standing"] == "suspect" else "unverified"
+        theirs = load_marker(pin)
+        pinned = theirs is not None and (marker["run"], marker["time"]) == (theirs["run"], theirs["time"])
+        self._followed[step] = _Followed(checkpoint, standing, finite, pinned)
+        if self._pending == step and not pinned:
+            self._pending = None
+        self._step = step
+        with self._contained("Keeping a checkpoint"):
+            self._sweep()
+            self._size = _size_of(checkpoint)
+            if step in self._waiting():
+                self._pin_until_known(step)
+        # Rotation has left the links without the checkpoints they were made of.
+        self.leave_room()
+
+    # ---- trusting ----
+
+    def verified_up_to(self, step: int) -> None:
+        """
+        Marks the run's checkpoints up to a step as verified, if they are finite: enough healthy steps came after it. A
+        NaN in a row of an embedding that no batch reads is seen in no loss.
+        """
+        good = [number for number in self._waiting() if number <= step]
+        if not good:
+            return
+        for number in good:
+            self._mark(number, "verified")
+        if self._pending is not None and self._pending <= step:
+            self._pending = None
+        with self._contained("Keeping a checkpoint"):
+            self._sweep()
+            self._keep_newest(good)
+            self._prune()
+            if waiting := self._waiting():
+                self._pin_until_known(max(waiting))
+
+    def distrust(self, after: int, until: int, incident: str, verified: bool = False) -> list[int]:
+        """
+        Marks as suspect what was written between the state the run goes back to and the fault.
+
+        Args:
+            after (`int`), until (`int`):
+                The step of the state gone back to, and that of the fault: checkpoints of later steps do not hold it.
+            incident (`str`):
+                Its id, which the marker names.
+            verified (`bool`, *optional*, defaults to `False`):
+                Whether verified ones are suspect, too: states as good as they were have turned out to be bad.
+
+        Returns:
+            `list[int]`: the steps of those that are suspect now.
+        """
+        trusted = ("suspect",) if verified else ("suspect", "verified")
+        suspects = [
+            number
+            for number, followed in self._followed.items()
+            if after < number <= until and followed.standing not in trusted
+        ]
+        for number in suspects:
+            self._mark(number, "suspect", incident)
+            if self._followed[number].pinned and self._followed[number].path != self._pin_of(number):
+                with self._contained("Removing a suspect checkpoint"):
+                    self._remove(self._pin_of(number))
+        if self._pending in suspects:
+            self._pending = None
+        return suspects
+
+    def reinstate(self, steps: Iterable[int]) -> list[int]:
+        """Makes suspects that were found to be finite unverified again; returns their steps."""
+        good = [number for number in steps if self._followed[number].finite]
+        for number in good:
+            self._mark(number, "unverified")
+        return good
+
+    def has_good(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step that is finite, and not suspect."""
+        followed = self._followed.get(step)
+        return followed is not None and followed.finite and followed.standing != "suspect" and followed.path.is_dir()
+
+    def _waiting(self) -> list[int]:
+        """Lists those that healthy steps make verified: what is not known to be finite never is."""
+        followed = self._followed.items()
+        return [number for number, each in followed if each.standing == "unverified" and each.finite]
+
+    def _mark(self, number: int, standing: Standing, incident: str | None = None) -> None:
+        followed = self._followed[number]
+        followed.standing = standing
+        for place in {followed.path, self._pin_of(number)} if followed.pinned else {followed.path}:
+            with self._contained("Marking a checkpoint"):
+                set_standing(place, standing, incident)
+
+    # ---- pinning ----
+
+    def _pin_of(self, number: int) -> Path:
         return self.directory / f"checkpoint-{number}"
 
-    def holds(self, number: int) -> bool:
-        """Whether the checkpoint that this run has written at a step is kept."""
-        return number in self._of_this_run
-
-    def follow(self, checkpoint: Path, number: int) -> None:
-        """Notes whether a checkpoint is kept under its number; what it has overwritten there is removed."""
-        self._of_this_run.discard(number)
-        if self._has(checkpoint, self.path_of(number)):
-            self._of_this_run.add(number)
-        elif self.pending == number:
-            self.pending = None
-
-    def _has(self, checkpoint: Path, pin: Path) -> bool:
-        if checkpoint == pin:
-            return True
-        if not pin.is_dir():
-            return False
-        mine, theirs = load_marker(checkpoint), load_marker(pin)
-        if mine and theirs and (mine.get("run"), mine.get("time")) == (theirs.get("run"), theirs.get("time")):
-            return True
-        if share_files(checkpoint, pin):
-            remove_checkpoint(pin)
-        return False
-
-    # ---- adding ----
-
-    def add_if_linked(self, number: int, checkpoint: Path) -> bool:
-        """Keeps a checkpoint as hard links; returns `False` if that is not possible here."""
-        if not self._links or not checkpoint.is_dir():
-            return False
-        try:
-            self._place(number, checkpoint, os.link)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            self._links = False
-        return self._links
-
-    def add(self, number: int, checkpoint: Path) -> None:
-        """Keeps a checkpoint if there is room for it, as a copy where there are no hard links."""
-        if not self._replaces_older_ones(checkpoint) or self.add_if_linked(number, checkpoint):
+    def _pin_until_known(self, number: int) -> None:
+        """Takes a checkpoint out of the rotation's reach until it is known whether it is good."""
+        followed = self._followed[number]
+        if self._pending is not None or self._generations == 0:
             return
-        if "copy" not in self._told:
-            self._told.add("copy")
-            logger.warning(
-                "%s cannot hold hard links, so the last good checkpoint is copied there, and training waits: "
-                "%s each, %d of them.",
-                self.directory,
-                _gigabytes(size_of(checkpoint)),
-                self.generations,
-            )
-        self._place(number, checkpoint, shutil.copy2)
+        if not followed.pinned:
+            room = followed.path.is_dir() and self._has_room_for(followed.path)
+            if not room or standing_of(self._pin_of(number)) == "verified":
+                return
+            self._link(number)
+        self._pending = number
 
-    def _place(self, number: int, checkpoint: Path, put: Callable[[Path, Path], Any]) -> None:
+    def _keep_newest(self, good: list[int]) -> None:
+        """Keeps the newest of those that are there, in the room of older ones if need be."""
+        for number in sorted(good, reverse=True) if self._generations else ():
+            followed, older = self._followed[number], self._oldest_first()
+            if followed.pinned:
+                return
+            if followed.path.is_dir():
+                if self._has_room_for(followed.path, beside=sum(map(_unshared_size_of, older))):
+                    while older and not self._has_room_for(followed.path):
+                        self._remove(older.pop(0))
+                    self._link(number)
+                return
+
+    def _link(self, number: int) -> None:
         # Renamed when it is whole: a process killed in between leaves nothing that looks like a checkpoint.
-        temporary = self.directory / f".checkpoint-{number}.new"
+        checkpoint, temporary = self._followed[number].path, self.directory / f".checkpoint-{number}.new"
         try:
             for file in files_of(checkpoint):
                 target = temporary / file.relative_to(checkpoint)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                put(file, target)
+                os.link(file, target)
             shutil.copy2(checkpoint / MARKER_FILE, temporary / MARKER_FILE)
-            remove_checkpoint(self.path_of(number))
-            temporary.rename(self.path_of(number))
+            _remove_checkpoint(self._pin_of(number))
+            temporary.rename(self._pin_of(number))
         except OSError:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        self._of_this_run.add(number)
+        self._followed[number].pinned = True
         if "first" not in self._told:
             self._told.add("first")
-            self._tell_of_the_first(size_of(checkpoint))
+            self._tell_of_the_first(_size_of(checkpoint))
+
+    def _remove(self, pin: Path) -> None:
+        _remove_checkpoint(pin)
+        number = number_of(pin)
+        if number in self._followed:
+            self._followed[number].pinned = False
+        if self._pending == number:
+            self._pending = None
+
+    def _prune(self) -> None:
+        """Removes all but the newest verified ones and the pending one."""
+        newest_first = self._oldest_first()[::-1]
+        kept = [pin for pin in newest_first if standing_of(pin) == "verified"][: self._generations]
+        if not kept:
+            return
+        if self._pending is not None:
+            kept.append(self._pin_of(self._pending))
+        for pin in newest_first:
+            if pin not in kept:
+                self._remove(pin)
+
+    def _oldest_first(self) -> list[Path]:
+        # By the time of writing, not by number: an earlier run in the same directory may have come further.
+        return sorted((pin for _, pin in numbered(self.directory)), key=written_at)
+
+    def _sweep(self) -> None:
+        """Removes what a process that was killed half-way left behind; once."""
+        if not self._swept:
+            self._swept = True
+            for leftover in self.directory.glob(".checkpoint-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    # ---- making room ----
+
+    def leave_room(self) -> None:
+        """Removes kept checkpoints, the oldest first, until one more checkpoint fits beside them."""
+        with self._contained("Making room for a checkpoint"):
+            # What an earlier run has kept is about as large.
+            size = self._size or max(map(_size_of, self._oldest_first()), default=0)
+            given_up: list[Path] = []
+            while self._free() < _GROWTH * size and (pin := self._may_give_way()) is not None:
+                self._remove(pin)
+                given_up.append(pin)
+            self._tell_of(given_up, size)
+
+    def give_way(self) -> list[Path]:
+        """Removes all kept checkpoints that free anything, after a checkpoint did not fit; returns those removed."""
+        given_up: list[Path] = []
+        with self._contained("Making room for a checkpoint"):
+            while (pin := self._may_give_way()) is not None:
+                self._remove(pin)
+                given_up.append(pin)
+        self._tell_of(given_up, self._size)
+        return given_up
+
+    def _may_give_way(self) -> Path | None:
+        """The oldest one whose removal frees something; never the last one that can be trusted."""
+        kept = self._oldest_first()
+        others = [*kept, *(entry for _, entry in numbered(self.directory.parent))]
+        for pin in kept:
+            if _unshared_size_of(pin) > 0 and any(_may_be_trusted(other) for other in others if other != pin):
+                return pin
+        return None
+
+    def _has_room_for(self, checkpoint: Path, beside: int = 0) -> bool:
+        """Whether one more may be kept: the next checkpoint has to fit beside it once rotation has taken this one."""
+        return self._free() + beside >= 2 * _GROWTH * _size_of(checkpoint)
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.directory.parent).free
+
+    # ---- telling ----
 
     def _tell_of_the_first(self, size: int) -> None:
         # And the one that is not verified yet.
-        most = (self.generations + 1) * size
-        self._tell("checkpoints_kept", self.step, bytes_each=size, bytes_at_most=most)
+        most = (self._generations + 1) * size
+        if self._journal is not None:
+            self._journal.event("checkpoints_kept", self._step, bytes_each=size, bytes_at_most=most)
         logger.info(
             "Step %d: the last %d verified checkpoints, and the next until it is verified, are kept in %s, where "
             "rotation cannot take them: up to %s more disk than the Trainer needs by itself (%s each). They give way "
             "before a save is given up. What to do to keep none: keep_verified_checkpoints=0.",
-            self.step,
-            self.generations,
+            self._step,
+            self._generations,
             self.directory,
             _gigabytes(most),
             _gigabytes(size),
         )
 
-    # ---- removing ----
-
-    def remove(self, pin: Path) -> None:
-        """Removes one."""
-        remove_checkpoint(pin)
-        number = number_of(pin)
-        if number is not None:
-            self._of_this_run.discard(number)
-        if self.pending == number:
-            self.pending = None
-
-    def prune(self) -> None:
-        """Removes all but the newest verified ones and the pending one."""
-        # By the time of writing, not by number: an earlier run in the same directory may have come further.
-        newest_first = sorted((pin for _, pin in numbered(self.directory)), key=written_at, reverse=True)
-        verified = [pin for pin in newest_first if (load_marker(pin) or {}).get("standing") == "verified"]
-        kept = verified[: self.generations]
-        if not kept:
-            return
-        if self.pending is not None:
-            kept.append(self.path_of(self.pending))
-        for pin in newest_first:
-            if pin not in kept:
-                self.remove(pin)
-
-    def sweep(self) -> None:
-        """Removes what a process that was killed half-way left behind; once."""
-        if self._swept:
-            return
-        self._swept = True
-        for leftover in self.directory.glob(".checkpoint-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-    def _oldest_first(self) -> list[Path]:
-        return sorted((pin for _, pin in numbered(self.directory)), key=written_at)
-
-    # ---- making room ----
-
-    def has_room_for(self, checkpoint: Path, beside: int = 0) -> bool:
-        """Whether one more may be kept: the next checkpoint has to fit beside it once rotation has taken this one."""
-        return self._free() + beside >= 2 * _GROWTH * size_of(checkpoint)
-
-    def _replaces_older_ones(self, checkpoint: Path) -> bool:
-        """Makes room for one more by removing older ones; returns whether there is any."""
-        older = self._oldest_first()
-        if not self.has_room_for(checkpoint, beside=sum(map(unshared_size_of, older))):
-            return False
-        while older and not self.has_room_for(checkpoint):
-            self.remove(older.pop(0))
-        return True
-
-    def leave_room(self, size: int) -> None:
-        """
-        Removes the oldest until one more checkpoint fits beside them.
-
-        Args:
-            size (`int`):
-                Of the last checkpoint, in bytes; 0 if this run has not written any yet.
-        """
-        # What an earlier run has kept is about as large.
-        size = size or max((size_of(pin) for _, pin in numbered(self.directory)), default=0)
-        given_up, giving_way = list[Path](), self.give_way()
-        while self._free() < _needed(size) and (pin := next(giving_way, None)) is not None:
-            given_up.append(pin)
-        self.tell_of(given_up, size)
-
-    def give_way(self) -> Iterator[Path]:
-        """Removes those whose removal frees something, the oldest first: one with each that is asked for."""
-        while (oldest := next(self._may_give_way(), None)) is not None:
-            self.remove(oldest)
-            yield oldest
-
-    def _free(self) -> int:
-        return shutil.disk_usage(self.directory.parent).free
-
-    def _may_give_way(self) -> Iterator[Path]:
-        """Yields those whose removal frees something, the oldest first; never the last one that can be trusted."""
-        kept = self._oldest_first()
-        for pin in kept:
-            if unshared_size_of(pin) > 0 and any(
-                _may_be_trusted(other) for other in [*self._regular(), *kept] if other != pin
-            ):
-                yield pin
-
-    def _regular(self) -> list[Path]:
-        return [entry for _, entry in numbered(self.directory.parent)]
-
-    def tell_of(self, given_up: list[Path], size: int) -> None:
+    def _tell_of(self, given_up: list[Path], size: int) -> None:
         """Reports those that gave way to a checkpoint of a size, in journal and log."""
         if not given_up:
             return
-        names, needed = [pin.name for pin in given_up], _needed(size)
-        self._tell("kept_checkpoints_gave_way", self.step, removed=names, bytes_needed=needed, bytes_free=self._free())
+        names, needed = [pin.name for pin in given_up], int(_GROWTH * size)
+        if self._journal is not None:
+            fields = {"removed": names, "bytes_needed": needed, "bytes_free": self._free()}
+            self._journal.event("kept_checkpoints_gave_way", self._step, **fields)
         level = logging.INFO if "gave way" in self._told else logging.WARNING
         self._told.add("gave way")
         logger.log(
@@ -256,17 +466,30 @@ class PinnedCheckpoints:
             "Step %d: %s in %s gave way, so that the next checkpoint fits (it takes %s). There are fewer trusted "
             "checkpoints to go back to. What to do: make room on the disk; keep_verified_checkpoints=%d is what would "
             "be kept.",
-            self.step,
+            self._step,
             ", ".join(names),
             self.directory,
             _gigabytes(needed),
-            self.generations,
+            self._generations,
         )
 
+    @contextmanager
+    def _contained(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if doing not in self._told:
+                self._told.add(doing)
+                logger.warning("%s failed; training goes on. %s", doing, error)
 
-def _needed(size: int) -> int:
-    """Bytes that the next checkpoint takes."""
-    return int(_GROWTH * size)
+
+def _size_of(checkpoint: Path) -> int:
+    return sum(file.stat().st_size for file in files_of(checkpoint))
+
+
+def _unshared_size_of(checkpoint: Path) -> int:
+    """The bytes that removing a checkpoint frees: those that no other hard link holds."""
+    return sum(status.st_size for file in files_of(checkpoint) if (status := file.stat()).st_nlink == 1)
 
 
 def _may_be_trusted(checkpoint: Path) -> bool:
@@ -276,3 +499,83 @@ def _may_be_trusted(checkpoint: Path) -> bool:
 
 def _gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.3g} GB"
+
+
+# ---- removing ----
+
+
+def _remove_checkpoint(checkpoint: Path) -> None:
+    """Removes a checkpoint; a process killed in between leaves nothing that looks like one."""
+    if not checkpoint.exists():
+        return
+    gone = checkpoint.with_name(f".{checkpoint.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    checkpoint.rename(gone)
+    shutil.rmtree(gone)
+
+
+def remove_torn(checkpoint: Path) -> str | None:
+    """
+    Removes a checkpoint; what is left of it, however far that gets, is not taken for a whole one.
+
+    Returns:
+        Why not all of it is gone; `None` if it is.
+    """
+    failed: OSError | None = None
+    for name in (MARKER_FILE, STATE_FILE):
+        try:
+            (checkpoint / name).unlink(missing_ok=True)
+        except OSError as error:
+            failed = error
+    try:
+        _remove_checkpoint(checkpoint)
+    except OSError as error:
+        failed = error
+        shutil.rmtree(checkpoint, ignore_errors=True)
+    with suppress(OSError):
+        if not checkpoint.exists() and not checkpoint.with_name(f".{checkpoint.name}.gone").exists():
+            return None
+    return f"{type(failed).__name__}: {failed}"
+
+
+def expendable_checkpoint(run: str, output_dir: Path, best: str | None) -> Path | None:
+    """
+    Finds the oldest checkpoint of a run whose removal makes room, and loses nothing that is known to be good: never
+    the best, a verified one, the newest, or one that is hard-linked to `last-known-good/` and would free nothing.
+    """
+    marked = [(number, entry, read_marker(entry)) for number, entry in sorted(numbered(output_dir))]
+    own = [(entry, marker) for _, entry, marker in marked if marker is not None and marker["run"] == run]
+    for entry, marker in own[:-1]:
+        is_best = best is not None and os.path.abspath(best) == os.path.abspath(entry)
+        linked = any(file.stat().st_nlink > 1 for file in files_of(entry))
+        if marker["standing"] != "verified" and not is_best and not linked:
+            return entry
+    return None
+
+
+class DiskFull(OSError):
+    """A checkpoint did not fit; its text is how much room there was."""
+
+
+def disk_full(error: Exception, checkpoint: Path) -> DiskFull | None:
+    """Names a full disk as the reason why a checkpoint, still there in part, could not be written: torch does not."""
+    try:
+        usage, folder = shutil.disk_usage(checkpoint.parent), checkpoint.parent
+        largest = max(map(_size_of, folder.glob("checkpoint-*")), default=0)
+    except OSError:
+        return None
+    text, scarce = text_of(error), usage.free <= max(largest, usage.total / 100)
+    if isinstance(error, OSError) and error.errno is not None:
+        full = error.errno in _FULL_ERRNOS
+    elif "os error" in text or any(each in text for each in _FULL_TEXTS):
+        full = any(each in text for each in _FULL_TEXTS)
+    else:
+        full = scarce and could_not_be_written(error)
+    if not full:
+        return None
+    unit, name = (1e9, "GB") if usage.total >= 1e9 else (1e6, "MB")
+    room = f"{usage.free / unit:.3g} of {usage.total / unit:.3g} {name} free at {folder}"
+    # Where there is room enough, it is something else that is used up (a quota), or another's disk.
+    named = DiskFull(room if scarce else text)
+    named.__cause__ = error
+    return named

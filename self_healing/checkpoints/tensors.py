@@ -1,63 +1,86 @@
-"""Checks files with tensors: that they are whole, as they were written, and finite."""
+"""Reads files with tensors: that they are whole, as they were written, and finite."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import pickle
-import zipfile
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from io import BufferedReader
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from ..checkpoint_files import crc32_of
-from .findings import Unusable, reading
-from .foreign_objects import load_foreign
+from .marker import crc32_of
 
 
 # Numbers that are looked at once.
 _CHUNK = 1 << 22
-# Bytes that are read at once.
-_PIECE = 1 << 24
-# Types in safetensors that can hold NaN, and that torch has; of the others (F4, F6) there is no NaN.
-_FLOATING = {
-    name: dtype
-    for name, called in {
-        "F64": "float64",
-        "F32": "float32",
-        "F16": "float16",
-        "BF16": "bfloat16",
-        "F8_E4M3": "float8_e4m3fn",
-        "F8_E4M3FNUZ": "float8_e4m3fnuz",
-        "F8_E5M2": "float8_e5m2",
-        "F8_E5M2FNUZ": "float8_e5m2fnuz",
-        "F8_E8M0": "float8_e8m0fnu",
-        "C64": "complex64",
-    }.items()
-    if isinstance(dtype := getattr(torch, called, None), torch.dtype)
-}
+# Of `torch.distributed.checkpoint`; written by the first rank when all others have said that they are done.
+_METADATA = ".metadata"
+_METADATA_MODULES = frozenset(
+    {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "torch", "pathlib"}
+)
 
 
-def check_checksum(file: Path, expected: int, found: int | None = None) -> None:
-    """
-    Compares a file with what was written.
+# ---- findings ----
 
-    Args:
-        file (`Path`):
-            The file.
-        expected (`int`):
-            Its checksum in the marker.
-        found (`int`, *optional*):
-            The checksum of what is there, if the file has been read already.
-    """
+
+class Unusable(Exception):
+    """Carries the reason why a checkpoint cannot be resumed from."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is said of a checkpoint that can be used: not looked at, warned of, parts of ranks that are missing."""
+
+    notes: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turns an exception of reading a file into the reason against its checkpoint."""
+    try:
+        yield
+    except Unusable:
+        raise
+    except Exception as error:
+        raise Unusable(f"{file.name} cannot be read ({in_short(error)})") from None
+
+
+def in_short(error: Exception) -> str:
+    """Describes an error in one line."""
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first[:200]}"
+
+
+def json_object_in(file: Path) -> dict[str, Any]:
+    """Reads a JSON object; anything else in the file is a `ValueError`."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    return content
+
+
+def few(names: Collection[str]) -> str:
+    """Names the first, and says how many more there are."""
+    first, *rest = sorted(names)
+    return f"{first} and {len(rest)} more" if rest else first
+
+
+# ---- files ----
+
+
+def check_checksum(file: Path, expected: int) -> None:
+    """Compares a file with what was written."""
     with reading(file):
-        found = crc32_of(file) if found is None else found
+        found = crc32_of(file)
     if found != expected:
         raise Unusable(
             f"{file.name} is not what was written (its checksum differs: damaged at rest; if it was changed on "
@@ -65,145 +88,103 @@ def check_checksum(file: Path, expected: int, found: int | None = None) -> None:
         )
 
 
-# ---- safetensors ----
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a safetensors file, and the bytes of the file that it takes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-def read_header(file: Path) -> list[StoredTensor]:
-    """Reads the tensors of a safetensors file in the order they lie in it; refuses one of the wrong length."""
-    size = file.stat().st_size
-    with reading(file), file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or 8 + length > size:
-            raise Unusable(f"{file.name} is truncated: {size} bytes do not even hold its header")
-        header = json.loads(stream.read(length))
-        tensors = [
-            StoredTensor(
-                name, entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"])
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
-        tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-    whole = max((tensor.end for tensor in tensors), default=8 + length)
-    if size != whole:
-        what = "is truncated" if size < whole else "has more in it than it should"
-        raise Unusable(f"{file.name} {what}: {size} bytes, its header says {whole}")
-    return tensors
-
-
-def check_safetensors(file: Path, expected: int | None) -> None:
-    """
-    Reads a safetensors file once: every tensor finite, every byte what was written.
-
-    Args:
-        file (`Path`):
-            The file.
-        expected (`int`, *optional*):
-            Its checksum in the marker.
-    """
-    tensors = read_header(file)
-    # Checks what the header says against itself: no hole, no overlap, each tensor as long as its shape asks for.
-    with reading(file), safe_open(file, framework="pt", device="cpu"):
-        pass
-    bad: str | None = None
-    with reading(file), file.open("rb") as stream:
-        checksum = zlib.crc32(stream.read(tensors[0].begin if tensors else -1))
-        buffer = memoryview(bytearray(_PIECE))
-        for tensor in tensors:
-            for piece in _pieces(stream, tensor.end - tensor.begin, buffer):
-                if expected is not None:
-                    checksum = zlib.crc32(piece, checksum)
-                if bad is None and tensor.dtype in _FLOATING and _holds_bad(piece, _FLOATING[tensor.dtype]):
-                    bad = tensor.name
-    if bad is not None:
-        raise Unusable(f"{bad} in {file.name} holds NaN or Inf")
-    if expected is not None:
-        check_checksum(file, expected, checksum)
-
-
-def _pieces(stream: BufferedReader, length: int, buffer: memoryview) -> Iterator[memoryview]:
-    """Yields the next bytes of a file, in pieces that are gone when the next one is asked for."""
-    while length > 0:
-        piece = buffer[: min(length, len(buffer))]
-        if stream.readinto(piece) != len(piece):
-            raise EOFError("it ends too early")
-        yield piece
-        length -= len(piece)
-
-
-def _holds_bad(piece: memoryview, dtype: torch.dtype) -> bool:
-    return is_bad(torch.frombuffer(piece, dtype=dtype), masks=True)
-
-
-# ---- torch archives ----
-
-
-def check_archive(file: Path, expected: int | None) -> None:
-    """
-    Reads a torch archive through: against its checksum in the marker, or else every member against its own.
-
-    Args:
-        file (`Path`):
-            The file.
-        expected (`int`, *optional*):
-            Its checksum in the marker.
-    """
-    if file.stat().st_size == 0:
-        raise Unusable(f"{file.name} is empty")
-    if expected is not None:
-        check_checksum(file, expected)
+def check_weights(file: Path, findings: Findings) -> None:
+    """Refuses a file with weights, of safetensors or of torch, that is torn or not finite."""
+    if file.suffix != ".safetensors":
+        _refuse_bad(first_bad(load_archive(file, findings), "", masks=True), file)
         return
     with reading(file):
-        with file.open("rb") as stream:
-            if stream.read(4) != b"PK\x03\x04":
-                # The format of torch before 1.6 has no checksums: that it loads is all there is to see.
-                load_foreign(file)
-                return
-        with zipfile.ZipFile(file) as archive:
-            for member in archive.infolist():
-                # torch.serialization.set_crc32_options(False) writes zeros.
-                if member.CRC:
-                    _read_through(archive, member)
-
-
-def _read_through(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    with archive.open(member) as stream:
-        while stream.read(_CHUNK):
-            pass
-
-
-def load_archive(file: Path, doubts: list[str] | None = None) -> Any:
-    """
-    What is in a torch archive; `None` if that cannot be known without running code from it.
-
-    Args:
-        file (`Path`):
-            The file.
-        doubts (`list[str]`, *optional*):
-            Gets a line if it is so.
-    """
-    with reading(file):
-        with file.open("rb") as stream:
-            mapped = stream.read(4) == b"PK\x03\x04"
         try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+            with safe_open(file, framework="pt", device="cpu") as stored:
+                names = (name for name in stored.keys() if is_bad(stored.get_tensor(name), masks=True))  # noqa: SIM118
+                _refuse_bad(next(names, None), file)
+        except SafetensorError as error:
+            raise Unusable(f"{file.name} is truncated or damaged ({error})") from None
+
+
+def check_optimizer(file: Path, findings: Findings) -> None:
+    """Refuses a file with optimizer state that is torn or not finite."""
+    loaded = load_archive(file, findings)
+    if isinstance(loaded, Mapping) and "state" in loaded:
+        # Among the settings Inf may be meant: Prodigy's growth_rate is.
+        settings = first_bad(loaded.get("param_groups"), "param_groups", inf=True)
+        _refuse_bad(first_bad(loaded["state"], "state") or settings, file)
+    else:
+        _refuse_bad(first_bad(loaded, "state"), file)
+
+
+def _refuse_bad(name: str | None, file: Path) -> None:
+    if name is not None:
+        raise Unusable(f"{name} in {file.name} holds NaN or Inf")
+
+
+def load_archive(file: Path, findings: Findings | None = None) -> Any:
+    """Loads a torch archive, whose tensors stay on the disk; `None`, with a note, if other classes are in it."""
+    with reading(file):
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError:
-            if doubts is not None:
-                doubts.append(
+            if findings is not None:
+                findings.notes.append(
                     f"{file.name} could not be scanned, because it holds objects of other classes than torch's"
                 )
             return None
+
+
+# ---- directories that all ranks have written together ----
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads `.metadata`, which is made of these modules' classes; anything else in a pickle could be code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return super().find_class(module, name)
+        found = super().find_class(module, name) if module in _METADATA_MODULES and "." not in name else None
+        if not isinstance(found, type | torch.dtype):
+            raise pickle.UnpicklingError(f"{module}.{name} is none of the classes it is made of")
+        return found
+
+
+def check_shards(folder: Path, findings: Findings, masks: bool = False) -> None:
+    """Refuses a directory in which the part of a rank is missing, torn or not finite."""
+    if not (folder / _METADATA).is_file():
+        raise Unusable(f"{folder.name}/{_METADATA} is missing: it is written last, when all ranks have written theirs")
+    with reading(folder / _METADATA), (folder / _METADATA).open("rb") as stream:
+        try:
+            stored = _Metadata(stream).load().storage_data
+        except pickle.UnpicklingError as error:
+            findings.notes.append(f"{folder.name} was not scanned ({error})")
+            return
+    by_file: dict[str, list[tuple[str, Any]]] = {}
+    for index, place in stored.items():
+        by_file.setdefault(str(place.relative_path), []).append((str(index.fqn), place))
+    for name, entries in sorted(by_file.items()):
+        file = folder / name
+        if not file.is_file():
+            raise Unusable(f"{folder.name}/{name} is missing ({_METADATA} names it): the part of one rank")
+        size, needed = file.stat().st_size, max(place.offset + place.length for _, place in entries)
+        if size < needed:
+            raise Unusable(f"{folder.name}/{name} is truncated: {size} bytes, {_METADATA} says {needed}")
+        for tensor, value in _values(file, entries):
+            if is_bad(value, masks):
+                raise Unusable(f"{tensor} in {folder.name}/{name} holds NaN or Inf")
+
+
+def _values(file: Path, entries: list[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of a file, one after the other; settings of an optimizer may well be Inf."""
+    with reading(file), file.open("rb") as stream:
+        for name, place in sorted(entries, key=lambda entry: int(entry[1].offset)):
+            if getattr(place, "transform_descriptors", None):
+                # Compressed: that its bytes are there is all there is to see.
+                continue
+            stream.seek(place.offset)
+            try:
+                value = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError:
+                continue
+            if isinstance(value, torch.Tensor):
+                yield name, value
 
 
 # ---- finite ----
@@ -229,13 +210,7 @@ def is_bad(tensor: torch.Tensor, masks: bool = False, inf: bool = False) -> bool
     """
     Whether a tensor holds NaN or Inf; in pieces, so that it needs no memory of its own.
 
-    Args:
-        tensor (`torch.Tensor`):
-            Of any type; integers are never bad.
-        masks (`bool`, *optional*, defaults to `False`):
-            Whether a tensor of 0 and -Inf only is fine: a causal mask kept as a buffer.
-        inf (`bool`, *optional*, defaults to `False`):
-            Whether only NaN is bad.
+    With `masks`, one of 0 and -Inf only is fine: a causal mask kept as a buffer. With `inf`, only NaN is bad.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -247,7 +222,7 @@ def is_bad(tensor: torch.Tensor, masks: bool = False, inf: bool = False) -> bool
         try:
             low, high = (float(extreme) for extreme in (chunk.float() if chunk.itemsize == 1 else chunk).aminmax())
         except NotImplementedError:
-            # Packed 4-bit numbers, which have no NaN.
+            # Packed numbers of 4 bits, which have no NaN.
             return False
         if math.isnan(low):
             return True

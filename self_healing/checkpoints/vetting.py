@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig, TrainerState
+
 from .. import consensus
-from ..checkpoint_files import MARKER_FILE, STATE_FILE, ModelNames, number_of
+from ..own_files import MARKER_FILE, STATE_FILE
 from .deepspeed import check_deepspeed, is_of_deepspeed
-from .expected_files import (
-    check_directory,
-    check_indexes,
-    other_archives,
-    sharded_optimizers,
-    sharded_weights,
-    weight_files,
+from .marker import CHECKSUMS, damage_of_marker, load_marker, number_of
+from .tensors import (
+    Findings,
+    Unusable,
+    check_checksum,
+    check_optimizer,
+    check_shards,
+    check_weights,
+    few,
+    in_short,
+    json_object_in,
+    load_archive,
+    reading,
 )
-from .findings import Findings, Unusable, few, in_short
-from .marker import CHECKSUMS, damage_of_marker, load_marker
-from .shards import check_shards
-from .tensor_names import check_names
-from .tensors import check_archive, check_checksum, check_safetensors, first_bad, load_archive, read_header
-from .trainer_files import check_configs, check_mapping, finished_steps
 
 
-# What `save_pretrained` calls weights, whole or in shards.
-_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-_WRITTEN_WITH_WEIGHTS = frozenset({"config.json", "generation_config.json", "README.md"})
+_SENTINEL = "checkpoint-is-incomplete.txt"
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer.pt_*", "rank*-of-*-optimizer.pt")
+_OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class Verdict:
 @dataclass(frozen=True, slots=True)
 class Readers:
     """
-    What is known of the ranks that are to resume from a checkpoint, where machines have disks of their own.
+    The ranks that are to resume from a checkpoint, where machines have disks of their own.
 
     Args:
         here (`Collection[int]`, *optional*):
@@ -83,31 +89,18 @@ class Readers:
 ON_ONE_DISK = Readers()
 
 
-def vet(checkpoint: Path, model: ModelNames | None = None, readers: Readers = ON_ONE_DISK) -> Verdict:
-    """
-    Looks at everything a resume would read: that it is there, whole, what was written, and finite.
-
-    Args:
-        checkpoint (`Path`):
-            The directory; anything else gets its verdict as well.
-        model ([`ModelNames`], *optional*):
-            What the model that is to be trained calls its tensors.
-        readers ([`Readers`], *optional*):
-            The ranks that are to resume from it.
-
-    Returns:
-        [`Verdict`]: Never an exception.
-    """
+def vet(checkpoint: Path, readers: Readers = ON_ONE_DISK) -> Verdict:
+    """Looks at all that a resume would read: that it is there, whole, what was written, and finite. Never raises."""
     marker = load_marker(checkpoint)
-    standing = "unmarked" if marker is None else str(marker.get("standing", "unverified"))
+    standing = "unmarked" if marker is None else str(marker["standing"])
     step = number_of(checkpoint)
     findings = Findings()
     try:
         if str(checkpoint) in readers.refused:
             raise Unusable(readers.refused[str(checkpoint)])
-        check_directory(checkpoint)
+        _check_directory(checkpoint)
         step = finished_steps(checkpoint)
-        _examine(checkpoint, step, marker, model, readers, findings)
+        _examine(checkpoint, step, marker, readers, findings)
     except Unusable as refusal:
         return Verdict(str(checkpoint), step, False, str(refusal), standing)
     except Exception as error:
@@ -126,19 +119,15 @@ def vet(checkpoint: Path, model: ModelNames | None = None, readers: Readers = ON
 
 def why_not_here(checkpoint: Path) -> str | None:
     """
-    Looks only whether the files that a resume reads are there: for ranks that do not vet it, and may have another disk
-    than the one that does.
-
-    Returns:
-        Why it cannot be read; `None` if it can.
+    Says whether the files that a resume reads are missing, by their names alone: for ranks that do not vet it, and may
+    have another disk than the one that does.
     """
-    findings = Findings()
     try:
-        check_directory(checkpoint)
+        _check_directory(checkpoint)
         if not (checkpoint / STATE_FILE).is_file():
             raise Unusable(f"{STATE_FILE} is missing")
-        weight_files(checkpoint, findings)
-        other_archives(checkpoint, findings)
+        _weight_files(checkpoint, Findings())
+        _optimizer_files(checkpoint)
     except Unusable as refusal:
         return str(refusal)
     except Exception as error:
@@ -147,25 +136,22 @@ def why_not_here(checkpoint: Path) -> str | None:
 
 
 def vet_weights(checkpoint: Path) -> str | None:
-    """
-    Looks at the weights of a checkpoint alone, for a caller that loads nothing else.
-
-    Returns:
-        Why they cannot be loaded; `None` if they can.
-    """
+    """Says why the weights of a checkpoint cannot be loaded, for a caller that loads nothing else."""
     findings = Findings()
     checksums = (load_marker(checkpoint) or {}).get(CHECKSUMS, {})
     try:
-        for file in weight_files(checkpoint, findings):
-            expected = checksums.get(str(file.relative_to(checkpoint)))
-            if file.suffix != ".safetensors":
-                check_archive(file, expected)
-            _check_weights(file, expected, findings)
-        for folder in sharded_weights(checkpoint):
+        weights = _weight_files(checkpoint, findings)
+        for file in weights:
+            check_weights(file, findings)
+        for folder in _folders(checkpoint, "pytorch_model_fsdp_*"):
             check_shards(folder, findings, masks=True)
         if is_of_deepspeed(checkpoint):
             # Which loads the best model by the same files.
-            check_deepspeed(checkpoint, None, {checkpoint / name: each for name, each in checksums.items()}, findings)
+            check_deepspeed(checkpoint, None, findings)
+            weights += sorted(checkpoint.glob("*/*.pt"))
+        for file in weights:
+            if (expected := checksums.get(str(file.relative_to(checkpoint)))) is not None:
+                check_checksum(file, expected)
     except Unusable as refusal:
         return str(refusal)
     except Exception as error:
@@ -176,23 +162,17 @@ def vet_weights(checkpoint: Path) -> str | None:
 def may_be_loaded(checkpoint: Path) -> bool:
     """Whether it is a whole checkpoint of ours, not suspect, with weights that are finite."""
     marker = load_marker(checkpoint)
-    return marker is not None and marker.get("standing") != "suspect" and vet_weights(checkpoint) is None
+    return marker is not None and marker["standing"] != "suspect" and vet_weights(checkpoint) is None
 
 
 def breach_of_marker(checkpoint: Path) -> str | None:
-    """
-    Finds what is no longer as the marker of a checkpoint says: files that are gone, of another length, or changed.
-
-    Returns:
-        The first such thing; `None` if all is as it was, or if there is no marker to compare with.
-    """
+    """Names the first file that is gone, of another length or changed since the marker was written, if any is."""
     marker = load_marker(checkpoint)
     if marker is None:
         return None
     try:
-        kept = _check_marked_files(checkpoint, marker, weight_files(checkpoint, Findings()), Findings())
-        for name in kept & marker.get(CHECKSUMS, {}).keys():
-            check_checksum(checkpoint / name, marker[CHECKSUMS][name])
+        _check_sizes(checkpoint, marker)
+        _check_checksums(checkpoint, marker)
     except Unusable as breach:
         return str(breach)
     except OSError as error:
@@ -201,119 +181,168 @@ def breach_of_marker(checkpoint: Path) -> str | None:
 
 
 def _examine(
-    checkpoint: Path,
-    step: int,
-    marker: Mapping[str, Any] | None,
-    model: ModelNames | None,
-    readers: Readers,
-    findings: Findings,
+    checkpoint: Path, step: int, marker: Mapping[str, Any] | None, readers: Readers, findings: Findings
 ) -> None:
     """Looks at everything in a checkpoint; what is cheap to see comes first."""
-    weights = weight_files(checkpoint, findings)
-    for file in weights:
-        if file.suffix == ".safetensors":
-            read_header(file)
-    check_indexes(checkpoint, weights)
+    weights, optimizers = _weight_files(checkpoint, findings), _optimizer_files(checkpoint)
     ranks = consensus.world_size() if marker is None else 1
-    optimizers, others = other_archives(checkpoint, findings, ranks, readers.here)
-    checksums: dict[Path, int] = {}
+    _check_random_states(checkpoint, findings, ranks, readers.here)
     if marker is not None:
-        checksums = _check_marker(checkpoint, marker, weights, findings)
+        _check_standing(marker)
+        _check_sizes(checkpoint, marker)
     elif (damage := damage_of_marker(checkpoint)) is not None:
         findings.doubts.append(f"its marker {MARKER_FILE} cannot be believed ({damage}), so it is judged without it")
-    check_configs(checkpoint)
-    if model is not None:
-        check_names(checkpoint, weights, model, not checksums, findings)
-    for file in [*optimizers, *others, *(file for file in weights if file.suffix != ".safetensors")]:
-        check_archive(file, checksums.pop(file, None))
+    _check_configs(checkpoint)
     for file in weights:
-        _check_weights(file, checksums.pop(file, None), findings)
+        check_weights(file, findings)
     for file in optimizers:
-        _check_optimizer(file, findings)
-    for folder in sharded_weights(checkpoint):
+        check_optimizer(file, findings)
+    for folder in _folders(checkpoint, "pytorch_model_fsdp_*"):
         check_shards(folder, findings, masks=True)
-    for folder in sharded_optimizers(checkpoint):
+    for folder in _folders(checkpoint, "optimizer_*"):
         check_shards(folder, findings)
     if is_of_deepspeed(checkpoint):
-        check_deepspeed(checkpoint, step, checksums, findings)
-    for file in others:
-        check_mapping(file)
-    for file, checksum in checksums.items():
-        check_checksum(file, checksum)
+        check_deepspeed(checkpoint, step, findings)
+    for name in ("scheduler.pt", "scaler.pt"):
+        if (checkpoint / name).is_file():
+            load_archive(checkpoint / name, findings)
+    if marker is not None:
+        if CHECKSUMS not in marker:
+            findings.notes.append(f"its bytes were not compared, because {MARKER_FILE} has no checksums")
+        _check_checksums(checkpoint, marker)
 
 
 # ---- what the marker says ----
 
 
-def _check_marker(
-    checkpoint: Path, marker: Mapping[str, Any], weights: list[Path], findings: Findings
-) -> dict[Path, int]:
-    """Refuses a suspect checkpoint; returns the checksums that its files are to be compared with."""
-    if marker.get("standing") == "suspect":
+def _check_standing(marker: Mapping[str, Any]) -> None:
+    if marker["standing"] == "suspect":
         incident = f" (incident {marker['incident']})" if marker.get("incident") else ""
         raise Unusable(f"written in a stretch that was rolled back or went bad{incident}")
-    kept = _check_marked_files(checkpoint, marker, weights, findings)
-    checksums = marker.get(CHECKSUMS)
-    if checksums is None:
-        findings.notes.append(f"its bytes were not compared, because {MARKER_FILE} has no checksums")
-        return {}
-    return {checkpoint / name: checksum for name, checksum in checksums.items() if name in kept}
 
 
-def _check_marked_files(
-    checkpoint: Path, marker: Mapping[str, Any], weights: list[Path], findings: Findings
-) -> set[str]:
-    """
-    Checks that the files the marker names are there and as long as they were.
-
-    Returns:
-        Their names; without those that another set of weights has taken the place of.
-    """
-    files: dict[str, int] = marker["files"]
-    replaced = _replaced(checkpoint, files, weights, findings)
-    for name, expected in files.items():
-        if name in replaced:
-            continue
+def _check_sizes(checkpoint: Path, marker: Mapping[str, Any]) -> None:
+    for name, expected in marker["files"].items():
         file = checkpoint / name
         if not file.is_file():
-            raise Unusable(f"{name} is gone; the marker {MARKER_FILE} names it")
-        if file.stat().st_size != expected:
-            raise Unusable(f"{name} has {file.stat().st_size} bytes, the marker {MARKER_FILE} says {expected}")
-    return files.keys() - replaced
+            raise Unusable(f"{name} is gone; the marker {MARKER_FILE} names it (if on purpose, remove {MARKER_FILE})")
+        if (size := file.stat().st_size) != expected:
+            what = "is truncated" if size < expected else "has more in it than was written"
+            raise Unusable(f"{name} {what}: {size} bytes, the marker {MARKER_FILE} says {expected}")
 
 
-def _replaced(checkpoint: Path, files: Collection[str], weights: list[Path], findings: Findings) -> set[str]:
-    """Names of files that `save_pretrained` has replaced or made needless, if a resume reads other weights."""
-    marked = {name for name in files if _WEIGHTS.fullmatch(name)}
-    read = {str(file.relative_to(checkpoint)) for file in weights}
-    if not marked or not read or read & marked or not all(_WEIGHTS.fullmatch(name) for name in read):
-        return set()
-    findings.doubts.append(
-        f"its weights are not those it was written with: {few(read)} in place of {few(marked)}, which the marker "
-        f"{MARKER_FILE} names"
-    )
-    return marked | (_WRITTEN_WITH_WEIGHTS & set(files))
+def _check_checksums(checkpoint: Path, marker: Mapping[str, Any]) -> None:
+    for name, expected in marker.get(CHECKSUMS, {}).items():
+        check_checksum(checkpoint / name, expected)
 
 
-# ---- what has to be finite ----
+# ---- the files that a resume reads ----
 
 
-def _check_weights(file: Path, checksum: int | None, findings: Findings) -> None:
-    if file.suffix == ".safetensors":
-        check_safetensors(file, checksum)
-        return
-    loaded = load_archive(file, findings.notes)
-    bad = None if loaded is None else first_bad(loaded, "", masks=True)
-    if bad is not None:
-        raise Unusable(f"{bad} in {file.name} holds NaN or Inf")
+def _check_directory(checkpoint: Path) -> None:
+    if not checkpoint.exists():
+        raise Unusable("does not exist")
+    if not checkpoint.is_dir():
+        raise Unusable("is not a directory")
+    if not any(checkpoint.iterdir()):
+        raise Unusable("is empty")
+    if (checkpoint / _SENTINEL).exists():
+        raise Unusable(f"{_SENTINEL} is there: the process was killed while it wrote this checkpoint")
 
 
-def _check_optimizer(file: Path, findings: Findings) -> None:
-    loaded = load_archive(file, findings.notes)
-    if isinstance(loaded, Mapping) and "state" in loaded:
-        # Among the settings Inf may be meant: Prodigy's growth_rate is.
-        bad = first_bad(loaded["state"], "state") or first_bad(loaded.get("param_groups"), "param_groups", inf=True)
-    else:
-        bad = first_bad(loaded, "state")
-    if bad is not None:
-        raise Unusable(f"{bad} in {file.name} holds NaN or Inf")
+def finished_steps(checkpoint: Path) -> int:
+    """Reads how many optimizer steps were finished, and checks the state of the Trainer that says so."""
+    file = checkpoint / STATE_FILE
+    if not file.is_file():
+        raise Unusable(f"{STATE_FILE} is missing: it is written last, so the others may not be whole")
+    try:
+        step = json_object_in(file).get("global_step")
+    except ValueError:
+        raise Unusable(f"{STATE_FILE} is not JSON: it was written in part only, or damaged") from None
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise Unusable(f"{STATE_FILE} has no global_step")
+    number = number_of(checkpoint)
+    if number is not None and number != step:
+        raise Unusable(f"{STATE_FILE} is of step {step}, not of {number}")
+    with reading(file):
+        TrainerState.load_from_json(str(file))
+    return step
+
+
+def _check_configs(checkpoint: Path) -> None:
+    for file in (checkpoint / "config.json", *sorted(checkpoint.glob("**/adapter_config.json"))):
+        if file.is_file():
+            with reading(file):
+                json_object_in(file)
+                if file.name == "config.json":
+                    PreTrainedConfig.from_json_file(file)
+
+
+def _weight_files(checkpoint: Path, findings: Findings) -> list[Path]:
+    """Lists the files with weights that a resume reads; what lies beside them is noted."""
+    files = [file for name in _WHOLE if (file := checkpoint / name).is_file()]
+    whole = [file.name for file in files]
+    # PEFT keeps every adapter but the default one in a folder of its own.
+    files += [file for name in _ADAPTERS for file in sorted((*checkpoint.glob(name), *checkpoint.glob(f"*/{name}")))]
+    for index in (checkpoint / name for name in _INDEXES):
+        if index.is_file() and not whole:
+            files += _shards_of(index)
+        elif index.is_file():
+            findings.notes.append(f"{index.name} was not looked at, because a resume reads {whole[0]}")
+    files += sorted(checkpoint.glob("pytorch_model_fsdp*.bin"))
+    if not files and not is_of_deepspeed(checkpoint) and not _folders(checkpoint, "pytorch_model_fsdp_*"):
+        raise Unusable("no weights: there is no model.safetensors, adapter_model.safetensors or other file with them")
+    return files
+
+
+def _shards_of(index: Path) -> list[Path]:
+    with reading(index):
+        shards = [index.parent / name for name in sorted(set(json_object_in(index)["weight_map"].values()))]
+    for shard in shards:
+        if not shard.is_file():
+            raise Unusable(f"{shard.name} is missing ({index.name} names it)")
+    return shards
+
+
+def _folders(checkpoint: Path, pattern: str) -> list[Path]:
+    """Lists the directories of a name that all ranks have written into together."""
+    return sorted(folder for folder in checkpoint.glob(pattern) if folder.is_dir() and any(folder.iterdir()))
+
+
+def _optimizer_files(checkpoint: Path) -> list[Path]:
+    """Lists the files with optimizer state, and refuses a checkpoint without any, or without a schedule."""
+    deepspeed = is_of_deepspeed(checkpoint)
+    files = [file for pattern in _OPTIMIZERS for file in sorted(checkpoint.glob(pattern)) if file.is_file()]
+    if not files and not _folders(checkpoint, "optimizer_*") and not deepspeed:
+        raise Unusable("optimizer.pt is missing: no optimizer state, a resume would silently start with fresh moments")
+    if not (checkpoint / "scheduler.pt").is_file() and not deepspeed:
+        raise Unusable("scheduler.pt is missing: a resume would silently start the learning rate's schedule anew")
+    return files
+
+
+def _check_random_states(checkpoint: Path, findings: Findings, ranks: int, here: Collection[int] | None) -> None:
+    """
+    Names the random states that are missing, or torn, which a resume gets over. Those of ranks show that they had
+    written their part when they were killed: the first one writes the state of the Trainer without waiting for them.
+    """
+    there = [file for file in sorted(checkpoint.glob("rng_state*.pth")) if _is_whole(file, findings)]
+    if not there:
+        findings.doubts.append("no rng_state.pth, so a resume draws other random numbers")
+    numbers = {int(match[1]) for file in there if (match := _OF_RANK.fullmatch(file.name)) is not None}
+    # One process alone writes rng_state.pth.
+    wanted: Collection[int] = range(max(max(numbers) + 1, ranks, 2)) if numbers else ()
+    if numbers and here is not None and numbers.issubset(here):
+        # Not where machines share a disk all the same.
+        wanted = here
+    findings.missing += [f"rng_state_{number}.pth" for number in wanted if number not in numbers]
+
+
+def _is_whole(random_state: Path, findings: Findings) -> bool:
+    try:
+        with reading(random_state), zipfile.ZipFile(random_state) as archive:
+            if archive.testzip() is not None:
+                raise ValueError("a checksum in it differs")
+    except Unusable as reason:
+        findings.doubts.append(f"{reason}, and is taken for missing: the resume is not bitwise")
+        return False
+    return True

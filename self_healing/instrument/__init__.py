@@ -30,7 +30,7 @@ from .hooks import Hooks
 from .interception import Interception
 from .kept_step import Control, Recording, on_host
 from .live_state import optimizer_in_training_mode, reload_checkpoint, reset_moments
-from .models import names_in_checkpoints, zero_job_of
+from .models import zero_job_of
 from .one_step import compute_one_step
 from .origin import Origin
 from .out_of_memory import OutOfMemory, is_out_of_memory, let_go, with_room
@@ -100,7 +100,6 @@ __all__ = [
     "memory_figures",
     "memory_of",
     "memory_taken",
-    "names_in_checkpoints",
     "on_host",
     "optimizer_in_training_mode",
     "preserved",

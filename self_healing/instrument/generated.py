@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import consensus
-from ..checkpoint_files import GENERATED_FILE
+from ..own_files import GENERATED_FILE
 
 
 logger = logging.getLogger(__name__)

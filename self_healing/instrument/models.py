@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer
 
-from ..checkpoint_files import ModelNames, ZeroJob
+from ..checkpoints.deepspeed import ZeroJob
 
 
 logger = logging.getLogger(__name__)
@@ -67,22 +65,6 @@ def autocast_dtype(trainer: Any) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}.get(precision)
 
 
-def names_in_checkpoints(trainer: Any) -> ModelNames | None:
-    """
-    Gives the names of the model's tensors in a checkpoint; `None` where the Trainer's own way of loading them, by
-    exactly these names, is not the one that is used, or if it cannot be known.
-    """
-    shared_out = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    if shared_out or type(trainer)._load_from_checkpoint is not Trainer._load_from_checkpoint:
-        return None
-    try:
-        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        return _names_of_adapters(model) if hasattr(model, "peft_config") else _names_of_weights(model)
-    except Exception:
-        logger.debug("What the model calls its tensors is not known.", exc_info=True)
-        return None
-
-
 def zero_job_of(trainer: Any) -> ZeroJob | None:
     """Tells how the trainer uses DeepSpeed, before there is an engine; `None` if it does not."""
     if not getattr(trainer, "is_deepspeed_enabled", False):
@@ -97,39 +79,3 @@ def zero_job_of(trainer: Any) -> ZeroJob | None:
         bool(trainer.args.bf16 if bf16 == "auto" else bf16),
         bool(config.get_value("checkpoint.load_universal", False)),
     )
-
-
-def _names_of_weights(model: torch.nn.Module) -> ModelNames:
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    state = {
-        name: tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and name not in ignored
-    }
-    known = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    names = defaultdict(set)
-    for name, tensor in state.items():
-        names[id(tensor)].add(name)
-    tied = {name: frozenset(names[id(tensor)] - {name}) for name, tensor in state.items()}
-    # A module of one's own is written as it is.
-    ways = (known, _as_written(model, state)) if isinstance(model, PreTrainedModel) else (known,)
-    return ModelNames(ways, tied)
-
-
-def _as_written(model: Any, state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """Models that are put together from other tensors than they are written as are taken apart again by saving."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
-    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, empty).items()}
-
-
-def _names_of_adapters(model: Any) -> ModelNames:
-    from peft import get_peft_model_state_dict
-
-    adapters = {}
-    for name in model.peft_config:
-        # Embeddings may be written as well; to know whether, the Hub would be asked.
-        state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        adapters["" if name == "default" else name] = {each: tuple(tensor.shape) for each, tensor in state.items()}
-    return ModelNames(adapters=adapters)

@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
-from ..checkpoint_files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE
+from ..own_files import BESIDE_DIR, EMERGENCY_DIR, MARKER_FILE
 from .replacing import Replacements
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from ..checkpoint_files import GENERATED_FILE
+from ..own_files import GENERATED_FILE
 from ..random_state import RandomState
 from .bookkeeping import Bookkeeper
 from .generated import generated_rows

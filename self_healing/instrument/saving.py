@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .. import consensus
-from ..checkpoint_files import STATE_FILE
 from ..classify import classify_exception, costs_its_save
 from ..failures import FailureType
+from ..own_files import STATE_FILE
 from ..random_state import RandomState
 from .saving_together import SavingTogether, was_rotating
 

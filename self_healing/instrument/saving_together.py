@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer
 
 from .. import consensus
+from ..checkpoints.choice import writes_checkpoints
 from ..classify import costs_its_save, describe_exception
-from ..output_dir import writes_checkpoints
 from .replacing import Replacements
 from .zero import engine_of
 from .zero_saving import saves_in_known_order, writes_of

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.listing import checkpoints_in, written_at
-from ..checkpoints.marker import load_marker, speaks_for
-from ..checkpoints.trainer_files import finished_steps
-from ..checkpoints.vetting import vet_weights
+from ..checkpoints.marker import checkpoints_in, load_marker, speaks_for, written_at
+from ..checkpoints.vetting import finished_steps, vet_weights
 from .incidents import KeptIncident, ReplayError
 
 

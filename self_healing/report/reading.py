@@ -10,12 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint_files import MARKER_FILE, PINNED_DIR, number_of
-from ..checkpoints.listing import checkpoints_in
-from ..checkpoints.marker import load_marker, read_marker
+from ..checkpoints.marker import checkpoints_in, load_marker, number_of, read_marker
 from ..files import of_rank, parse_lines
 from ..journal.step_log import step_log_of
-from ..own_files import BRIEFING_FILE, EVENTS_FILE, POSTMORTEM_FILE, REPORT_FILE
+from ..own_files import BRIEFING_FILE, EVENTS_FILE, MARKER_FILE, PINNED_DIR, POSTMORTEM_FILE, REPORT_FILE
 from ..restarts.record import Attempt, RunRecord, UnreadableRecordError
 from ..restarts.status import RunState, RunStatus
 from .advice import next_steps

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..checkpoint_files import STATE_FILE
-from ..checkpoints.listing import checkpoints_in
+from ..checkpoints.marker import checkpoints_in
 from ..failures import Action
 from ..journal.step_log import StepRow, read_step_log, step_log_of
+from ..own_files import STATE_FILE
 from .records import Budget, Entry, Goodput, IncidentStory, no_series, number
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint_files import EMERGENCY_DIR, PINNED_DIR, number_of
+from ..checkpoints.marker import number_of
 from ..failures import FAILURE_RECIPES, Action
 from ..journal.incident import Incident, describe, figures
+from ..own_files import EMERGENCY_DIR, PINNED_DIR
 from .journals import Event, failure_in, incident_of, told_once
 from .records import Entry, IncidentStory, capital, counted, number, spoken
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..checkpoint_files import STATE_FILE
 from ..checkpoints.marker import step_of
 from ..exceptions import UnrecoverableTrainingError
 from ..failures import FAILURE_RECIPES, Action, FailureType
-from ..own_files import POSTMORTEM_FILE
+from ..own_files import POSTMORTEM_FILE, STATE_FILE
 from ..rollback.stored_state import StateUnusable
 from ..run.context import RunContext
 from ..run.outcomes import may_be_repeated

@@ -77,7 +77,7 @@ class LastResorts:
                 give_way=lambda: bool(checkpoints.give_way()),
                 about_to_write=self.attempts.about_to_write,
                 heals=context.error is not None,
-                later=self.run.checksums.put,
+                later=self.run.checksums,
             )
         except Exception as error:
             if classify_exception(error) is FailureType.DEVICE:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import consensus
-from ..checkpoints.emergency import write_again
+from ..checkpoints.emergency import owed_in, write_again
 from ..checkpoints.marker import read_marker
-from ..checkpoints.owed import owed_in
 from ..instrument import Instrument, Leave, Pending, load_generated
 from ..run.context import RunContext
 from .attempts import Attempts
@@ -40,7 +39,7 @@ def continue_bookkeeping(
     if point is not None and point.path == resumed_from:
         owed = point.pending, point.bookkeeping
         paid = instrument.reentry.continue_from(point, run.started_at)
-        if paid and not write_again(instrument, Path(point.path), run.run_id, point.leave, later=run.checksums.put):
+        if paid and not write_again(instrument, Path(point.path), run.run_id, point.leave, later=run.checksums):
             point.pending, point.bookkeeping = owed
     elif resumed_from is not None:
         marker = read_marker(Path(resumed_from))
@@ -64,7 +63,7 @@ def continue_bookkeeping(
             leave = instrument.reentry.deliver_pending(resumed_from, *owes, run.started_at)
             # What several ranks have written together stays as it is, and owes it again if it is resumed from again.
             if consensus.world_size() == 1 and not attempts.in_memory(resumed_from):
-                write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums.put)
+                write_again(instrument, Path(resumed_from), run.run_id, leave, later=run.checksums)
 
 
 def _take_over(instrument: Instrument, bookkeeping: Mapping[str, Any]) -> None:

@@ -16,18 +16,22 @@ from typing import Any
 import torch
 
 from .. import consensus
-from ..checkpoint_files import MARKER_FILE, STATE_FILE, number_of
-from ..checkpoints.choice import CheckpointError, find_trusted_checkpoint, newest_verdict_of, resolve_checkpoint
-from ..checkpoints.deepspeed_jobs import why_of_another_job
-from ..checkpoints.listing import checkpoints_in
-from ..checkpoints.marker import read_marker, standing_of
+from ..checkpoints.choice import (
+    CheckpointError,
+    find_trusted_checkpoint,
+    newest_verdict_of,
+    refuse_unwritable,
+    resolve_checkpoint,
+)
+from ..checkpoints.deepspeed import why_of_another_job
+from ..checkpoints.marker import checkpoints_in, number_of, read_marker, standing_of
 from ..checkpoints.vetting import Readers, Verdict, why_not_here
 from ..config import HealingConfig
-from ..instrument import names_in_checkpoints, zero_job_of
+from ..instrument import zero_job_of
 from ..instrument.resume_record import loads_more
 from ..journal.journal import Journal
 from ..launcher import Launch, launch_of, of_all_ranks
-from ..output_dir import refuse_unwritable
+from ..own_files import MARKER_FILE, STATE_FILE
 from ..processes import State, state_of
 from ..rollback.stored_state import StoredState
 from ..shared_memory import directory_of
@@ -283,7 +287,7 @@ def _look_for_start(search: _Search, passed_over: list[Verdict]) -> Start:
         torn = [] if record is None else _torn_and_alone(output_dir)
         anew = bool(readers.refused or torn) if requested is True else taken_up and Path(str(requested)) in torn
         wanted = "auto" if anew else requested
-        chosen = resolve_checkpoint(wanted, output_dir, passed_over, names_in_checkpoints(trainer), readers)
+        chosen = resolve_checkpoint(wanted, output_dir, passed_over, readers)
     if chosen is None and readers.refused:
         # The first rank has one, and a fresh start is not what was asked for.
         raise CheckpointError(_none_that_all_can_read(output_dir, passed_over))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import consensus
-from ..checkpoints.owed import owing
+from ..checkpoints.emergency import owing
 from ..instrument import Instrument, Replicas
 from ..instrument.live_state import LiveState
 from ..instrument.resume_record import ResumeRecord

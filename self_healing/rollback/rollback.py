@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import consensus
-from ..checkpoint_files import number_of
-from ..checkpoints.marker import step_of
-from ..checkpoints.run_checkpoints import RunCheckpoints
-from ..checkpoints.trainer_state import missing_steps_in
+from ..checkpoints.marker import missing_steps_in, number_of, step_of
+from ..checkpoints.retention import RunCheckpoints
 from ..config import HealingConfig
 from ..instrument import Instrument, Window
 from ..instrument.live_state import LiveState

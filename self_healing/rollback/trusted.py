@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from .. import consensus
-from ..checkpoints.run_checkpoints import RunCheckpoints
+from ..checkpoints.retention import RunCheckpoints
 from ..config import HealingConfig
 from ..instrument import Control, Window, is_out_of_memory, optimizer_in_training_mode, with_room
 from ..instrument.live_state import LiveState

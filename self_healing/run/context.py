@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.checksums import ChecksumQueue
+from ..checkpoints.marker import ChecksumQueue
 from ..config import HealingConfig
 from ..detectors.symptom import Severity
 from ..instrument import Instrument

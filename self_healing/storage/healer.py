@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoints.removal import expendable_checkpoint, is_full, named_as_full, remove_torn
+from ..checkpoints.retention import disk_full, expendable_checkpoint, remove_torn
 from ..classify import describe_exception, text_of
 from ..failures import Action, FailureType
 from ..instrument import CheckpointSaving
@@ -60,7 +60,8 @@ class SaveHealer(Healer):
         Returns:
             Whether to write it once more, because there is more room now.
         """
-        told = named_as_full(error, checkpoint)
+        full = disk_full(error, checkpoint)
+        told = full or error
         journal, incident = self._run.journal, self._opened(told, checkpoint, step)
         kept = "nothing was written to the checkpoint that was there already" if untouched else None
         why = kept or remove_torn(checkpoint)
@@ -79,12 +80,11 @@ class SaveHealer(Healer):
                 checkpoint,
                 why,
             )
-        full = is_full(error, checkpoint)
-        if full and self._kept_ones_give_way(incident):
+        if full is not None and self._kept_ones_give_way(incident):
             return True
         if self._run.config.make_room_for_checkpoints and self._made_room_at != step:
             self._made_room_at = step
-            if full and self._make_room(incident, checkpoint, best):
+            if full is not None and self._make_room(incident, checkpoint, best):
                 return True
         self._go_on_without(incident, told, checkpoint, step)
         return False

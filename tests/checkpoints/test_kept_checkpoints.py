@@ -17,8 +17,8 @@ from test_disk import run as run_script
 from transformers import Trainer, TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoints.keeper import CheckpointKeeper
 from self_healing.checkpoints.marker import write_marker
+from self_healing.checkpoints.retention import CheckpointKeeper
 from self_healing.checkpoints.vetting import vet
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -13,10 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from self_healing.checkpoints.choice import check_resumed
-from self_healing.checkpoints.listing import written_at
-from self_healing.checkpoints.marker import set_standing, standing_of, write_marker
-from self_healing.checkpoints.owed import owed_in, owing
-from self_healing.checkpoints.retention import PinnedCheckpoints
+from self_healing.checkpoints.emergency import owed_in, owing
+from self_healing.checkpoints.marker import set_standing, standing_of, write_marker, written_at
 from self_healing.instrument.resume_point import Leave, Pending
 
 
@@ -67,58 +64,3 @@ def test_a_warning_about_a_suspect_one_names_a_good_one(tmp_path: Path) -> None:
     assert warned.startswith("it was written in a stretch that was rolled back or went bad")
     set_standing(good, "suspect", "incident")
     assert "there is none that can be trusted" in str(check_resumed(suspect, tmp_path))
-
-
-class TestPinned:
-    def pinned(self, directory: Path) -> PinnedCheckpoints:
-        return PinnedCheckpoints(directory, 2, lambda *_, **__: None)
-
-    def test_one_is_kept_as_hard_links(self, tmp_path: Path) -> None:
-        pinned, checkpoint = self.pinned(tmp_path), checkpoint_at(tmp_path, 3)
-        assert pinned.add_if_linked(3, checkpoint)
-        assert pinned.holds(3)
-        kept = pinned.path_of(3) / "trainer_state.json"
-        assert kept.stat().st_ino == (checkpoint / "trainer_state.json").stat().st_ino
-
-    def test_where_there_are_no_links_it_is_not_tried_again(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pinned, checkpoint, tried = self.pinned(tmp_path), checkpoint_at(tmp_path, 3), list[int]()
-
-        def link(*paths: Any, **options: Any) -> None:
-            tried.append(1)
-            raise OSError(errno.EXDEV, "another device")
-
-        monkeypatch.setattr(os, "link", link)
-        assert not pinned.add_if_linked(3, checkpoint)
-        assert not pinned.add_if_linked(3, checkpoint)
-        assert len(tried) == 1
-        assert not pinned.holds(3)
-
-    def test_one_that_is_written_again_is_kept_no_more(self, tmp_path: Path) -> None:
-        pinned, checkpoint = self.pinned(tmp_path), checkpoint_at(tmp_path, 3)
-        pinned.add_if_linked(3, checkpoint)
-        pinned.pending = 3
-        pinned.follow(checkpoint, 3)
-        assert (pinned.holds(3), pinned.pending) == (True, 3)
-        # Written again in its place: another one by its marker.
-        write_marker(checkpoint, "another run", 3, {}, emergency=False)
-        pinned.follow(checkpoint, 3)
-        assert (pinned.holds(3), pinned.pending) == (False, None)
-
-    def test_another_one_that_waits_goes_on_waiting(self, tmp_path: Path) -> None:
-        pinned = self.pinned(tmp_path)
-        pinned.pending = 5
-        pinned.follow(checkpoint_at(tmp_path, 3), 3)
-        assert pinned.pending == 5
-
-    def test_one_that_is_removed_is_held_no_more(self, tmp_path: Path) -> None:
-        pinned = self.pinned(tmp_path)
-        for step in (3, 6):
-            pinned.add_if_linked(step, checkpoint_at(tmp_path, step))
-        pinned.pending = 6
-        pinned.remove(pinned.path_of(3))
-        assert (pinned.holds(3), pinned.holds(6), pinned.pending) == (False, True, 6)
-        pinned.remove(pinned.path_of(6))
-        assert (pinned.holds(6), pinned.pending) == (False, None)
-        assert not pinned.path_of(6).exists()

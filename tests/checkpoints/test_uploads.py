@@ -14,13 +14,21 @@ from huggingface_hub.hf_api import RepoUrl
 from transformers.utils.hub import hf_api
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.checkpoint_files import EMERGENCY_DIR, MARKER_FILE, PINNED_DIR
 from self_healing.data.quarantine import QUARANTINE_FILE
 from self_healing.hangs.exits import HANGS_FILE
 from self_healing.instrument import leave_out_of_uploads
 from self_healing.instrument.generated import GENERATED_FILE
 from self_healing.memory.sizes_file import SIZES_FILE
-from self_healing.own_files import EVENTS_FILE, GITIGNORE, POSTMORTEM_FILE, hide_from_uploads, own_patterns
+from self_healing.own_files import (
+    EMERGENCY_DIR,
+    EVENTS_FILE,
+    GITIGNORE,
+    MARKER_FILE,
+    PINNED_DIR,
+    POSTMORTEM_FILE,
+    hide_from_uploads,
+    own_patterns,
+)
 from self_healing.restarts.progress_mark import PROGRESS_FILE
 from self_healing.restarts.record import RECORD_FILE
 

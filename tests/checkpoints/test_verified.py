@@ -27,8 +27,8 @@ from self_healing import (
     find_trusted_checkpoint,
 )
 from self_healing.checkpoints.choice import vet_all
-from self_healing.checkpoints.keeper import CheckpointKeeper
 from self_healing.checkpoints.marker import load_marker, write_marker
+from self_healing.checkpoints.retention import CheckpointKeeper
 from self_healing.checkpoints.vetting import vet
 from self_healing.instrument.live_state import nonfinite_tensors
 from self_healing.rollback import kept_batches as batches_module

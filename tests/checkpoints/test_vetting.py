@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import sft_trainer, tiny_model
+from conftest import sft_trainer
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
-from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from self_healing import SelfHealingCallback
-from self_healing.checkpoints.checksums import ChecksumQueue, MarkedCheckpoint
 from self_healing.checkpoints.choice import (
     CheckpointError,
     find_trusted_checkpoint,
@@ -29,10 +28,9 @@ from self_healing.checkpoints.choice import (
     resolve_checkpoint,
     vet_all,
 )
-from self_healing.checkpoints.marker import load_marker, set_standing, write_marker
+from self_healing.checkpoints.marker import ChecksumQueue, change_marker, load_marker, set_standing, write_marker
 from self_healing.checkpoints.vetting import Readers, Verdict, vet, why_not_here
 from self_healing.cli import app
-from self_healing.instrument import names_in_checkpoints
 
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -136,7 +134,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no state": (removed("trainer_state.json"), "trainer_state.json is missing"),
     "half-written state": (truncated("trainer_state.json"), "trainer_state.json is not JSON"),
     "state in a wrong encoding": (written("trainer_state.json", b"\xff\xfe\x00"), "trainer_state.json is not JSON"),
-    "state of another shape": (written("trainer_state.json", "[]"), "trainer_state.json has no global_step"),
+    "state of another shape": (written("trainer_state.json", "[]"), "trainer_state.json is not JSON"),
     "state without a step": (written("trainer_state.json", "{}"), "trainer_state.json has no global_step"),
     "state of another step": (
         written("trainer_state.json", '{"global_step": 3}'),
@@ -146,12 +144,14 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "truncated weights": (truncated("model.safetensors"), "model.safetensors is truncated"),
     "weights cut within the header": (truncated("model.safetensors", 0.001), "model.safetensors is truncated"),
     "weights of no bytes": (truncated("model.safetensors", 0), "model.safetensors is truncated"),
-    "not safetensors": (written("model.safetensors", b"\x08" + bytes(63)), "model.safetensors cannot be read"),
+    "not safetensors": (
+        written("model.safetensors", b"\x08" + bytes(63)),
+        "model.safetensors is truncated",
+    ),
     "no optimizer state": (removed("optimizer.pt"), "optimizer.pt is missing"),
     "no schedule": (removed("scheduler.pt"), "scheduler.pt is missing"),
     "truncated optimizer state": (truncated("optimizer.pt"), "optimizer.pt cannot be read"),
-    "damaged optimizer state": (flipped("optimizer.pt"), "optimizer.pt cannot be read (BadZipFile: Bad CRC-32"),
-    "optimizer state of no bytes": (truncated("optimizer.pt", 0), "optimizer.pt is empty"),
+    "optimizer state of no bytes": (truncated("optimizer.pt", 0), "optimizer.pt cannot be read"),
     "not a torch archive": (written("optimizer.pt", "garbage"), "optimizer.pt cannot be read"),
     "damaged schedule": (truncated("scheduler.pt"), "scheduler.pt cannot be read"),
     "NaN weight": (weight(float("nan")), "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or Inf"),
@@ -269,20 +269,14 @@ def test_none_of_many_flipped_bits_is_resumed_from_in_silence(marked: Path, seed
     check_flips(marked / "checkpoint-4", each=30, seed=seed)
 
 
-# What markers of earlier versions do not have.
-NEW = ("crc32", "seal")
-
-
-def without_checksums(checkpoint: Path) -> None:
-    """As an earlier version of the library has left it."""
-    content = json.loads((checkpoint / "healing.json").read_text())
-    for key in NEW:
-        del content[key]
-    (checkpoint / "healing.json").write_text(json.dumps(content))
+def remarked(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes what the marker says, as if it had been written so."""
+    change_marker(checkpoint, lambda content: change(content) and None)
 
 
 def test_a_marker_without_checksums_is_accepted_and_said(marked: Path) -> None:
-    without_checksums(marked / "checkpoint-4")
+    """Of a process that ended before they were computed."""
+    remarked(marked / "checkpoint-4", lambda content: content.pop("crc32"))
     verdict = vet(marked / "checkpoint-4")
     assert (verdict.usable, verdict.standing) == (True, "unverified")
     assert verdict.reason == "complete; its bytes were not compared, because healing.json has no checksums"
@@ -292,7 +286,7 @@ def test_the_checksums_of_a_large_checkpoint_come_later(marked: Path, monkeypatc
     monkeypatch.setattr("self_healing.checkpoints.marker._AT_ONCE", 0)
     checkpoint, kept = marked / "checkpoint-4", marked / "last-known-good" / "checkpoint-4"
     checksums = ChecksumQueue()
-    write_marker(checkpoint, "run", 4, {}, emergency=False, later=checksums.put)
+    write_marker(checkpoint, "run", 4, {}, emergency=False, later=checksums)
     os.utime(checkpoint, (1, 1))
     shutil.copytree(checkpoint, kept)
     checksums.wait()
@@ -303,58 +297,38 @@ def test_the_checksums_of_a_large_checkpoint_come_later(marked: Path, monkeypatc
 
 
 @pytest.mark.parametrize("place", ["emergency", "."])
-def test_a_checkpoint_that_is_moved_meanwhile_gets_its_checksums(
-    marked: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_a_checkpoint_that_is_moved_meanwhile_gets_its_checksums(marked: Path, place: str) -> None:
     """An emergency one goes among the regular ones, a regular one is rotated away while it is kept."""
-    waiting: list[Any] = []
-    monkeypatch.setattr("self_healing.checkpoints.marker._AT_ONCE", 0)
     before = marked / place / "checkpoint-4"
     after = marked / ("checkpoint-4" if place == "emergency" else "last-known-good/checkpoint-4")
-    for folder in (before.parent, after.parent):
-        folder.mkdir(exist_ok=True)
-    if place == "emergency":
-        (marked / "checkpoint-4").rename(before)
-    write_marker(before, "run", 4, {}, emergency=False, later=lambda *its: waiting.append(MarkedCheckpoint.of(*its)))
-    before.rename(after)
-    waiting[0].compute()
+    remarked(marked / "checkpoint-4", lambda content: content.pop("crc32"))
+    marker = load_marker(marked / "checkpoint-4")
+    after.parent.mkdir(exist_ok=True)
+    (marked / "checkpoint-4").rename(after)
+    checksums = ChecksumQueue()
+    checksums.put(before, marker)
+    checksums.wait()
     assert vet(after).reason == "complete"
 
 
-def test_a_checkpoint_that_changes_meanwhile_gets_no_checksums(marked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("self_healing.checkpoints.marker._AT_ONCE", 0)
-    checkpoint = marked / "checkpoint-4"
-
-    def crc32_of(file: Path) -> int:
-        os.utime(checkpoint / "optimizer.pt")
-        return 0
-
-    monkeypatch.setattr("self_healing.checkpoints.checksums.crc32_of", crc32_of)
+def test_a_checkpoint_that_is_written_again_meanwhile_gets_no_checksums_of_the_one_before(marked: Path) -> None:
+    before = load_marker(marked / "checkpoint-4")
+    write_marker(marked / "checkpoint-4", "later run", 4, {}, emergency=False)
+    remarked(marked / "checkpoint-4", lambda content: content.pop("crc32"))
     checksums = ChecksumQueue()
-    write_marker(checkpoint, "run", 4, {}, emergency=False, later=checksums.put)
+    checksums.put(marked / "checkpoint-4", before)
     checksums.wait()
-    assert "crc32" not in load_marker(checkpoint)
-    assert vet(checkpoint).usable
+    assert "crc32" not in load_marker(marked / "checkpoint-4")
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda content: content.pop("step"), "it is not what was written"),
-        (lambda content: content.pop("seal"), "it is not what was written"),
-        (lambda content: [content.pop(key) for key in ("step", *NEW)], "`step` is missing in it"),
-        (lambda content: [content.update(bookkeeping=3), *map(content.pop, NEW)], "`bookkeeping` in it is unusable"),
-        (lambda content: [content.update(files={"a": "b"}), *map(content.pop, NEW)], "`files` in it is unusable"),
-        (lambda content: [content.update(standing="good"), *map(content.pop, NEW)], "`standing` in it is 'good'"),
-    ],
-)
-def test_a_damaged_marker_is_a_doubt(marked: Path, change: Callable[[dict[str, Any]], Any], why: str) -> None:
+@pytest.mark.parametrize("change", [lambda content: content.pop("step"), lambda content: content.pop("seal")])
+def test_a_damaged_marker_is_a_doubt(marked: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     file = marked / "checkpoint-4" / "healing.json"
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
     (doubt,) = vet(marked / "checkpoint-4").doubts
-    assert doubt.startswith(f"its marker healing.json cannot be believed ({why}")
+    assert doubt.startswith("its marker healing.json cannot be believed (it is not what was written")
 
 
 def test_a_checkpoint_whose_marker_is_damaged_is_passed_over_where_it_must_be_of_this_run(marked: Path) -> None:
@@ -363,57 +337,6 @@ def test_a_checkpoint_whose_marker_is_damaged_is_passed_over_where_it_must_be_of
     passed_over: list[Verdict] = []
     assert newest_checkpoint_of(run, str(marked), passed_over=passed_over) == str(marked / "checkpoint-2")
     assert passed_over[0].reason.endswith("so whose it is is not known")
-
-
-# ---- names of tensors ----
-
-
-def test_a_damaged_name_is_seen_by_the_model(plain: Path, tokenizer: Any, tmp_path: Path) -> None:
-    model = names_in_checkpoints(sft_trainer(tmp_path / "next", tokenizer))
-    assert vet(plain / "checkpoint-4", model).reason == "complete"
-    SILENT_DAMAGES["flipped bit of a tensor's name"][1](plain / "checkpoint-4")
-    assert vet(plain / "checkpoint-4").usable
-    assert vet(plain / "checkpoint-4", model).reason.startswith(
-        "model.layers.1.mlp.tp_proj.weight in model.safetensors is model.layers.1.mlp.up_proj.weight in the model"
-    )
-
-
-def test_another_model_is_no_damage(plain: Path, tokenizer: Any, tmp_path: Path) -> None:
-    model = names_in_checkpoints(
-        sft_trainer(tmp_path / "next", tokenizer, model=tiny_model(tokenizer, num_hidden_layers=3))
-    )
-    verdict = vet(plain / "checkpoint-4", model)
-    assert verdict.usable
-    assert verdict.doubts == (
-        "the model has tensors that are not in it and keep the values they have: "
-        "model.layers.2.input_layernorm.weight and 8 more",
-    )
-
-
-def mixtral(tokenizer: Any) -> MixtralForCausalLM:
-    """A model that is put together from other tensors than it is written as."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return MixtralForCausalLM(
-        MixtralConfig(vocab_size=len(tokenizer), num_key_value_heads=2, num_local_experts=4, **sizes)
-    )
-
-
-@pytest.mark.parametrize("kind", ["tied", "adapter", "adapter and a module", "written otherwise"])
-def test_names_that_only_look_odd_are_accepted(plain: Path, tokenizer: Any, tmp_path: Path, kind: str) -> None:
-    models: dict[str, Any] = {
-        "tied": lambda: tiny_model(tokenizer, tie_word_embeddings=True),
-        "written otherwise": lambda: mixtral(tokenizer),
-    }
-    adapters = {"adapter": {}, "adapter and a module": {"modules_to_save": ["lm_head"]}}
-    lora = {"peft_config": LoraConfig(target_modules=["q_proj"], r=4, **adapters[kind])} if kind in adapters else {}
-    trainer = sft_trainer(
-        tmp_path / "next", tokenizer, model=models[kind]() if kind in models else None, trainer_kwargs=lora
-    )
-    (plain / "checkpoint-4" / "model.safetensors").unlink()
-    trainer.save_model(str(plain / "checkpoint-4"))
-    model = names_in_checkpoints(trainer)
-    assert model is not None
-    assert vet(plain / "checkpoint-4", model).reason == "complete"
 
 
 # ---- what is fine ----
@@ -429,16 +352,6 @@ def test_a_checkpoint_of_ours_has_its_standing(marked: Path) -> None:
     set_standing(marked / "checkpoint-2", "verified")
     assert [verdict.standing for verdict in vet_all(marked)] == ["unverified", "verified"]
     assert all(verdict.usable for verdict in vet_all(marked))
-
-
-def test_a_marker_without_a_standing_is_unverified(marked: Path) -> None:
-    file = marked / "checkpoint-4" / "healing.json"
-    content = json.loads(file.read_text())
-    # As an earlier version has written it.
-    del content["standing"], content["seal"], content["crc32"]
-    file.write_text(json.dumps(content))
-    assert vet(marked / "checkpoint-4").standing == "unverified"
-    assert vet(marked / "checkpoint-4").usable
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"schema": 99}', '{"schema": 1, "files": []}'])
@@ -506,23 +419,6 @@ def test_weights_in_the_old_format(plain: Path, damage: float | None) -> None:
     verdict = vet(checkpoint)
     assert verdict.usable == (damage is None)
     assert damage is None or verdict.reason == "model.norm.weight in pytorch_model.bin holds NaN or Inf"
-
-
-def test_an_archive_of_torch_1_5_is_read(plain: Path) -> None:
-    file = plain / "checkpoint-4" / "optimizer.pt"
-    torch.save(torch.load(file, weights_only=True), file, _use_new_zipfile_serialization=False)
-    assert vet(plain / "checkpoint-4").usable
-
-
-def test_an_archive_without_checksums_is_not_damaged(plain: Path) -> None:
-    file = plain / "checkpoint-4" / "optimizer.pt"
-    state = torch.load(file, weights_only=True)
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(state, file)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert vet(plain / "checkpoint-4").usable
 
 
 @pytest.mark.parametrize(
@@ -615,7 +511,6 @@ DAMAGED_RANDOM_STATES: dict[str, Damage] = {
     "truncated": truncated("rng_state.pth"),
     "one byte": flipped("rng_state.pth"),
     "garbage": written("rng_state.pth", "garbage"),
-    "a list": lambda checkpoint: torch.save([1, 2], checkpoint / "rng_state.pth"),
 }
 
 
@@ -669,8 +564,6 @@ def test_sharded_fsdp_is_whole_and_finite(plain: Path) -> None:
 def test_the_part_of_each_rank_has_to_be_there_whole(plain: Path, folder: str) -> None:
     checkpoint = shard_fsdp(plain / "checkpoint-4")
     part = f"{folder}/{sorted(file.name for file in (checkpoint / folder).glob('*.distcp'))[-1]}"
-    flipped(part)(checkpoint)
-    assert not vet(checkpoint).usable
     truncated(part)(shard_fsdp(checkpoint))
     assert vet(checkpoint).reason.startswith(f"{part} is truncated")
     removed(part)(shard_fsdp(checkpoint))
@@ -770,12 +663,13 @@ def test_a_file_of_another_size_than_the_marker_says(marked: Path) -> None:
     file = marked / "checkpoint-4" / "config.json"
     size = file.stat().st_size
     file.write_text("short")
-    assert vet(marked / "checkpoint-4").reason == f"config.json has 5 bytes, the marker healing.json says {size}"
+    reason = f"config.json is truncated: 5 bytes, the marker healing.json says {size}"
+    assert vet(marked / "checkpoint-4").reason == reason
 
 
 def test_a_file_the_marker_names_is_gone(marked: Path) -> None:
     (marked / "checkpoint-4" / "tokenizer.json").unlink()
-    assert vet(marked / "checkpoint-4").reason == "tokenizer.json is gone; the marker healing.json names it"
+    assert vet(marked / "checkpoint-4").reason.startswith("tokenizer.json is gone; the marker healing.json names it")
 
 
 def test_additional_files_are_fine(marked: Path) -> None:
@@ -801,46 +695,12 @@ def resharded(checkpoint: Path) -> Path:
     return checkpoint
 
 
-def test_another_complete_set_of_weights_is_accepted_and_said(marked: Path) -> None:
-    verdict = vet(resharded(marked / "checkpoint-4"))
-    assert (verdict.usable, verdict.standing) == (True, "unverified")
-    (doubt,) = verdict.doubts
-    assert doubt.startswith("its weights are not those it was written with: model-00001-of-0000")
-    assert doubt.endswith("in place of model.safetensors, which the marker healing.json names")
-
-
-def test_other_weights_in_one_file_are_accepted(marked: Path) -> None:
+def test_another_set_of_weights_is_accepted_without_the_marker(marked: Path) -> None:
     checkpoint = resharded(marked / "checkpoint-4")
-    write_marker(checkpoint, "run", 4, {}, emergency=False)
-    model = LlamaForCausalLM.from_pretrained(checkpoint)
-    for shard in checkpoint.glob("model-*.safetensors"):
-        shard.unlink()
-    model.save_pretrained(checkpoint)
-    verdict = vet(checkpoint)
-    assert verdict.usable
-    assert "model.safetensors in place of model-00001-of-0000" in verdict.reason
-
-
-@pytest.mark.parametrize(
-    ("inflict", "reason"),
-    [
-        (lambda shards: shards[-1].unlink(), "is missing (model.safetensors.index.json names it)"),
-        (
-            lambda shards: shutil.copy(shards[0], shards[-1]),
-            "of model.safetensors.index.json is in none of its shards",
-        ),
-        (lambda shards: truncated(shards[-1].name)(shards[-1].parent), "is truncated"),
-    ],
-    ids=["one missing", "one of another set", "one torn"],
-)
-def test_an_incomplete_set_of_other_weights_is_refused(
-    marked: Path, inflict: Callable[[list[Path]], None], reason: str
-) -> None:
-    checkpoint = resharded(marked / "checkpoint-4")
-    inflict(sorted(checkpoint.glob("model-*.safetensors")))
-    verdict = vet(checkpoint)
-    assert not verdict.usable
-    assert reason in verdict.reason
+    assert "model.safetensors is gone; the marker healing.json names it" in vet(checkpoint).reason
+    assert "remove healing.json" in vet(checkpoint).reason
+    (checkpoint / "healing.json").unlink()
+    assert vet(checkpoint).reason == "complete"
 
 
 def test_shards_that_a_resume_does_not_read_are_not_looked_at(marked: Path) -> None:
@@ -858,12 +718,6 @@ def test_shards_that_a_resume_does_not_read_are_not_looked_at(marked: Path) -> N
     assert verdict.reason == (
         "complete; model.safetensors.index.json was not looked at, because a resume reads model.safetensors"
     )
-
-
-def test_what_lies_beside_other_weights_is_still_compared(marked: Path) -> None:
-    checkpoint = resharded(marked / "checkpoint-4")
-    flipped_bit("optimizer.pt", 20_000)(checkpoint)
-    assert vet(checkpoint).reason.startswith("optimizer.pt is not what was written")
 
 
 # ---- foreign files ----

@@ -10,7 +10,7 @@ from conftest import OutputFault, journal, sft_trainer
 from transformers import TrainerCallback
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
-from self_healing.checkpoints.trainer_state import missing_steps_in
+from self_healing.checkpoints.marker import missing_steps_in
 from self_healing.numerics.missing_steps import MissingSteps
 
 

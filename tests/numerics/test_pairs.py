@@ -24,7 +24,7 @@ from conftest import (
 from transformers import TrainerCallback
 
 from self_healing import SelfHealingTrainer
-from self_healing.checkpoints.listing import checkpoints_in
+from self_healing.checkpoints.marker import checkpoints_in
 from self_healing.checkpoints.vetting import vet
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from self_healing import Action, FailureType, HealingConfig, Incident, UnrecoverableTrainingError
 from self_healing.assembly import Run, assemble
-from self_healing.checkpoint_files import STATE_FILE
+from self_healing.own_files import STATE_FILE
 from self_healing.restarts.earlier_attempts import crash_loop, gave_up, take_up
 from self_healing.restarts.record import RECORD_FILE, Attempt, Ending, RunRecord
 from self_healing.restarts.start import Start

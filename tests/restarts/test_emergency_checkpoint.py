@@ -30,9 +30,8 @@ from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer, find_trusted_checkpoint
 from self_healing.checkpoints import emergency
-from self_healing.checkpoints.listing import checkpoints_in
-from self_healing.checkpoints.marker import load_marker
-from self_healing.checkpoints.owed import owed_in
+from self_healing.checkpoints.emergency import owed_in
+from self_healing.checkpoints.marker import checkpoints_in, load_marker
 from self_healing.checkpoints.vetting import vet
 from self_healing.instrument import Pending
 

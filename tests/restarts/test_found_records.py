@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from self_healing.checkpoint_files import STATE_FILE
 from self_healing.launcher import Launch, launch_of, of_all_ranks
+from self_healing.own_files import STATE_FILE
 from self_healing.restarts.progress_mark import PROGRESS_FILE, ProgressMark, read_mark
 from self_healing.restarts.record import RECORD_FILE, Attempt, Ending, RunRecord, UnreadableRecordError, first_call
 from self_healing.restarts.start import bookkeeping_of, was_writing

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from self_healing import HealingConfig
-from self_healing.checkpoint_files import STATE_FILE
 from self_healing.checkpoints.choice import CheckpointError
 from self_healing.checkpoints.marker import write_marker
 from self_healing.checkpoints.vetting import Readers, Verdict
 from self_healing.journal.journal import Journal
 from self_healing.launcher import Launch
+from self_healing.own_files import STATE_FILE
 from self_healing.processes import Process
 from self_healing.restarts import start as module
 from self_healing.restarts.memory_start import SharedStep
@@ -309,7 +309,6 @@ class TestAnotherProcess:
 class TestFinding:
     @pytest.fixture
     def find(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Start]:
-        monkeypatch.setattr(module, "names_in_checkpoints", lambda trainer: None)
         monkeypatch.setattr(module, "refuse_unwritable", lambda args: None)
 
         def newest_of(
@@ -318,9 +317,7 @@ class TestFinding:
             passed_over.append(Verdict("checkpoint-8", 8, False, "torn", "unmarked"))
             return self.newest
 
-        def resolve(
-            requested: Any, output_dir: str, passed_over: list[Verdict], names: Any, readers: Readers
-        ) -> Verdict | None:
+        def resolve(requested: Any, output_dir: str, passed_over: list[Verdict], readers: Readers) -> Verdict | None:
             self.resolved.append(requested)
             return Verdict(checkpoint_in(tmp_path, 2), 2, True, "", "unverified")
 

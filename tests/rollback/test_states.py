@@ -13,7 +13,7 @@ import torch
 
 from self_healing import HealingConfig
 from self_healing.checkpoints.marker import load_marker, write_marker
-from self_healing.checkpoints.run_checkpoints import RunCheckpoints
+from self_healing.checkpoints.retention import RunCheckpoints
 from self_healing.instrument import Control
 from self_healing.instrument.live_state import LiveState
 from self_healing.rollback.interval import SnapshotInterval

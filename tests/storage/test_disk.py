@@ -34,13 +34,13 @@ from self_healing import (
     SelfHealingTrainer,
 )
 from self_healing.assembly import assemble
+from self_healing.checkpoints.choice import refuse_unwritable
 from self_healing.checkpoints.marker import write_marker
-from self_healing.checkpoints.removal import expendable_checkpoint, remove_torn
+from self_healing.checkpoints.retention import expendable_checkpoint, remove_torn
 from self_healing.checkpoints.vetting import vet
 from self_healing.classify import classify_exception, could_not_be_written
 from self_healing.failures import FailureType
 from self_healing.instrument import CheckpointSaving
-from self_healing.output_dir import refuse_unwritable
 from self_healing.storage.healer import SaveHealer
 
 
@@ -614,6 +614,6 @@ def test_a_disk_that_is_full_for_the_moment_is_no_reason_to_refuse(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     trainer = sft_trainer(tmp_path, tokenizer, max_steps=1, save_strategy="steps", save_steps=1)
-    monkeypatch.setattr("self_healing.output_dir.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("self_healing.checkpoints.choice.tempfile.TemporaryFile", full)
     SelfHealingTrainer(trainer).train()
     assert trainer.state.global_step == 1

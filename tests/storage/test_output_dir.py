@@ -13,8 +13,8 @@ from forked_pairs import run_pair
 from transformers import set_seed
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
+from self_healing.checkpoints.choice import writes_checkpoints
 from self_healing.instrument.saving_together import SavingTogether
-from self_healing.output_dir import writes_checkpoints
 
 
 @pytest.mark.parametrize(

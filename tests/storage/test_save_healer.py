@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from made_up_run import MadeUpRun
 
-from self_healing.checkpoints.removal import named_as_full
+from self_healing.checkpoints.retention import disk_full
 from self_healing.journal.headline import headline
 from self_healing.storage.healer import SaveHealer
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
+HIDDEN = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+BROKEN = OSError(errno.EIO, "Input/output error")
 
 
 class Saves:
@@ -101,7 +103,7 @@ def test_where_the_disk_is_full_what_is_kept_gives_way(saves: Saves, error: Exce
     assert (saves.run.journal.incidents[0].figures == ["last-known-good/ gave way: checkpoint-2 removed"]) is full
 
 
-@pytest.mark.parametrize(("others", "free", "full"), [(True, 5, True), (True, 10**9, False), (False, 5, False)])
+@pytest.mark.parametrize(("others", "free", "full"), [(True, 5, True), (True, 10**9, False), (False, 5, True)])
 def test_torch_does_not_say_why_so_the_room_is_measured(
     saves: Saves, monkeypatch: pytest.MonkeyPatch, others: bool, free: int, full: bool
 ) -> None:
@@ -109,11 +111,7 @@ def test_torch_does_not_say_why_so_the_room_is_measured(
     saves.kept = ["checkpoint-2"]
     if others:
         saves.checkpoint(4)
-    assert saves.fail(5, RuntimeError("unexpected pos 64 vs 0")) is full
-
-
-HIDDEN = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
-BROKEN = OSError(errno.EIO, "Input/output error")
+    assert saves.fail(5, HIDDEN) is full
 
 
 @pytest.mark.parametrize("error", [FULL, HIDDEN, Exception("No space left on device (os error 28)")])
@@ -130,9 +128,7 @@ def test_a_full_disk_is_told_with_the_room_it_has(
     assert room in saves.events("action")[0]["error"]
 
 
-@pytest.mark.parametrize(
-    ("error", "free"), [(FULL, 3_000_000), (HIDDEN, 3_000_000), (HIDDEN, 20), (BROKEN, 0), (BROKEN, 3_000_000)]
-)
+@pytest.mark.parametrize(("error", "free"), [(HIDDEN, 3_000_000), (BROKEN, 0), (BROKEN, 3_000_000)])
 def test_a_disk_that_is_not_full_is_not_said_to_be(
     saves: Saves, monkeypatch: pytest.MonkeyPatch, error: Exception, free: int
 ) -> None:
@@ -142,10 +138,16 @@ def test_a_disk_that_is_not_full_is_not_said_to_be(
     assert (detected["symptom"], "free" in json.dumps(detected)) == (type(error).__name__, False)
 
 
+def test_a_quota_that_is_used_up_is_told_as_the_system_says_it(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3_000_000, total=4_000_000))
+    saves.fail(5, FULL)
+    assert saves.events("detected")[0]["evidence"]["message"] == str(FULL)
+
+
 def test_a_mistake_in_code_is_not_taken_for_a_full_disk(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0, total=4_000_000))
     mistake = TypeError("Object of type Model is not JSON serializable")
-    assert named_as_full(mistake, saves.checkpoint(5)) is mistake
+    assert disk_full(mistake, saves.checkpoint(5)) is None
 
 
 @pytest.mark.parametrize("oldest", [True, False])
