@@ -190,30 +190,27 @@ def check_resumed(checkpoint: Path, output_dir: str | Path) -> str | None:
 # ---- of one run ----
 
 
-def newest_checkpoint_of(
-    run: str, output_dir: str, verified: bool = False, passed_over: list[Verdict] | None = None
-) -> str | None:
+def newest_checkpoint_of(run: str, output_dir: str, verified: bool = False) -> str | None:
     """
     Finds the newest checkpoint of a run that can be resumed from; those of other runs are passed by. With `verified`,
-    healthy steps must have come after it. `passed_over` gets the verdicts on those that are newer.
+    healthy steps must have come after it.
     """
-    newest = newest_verdict_of(run, output_dir, verified, passed_over)
+    newest = newest_verdict_of(run, output_dir, [], verified)
     return None if newest is None else newest.path
 
 
 def newest_verdict_of(
     run: str,
     output_dir: str,
+    passed_over: list[Verdict],
     verified: bool = False,
-    passed_over: list[Verdict] | None = None,
     wrote: Callable[[Path], bool] = lambda _: False,
     readers: Readers = ON_ONE_DISK,
 ) -> Verdict | None:
     """
-    Finds the same as [`newest_checkpoint_of`], with the verdict on it; `wrote` tells whether a checkpoint without a
-    marker is of this run all the same.
+    Finds the same as [`newest_checkpoint_of`], with the verdicts on it and on those that are newer; `wrote` tells
+    whether a checkpoint without a marker is of this run all the same.
     """
-    newer = [] if passed_over is None else passed_over
 
     def verdicts() -> Iterator[Verdict]:
         for checkpoint in checkpoints_in(output_dir):
@@ -223,13 +220,13 @@ def newest_verdict_of(
             elif (damage := damage_of_marker(checkpoint)) is not None:
                 wanted = False
                 reason = f"its marker {MARKER_FILE} cannot be believed ({damage}), so whose it is is not known"
-                newer.append(Verdict(str(checkpoint), number_of(checkpoint), False, reason, "unmarked"))
+                passed_over.append(Verdict(str(checkpoint), number_of(checkpoint), False, reason, "unmarked"))
             else:
                 wanted = not verified and wrote(checkpoint)
             if wanted:
                 yield vet(checkpoint, readers)
 
-    return _first_whole(verdicts(), newer)
+    return _first_whole(verdicts(), passed_over)
 
 
 def newest_marked_checkpoint_of(run: str, output_dir: str) -> str | None:

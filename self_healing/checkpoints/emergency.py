@@ -108,12 +108,12 @@ def _write_emergency(
         if new != path:
             _switch(new, path)
     except Exception as error:
-        full = disk_full(error, new)
+        told = disk_full(error, new) or error
         # Half a checkpoint is worse than none: it may be resumed from.
         shutil.rmtree(new, ignore_errors=True)
-        if full is None:
+        if told is error:
             raise
-        raise full from error
+        raise told from error
 
 
 def write_again(

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import shutil
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,38 +43,69 @@ _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FULL_TEXTS = (f"os error {errno.ENOSPC})", f"os error {errno.EDQUOT})", "No space left", "Disk quota exceeded")
 
 
+@dataclass(slots=True)
+class _Followed:
+    """A checkpoint of this run, and what is known about it."""
+
+    path: Path
+    standing: Standing
+    finite: bool
+    pinned: bool
+
+
 class RunCheckpoints:
     """
-    Follows the checkpoints of one run: each is unverified until healthy steps have come after it.
+    Follows the checkpoints of one run: each is unverified until healthy steps have come after it. The last good ones
+    are kept in `last-known-good/` as hard links, which need no space of their own while the checkpoint itself is
+    there.
 
-    Every rank has one and may call it; only the first rank, if it saves, has a [`CheckpointKeeper`] and does anything.
+    Once rotation has removed the checkpoint itself, they hold the space it held. So they give way whenever another
+    checkpoint would not fit beside them, and none is kept where there is no room for it and the one after it.
+
+    Every rank has one and may call it; only the first rank, if it saves, does anything. What the file system refuses
+    is told once and never stops the training.
     """
 
     def __init__(self, config: HealingConfig, journal: Journal) -> None:
         self._config = config
         self._journal = journal
-        self._keeper: CheckpointKeeper | None = None
-        # Steps of those that healthy steps may still verify, the oldest first.
-        self.unverified: deque[int] = deque()
-        # The step of the last search for NaN and Inf before a save, and whether the state was finite on all ranks.
-        self._searched: tuple[int, bool] | None = None
-        self._output_dir = ""
+        self._output_dir = Path()
         self._device = torch.device("cpu")
         self._resumed_from: str | None = None
+        # Whether this rank follows them, and how many verified ones are kept.
+        self._follows = False
+        self._generations = 0
+        self._followed: dict[int, _Followed] = {}
+        # The one that is kept until it is known whether it is good.
+        self._pending: int | None = None
+        # Of the last checkpoint, in bytes; 0 if this run has not written any yet.
+        self._size = 0
+        self._step = 0
+        # The step of the last search for NaN and Inf before a save, and whether the state was finite on all ranks.
+        self._searched: tuple[int, bool] | None = None
+        self._told: set[str] = set()
 
     def begin(self, args: Any, resumed_from: str | None, step: int, finite: bool) -> None:
         """Begins to follow them, the one it was resumed from first, when `train()` is entered for the first time."""
-        self._output_dir, self._device = str(args.output_dir), args.device
+        self._output_dir, self._device = Path(os.path.abspath(args.output_dir)), args.device
         self._resumed_from = resumed_from
-        if not args.should_save or not consensus.is_first_rank():
+        self._follows = args.should_save and consensus.is_first_rank()
+        if not self._follows:
             return
-        generations = self._config.keep_verified_checkpoints
+        self._generations = self._config.keep_verified_checkpoints
         if args.push_to_hub and self._config.upload_healing_files:
-            generations = 0
+            self._generations = 0
             logger.info("upload_healing_files=True: verified checkpoints are not kept, or all of them were uploaded.")
-        self._keeper = CheckpointKeeper(self._output_dir, generations, self._journal)
-        if resumed_from is not None and Path(resumed_from).resolve().is_relative_to(Path(args.output_dir).resolve()):
+        # What a process that was killed half-way left behind.
+        for leftover in self.directory.glob(".checkpoint-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if resumed_from is not None and Path(resumed_from).resolve().is_relative_to(self._output_dir.resolve()):
             self._follow(Path(resumed_from), step, finite)
+
+    @property
+    def directory(self) -> Path:
+        """Where the last good ones are kept."""
+        return self._output_dir / PINNED_DIR
 
     # ---- saving ----
 
@@ -88,120 +118,16 @@ class RunCheckpoints:
         return self._searched[1] if self._searched is not None and self._searched[0] == step else None
 
     def about_to_save(self, step: int) -> None:
-        """Prepares for a checkpoint that is about to be written, perhaps over one that is kept."""
-        if self._keeper is not None:
-            self._keeper.about_to_save(step)
-
-    def saved(self, checkpoint: Path, step: int) -> None:
-        """Follows a checkpoint that was completely written."""
-        self._follow(checkpoint, step, self.finite_at(step))
-
-    def _follow(self, checkpoint: Path, step: int, finite: bool | None) -> None:
-        if self._keeper is not None:
-            self.unverified.append(step)
-            self._keeper.saved(checkpoint, step, finite)
-
-    def leave_room(self) -> None:
-        """Removes kept checkpoints until one more checkpoint fits beside them."""
-        if self._keeper is not None:
-            self._keeper.leave_room()
-
-    def give_way(self) -> list[str]:
-        """Removes the kept checkpoints, after one did not fit beside them; returns the names of those removed."""
-        return [] if self._keeper is None else [pin.name for pin in self._keeper.give_way()]
-
-    # ---- trusting ----
-
-    def verify_up_to(self, step: int) -> None:
-        """Marks those up to a step as verified: enough healthy steps have come after it."""
-        if not self.unverified or self.unverified[0] > step:
-            return
-        while self.unverified and self.unverified[0] <= step:
-            self.unverified.popleft()
-        if self._keeper is not None:
-            self._keeper.verified_up_to(step)
-
-    def forget_beyond(self, step: int) -> None:
-        """Forgets those of later steps: the run goes on from this one."""
-        self.unverified = deque(each for each in self.unverified if each <= step)
-
-    def distrust(self, after: int, until: int, incident: str, verified: bool) -> tuple[int, ...]:
-        """Marks those between the state gone back to and the fault as suspect ([`CheckpointKeeper.distrust`])."""
-        self.unverified.clear()
-        return () if self._keeper is None else tuple(self._keeper.distrust(after, until, incident, verified))
-
-    def reinstate(self, suspects: Iterable[int]) -> list[int]:
-        """Makes suspects that were found to be finite unverified again; returns their steps."""
-        good = [] if self._keeper is None else self._keeper.reinstate(suspects)
-        self.unverified.extend(good)
-        return good
-
-    def has_good(self, step: int) -> bool:
-        """Whether there is one of this step that can be resumed from; the first rank knows."""
-        return self._keeper is not None and self._keeper.has_good(step)
-
-    def newest(self) -> str | None:
-        """Finds the newest one that the run can go back to, or else the one it was resumed from. Collective."""
-        return consensus.looked_up_by_first_rank("newest checkpoint to go back to", self._newest_here, self._device)
-
-    def _newest_here(self) -> str | None:
-        newest = newest_checkpoint_of(self._journal.run_id, self._output_dir, verified=True)
-        return newest or self._resumed_from
-
-
-@dataclass(slots=True)
-class _Followed:
-    """A checkpoint of this run, and what is known about it."""
-
-    path: Path
-    standing: Standing
-    finite: bool
-    pinned: bool
-
-
-class CheckpointKeeper:
-    """
-    Follows the checkpoints of one run, marks what standing they have, and keeps the last good ones in
-    `last-known-good/`, as hard links: they need no space of their own while the checkpoint itself is there.
-
-    Once rotation has removed the checkpoint itself, they hold the space it held. So they give way whenever another
-    checkpoint would not fit beside them, and none is kept where there is no room for it and the one after it.
-
-    To be called by the first process only. What the file system refuses is told once and never stops the training.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Of the run.
-        generations (`int`, *optional*, defaults to 2):
-            How many verified checkpoints are kept; 0 for none, and then none is kept until it is verified either.
-        journal ([`Journal`], *optional*):
-            Where it is written down what is kept and what it costs.
-    """
-
-    def __init__(self, output_dir: str | Path, generations: int = 2, journal: Journal | None = None) -> None:
-        self.directory = Path(os.path.abspath(output_dir), PINNED_DIR)
-        self._generations = generations
-        self._journal = journal
-        self._followed: dict[int, _Followed] = {}
-        # The one that is kept until it is known whether it is good.
-        self._pending: int | None = None
-        # Of the last checkpoint, in bytes; 0 if this run has not written any yet.
-        self._size = 0
-        self._step = 0
-        self._swept = False
-        self._told: set[str] = set()
-
-    # ---- saving ----
-
-    def about_to_save(self, step: int) -> None:
         """
         Called before a regular checkpoint is written, in case the run comes by a step for the second time: the files
         of the first are not to be overwritten where they lie. The links in `last-known-good/` lead to the same files,
         and a process killed in between would leave half of each, which cannot be told from a whole one.
         """
+        if not self._follows:
+            return
         self._step = step
         self.leave_room()
-        stale = self.directory.parent / f"checkpoint-{step}"
+        stale = self._output_dir / f"checkpoint-{step}"
         with self._contained("Making room for a checkpoint"):
             if not stale.is_dir():
                 return
@@ -212,27 +138,26 @@ class CheckpointKeeper:
                 if file.stat().st_nlink > 1:
                     file.unlink()
 
-    def saved(self, checkpoint: str | Path, step: int, finite: bool | None = None) -> None:
-        """
-        Called after a checkpoint was completely written and marked, or resumed from: it is followed from now on.
-        Whether all of its state was found to be `finite` defaults to what its marker says.
-        """
+    def saved(self, checkpoint: Path, step: int) -> None:
+        """Follows a checkpoint that was completely written and marked."""
+        if self._follows:
+            self._follow(checkpoint, step, self.finite_at(step))
+
+    def _follow(self, checkpoint: Path, step: int, finite: bool | None) -> None:
         checkpoint, pin = Path(os.path.abspath(checkpoint)), self._pin_of(step)
-        marker = load_marker(checkpoint)
+        marker, theirs = load_marker(checkpoint), load_marker(pin)
         if marker is None:
             # Of the plain trainer: there is nowhere to write what standing it has.
             return
         if finite is None:
             finite = marker["finite"] is True
         standing: Standing = marker["standing"] if finite or marker["standing"] == "suspect" else "unverified"
-        theirs = load_marker(pin)
         pinned = theirs is not None and (marker["run"], marker["time"]) == (theirs["run"], theirs["time"])
         self._followed[step] = _Followed(checkpoint, standing, finite, pinned)
         if self._pending == step and not pinned:
             self._pending = None
         self._step = step
         with self._contained("Keeping a checkpoint"):
-            self._sweep()
             self._size = _size_of(checkpoint)
             if step in self._waiting():
                 self._pin_until_known(step)
@@ -241,10 +166,10 @@ class CheckpointKeeper:
 
     # ---- trusting ----
 
-    def verified_up_to(self, step: int) -> None:
+    def verify_up_to(self, step: int) -> None:
         """
-        Marks the run's checkpoints up to a step as verified, if they are finite: enough healthy steps came after it. A
-        NaN in a row of an embedding that no batch reads is seen in no loss.
+        Marks those up to a step as verified, if they are finite: enough healthy steps came after it. A NaN in a row of
+        an embedding that no batch reads is seen in no loss.
         """
         good = [number for number in self._waiting() if number <= step]
         if not good:
@@ -254,13 +179,12 @@ class CheckpointKeeper:
         if self._pending is not None and self._pending <= step:
             self._pending = None
         with self._contained("Keeping a checkpoint"):
-            self._sweep()
             self._keep_newest(good)
             self._prune()
             if waiting := self._waiting():
                 self._pin_until_known(max(waiting))
 
-    def distrust(self, after: int, until: int, incident: str, verified: bool = False) -> list[int]:
+    def distrust(self, after: int, until: int, incident: str, verified: bool = False) -> tuple[int, ...]:
         """
         Marks as suspect what was written between the state the run goes back to and the fault.
 
@@ -273,14 +197,14 @@ class CheckpointKeeper:
                 Whether verified ones are suspect, too: states as good as they were have turned out to be bad.
 
         Returns:
-            `list[int]`: the steps of those that are suspect now.
+            `tuple[int, ...]`: the steps of those that are suspect now.
         """
         trusted = ("suspect",) if verified else ("suspect", "verified")
-        suspects = [
+        suspects = tuple(
             number
             for number, followed in self._followed.items()
             if after < number <= until and followed.standing not in trusted
-        ]
+        )
         for number in suspects:
             self._mark(number, "suspect", incident)
             if self._followed[number].pinned and self._followed[number].path != self._pin_of(number):
@@ -290,17 +214,25 @@ class CheckpointKeeper:
             self._pending = None
         return suspects
 
-    def reinstate(self, steps: Iterable[int]) -> list[int]:
+    def reinstate(self, suspects: Iterable[int]) -> list[int]:
         """Makes suspects that were found to be finite unverified again; returns their steps."""
-        good = [number for number in steps if self._followed[number].finite]
+        good = [number for number in suspects if number in self._followed and self._followed[number].finite]
         for number in good:
             self._mark(number, "unverified")
         return good
 
     def has_good(self, step: int) -> bool:
-        """Whether there is a checkpoint of this step that is finite, and not suspect."""
+        """Whether there is one of this step that is finite, and not suspect; the first rank knows."""
         followed = self._followed.get(step)
         return followed is not None and followed.finite and followed.standing != "suspect" and followed.path.is_dir()
+
+    def newest(self) -> str | None:
+        """Finds the newest one that the run can go back to, or else the one it was resumed from. Collective."""
+        return consensus.looked_up_by_first_rank("newest checkpoint to go back to", self._newest_here, self._device)
+
+    def _newest_here(self) -> str | None:
+        newest = newest_checkpoint_of(self._journal.run_id, str(self._output_dir), verified=True)
+        return newest or self._resumed_from
 
     def _waiting(self) -> list[int]:
         """Lists those that healthy steps make verified: what is not known to be finite never is."""
@@ -387,17 +319,12 @@ class CheckpointKeeper:
         # By the time of writing, not by number: an earlier run in the same directory may have come further.
         return sorted((pin for _, pin in numbered(self.directory)), key=written_at)
 
-    def _sweep(self) -> None:
-        """Removes what a process that was killed half-way left behind; once."""
-        if not self._swept:
-            self._swept = True
-            for leftover in self.directory.glob(".checkpoint-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-
     # ---- making room ----
 
     def leave_room(self) -> None:
         """Removes kept checkpoints, the oldest first, until one more checkpoint fits beside them."""
+        if not self._follows:
+            return
         with self._contained("Making room for a checkpoint"):
             # What an earlier run has kept is about as large.
             size = self._size or max(map(_size_of, self._oldest_first()), default=0)
@@ -407,20 +334,22 @@ class CheckpointKeeper:
                 given_up.append(pin)
             self._tell_of(given_up, size)
 
-    def give_way(self) -> list[Path]:
-        """Removes all kept checkpoints that free anything, after a checkpoint did not fit; returns those removed."""
+    def give_way(self) -> list[str]:
+        """Removes all kept checkpoints that free anything, after one did not fit; returns their names."""
         given_up: list[Path] = []
+        if not self._follows:
+            return []
         with self._contained("Making room for a checkpoint"):
             while (pin := self._may_give_way()) is not None:
                 self._remove(pin)
                 given_up.append(pin)
         self._tell_of(given_up, self._size)
-        return given_up
+        return [pin.name for pin in given_up]
 
     def _may_give_way(self) -> Path | None:
         """The oldest one whose removal frees something; never the last one that can be trusted."""
         kept = self._oldest_first()
-        others = [*kept, *(entry for _, entry in numbered(self.directory.parent))]
+        others = [*kept, *(entry for _, entry in numbered(self._output_dir))]
         for pin in kept:
             if _unshared_size_of(pin) > 0 and any(_may_be_trusted(other) for other in others if other != pin):
                 return pin
@@ -431,15 +360,14 @@ class CheckpointKeeper:
         return self._free() + beside >= 2 * _GROWTH * _size_of(checkpoint)
 
     def _free(self) -> int:
-        return shutil.disk_usage(self.directory.parent).free
+        return shutil.disk_usage(self._output_dir).free
 
     # ---- telling ----
 
     def _tell_of_the_first(self, size: int) -> None:
         # And the one that is not verified yet.
         most = (self._generations + 1) * size
-        if self._journal is not None:
-            self._journal.event("checkpoints_kept", self._step, bytes_each=size, bytes_at_most=most)
+        self._journal.event("checkpoints_kept", self._step, bytes_each=size, bytes_at_most=most)
         logger.info(
             "Step %d: the last %d verified checkpoints, and the next until it is verified, are kept in %s, where "
             "rotation cannot take them: up to %s more disk than the Trainer needs by itself (%s each). They give way "
@@ -456,9 +384,8 @@ class CheckpointKeeper:
         if not given_up:
             return
         names, needed = [pin.name for pin in given_up], int(_GROWTH * size)
-        if self._journal is not None:
-            fields = {"removed": names, "bytes_needed": needed, "bytes_free": self._free()}
-            self._journal.event("kept_checkpoints_gave_way", self._step, **fields)
+        fields = {"removed": names, "bytes_needed": needed, "bytes_free": self._free()}
+        self._journal.event("kept_checkpoints_gave_way", self._step, **fields)
         level = logging.INFO if "gave way" in self._told else logging.WARNING
         self._told.add("gave way")
         logger.log(
@@ -557,8 +484,15 @@ class DiskFull(OSError):
     """A checkpoint did not fit; its text is how much room there was."""
 
 
-def disk_full(error: Exception, checkpoint: Path) -> DiskFull | None:
-    """Names a full disk as the reason why a checkpoint, still there in part, could not be written: torch does not."""
+def disk_full(error: Exception, checkpoint: Path) -> Exception | None:
+    """
+    Finds out whether a checkpoint, still there in part, could not be written because the disk is full: torch does not
+    say.
+
+    Returns:
+        [`DiskFull`] in the place of the error; the error itself where there is room enough, so that it is a quota that
+        is used up, or another's disk; `None` if it is no full disk.
+    """
     try:
         usage, folder = shutil.disk_usage(checkpoint.parent), checkpoint.parent
         largest = max(map(_size_of, folder.glob("checkpoint-*")), default=0)
@@ -571,11 +505,9 @@ def disk_full(error: Exception, checkpoint: Path) -> DiskFull | None:
         full = any(each in text for each in _FULL_TEXTS)
     else:
         full = scarce and could_not_be_written(error)
-    if not full:
-        return None
+    if not full or not scarce:
+        return error if full else None
     unit, name = (1e9, "GB") if usage.total >= 1e9 else (1e6, "MB")
-    room = f"{usage.free / unit:.3g} of {usage.total / unit:.3g} {name} free at {folder}"
-    # Where there is room enough, it is something else that is used up (a quota), or another's disk.
-    named = DiskFull(room if scarce else text)
+    named = DiskFull(f"{usage.free / unit:.3g} of {usage.total / unit:.3g} {name} free at {folder}")
     named.__cause__ = error
     return named

@@ -136,7 +136,6 @@ class TrustedStates:
             ring.initial = None
         self._batches.forget_beyond(step)
         self.interval.last_taken = min(self.interval.last_taken, step)
-        self._checkpoints.forget_beyond(step)
 
     def release(self) -> None:
         """Gives all host memory back."""

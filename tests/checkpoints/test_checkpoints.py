@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_same_weights, journal, sft_trainer, weights
+from followed_checkpoints import following
 from test_vetting import DAMAGED_RANDOM_STATES, DAMAGES, SILENT_DAMAGES, as_just_written
 from transformers import TrainerCallback
 
@@ -24,7 +25,7 @@ from self_healing.checkpoints.choice import (
     newest_checkpoint_of,
 )
 from self_healing.checkpoints.marker import checkpoints_in, load_marker, read_marker, set_standing, write_marker
-from self_healing.checkpoints.retention import CheckpointKeeper
+from self_healing.checkpoints.retention import RunCheckpoints
 from self_healing.checkpoints.vetting import Verdict, breach_of_marker, vet
 
 
@@ -422,18 +423,18 @@ def test_a_checkpoint_without_a_marker_gets_no_standing(run: Path) -> None:
     assert vet(run / "checkpoint-4").standing == "unmarked"
 
 
-# ---- CheckpointKeeper ----
+# ---- RunCheckpoints ----
 
 
 class Keeping(TrainerCallback):
     """Calls a keeper as a run does: a checkpoint is good when `verify` steps came after it, until `bad_from`."""
 
-    def __init__(self, keeper: CheckpointKeeper, verify: int, bad_from: int = 1000) -> None:
+    def __init__(self, keeper: RunCheckpoints, verify: int, bad_from: int = 1000) -> None:
         self.keeper, self.verify, self.bad_from = keeper, verify, bad_from
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step < self.bad_from:
-            self.keeper.verified_up_to(state.global_step - self.verify)
+            self.keeper.verify_up_to(state.global_step - self.verify)
         if control.should_save:
             self.keeper.about_to_save(state.global_step)
 
@@ -443,8 +444,8 @@ class Keeping(TrainerCallback):
         self.keeper.saved(checkpoint, state.global_step)
 
 
-def follow(run: Path, *steps: int, **options: Any) -> CheckpointKeeper:
-    keeper = CheckpointKeeper(run, **options)
+def follow(run: Path, *steps: int, **options: Any) -> RunCheckpoints:
+    keeper = following(run, **options)
     for step in steps:
         keeper.saved(run / f"checkpoint-{step}", step)
     return keeper
@@ -453,14 +454,14 @@ def follow(run: Path, *steps: int, **options: Any) -> CheckpointKeeper:
 def test_a_checkpoint_of_the_plain_trainer_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "model.safetensors").touch()
-    follow(tmp_path, 2).verified_up_to(2)
+    follow(tmp_path, 2).verify_up_to(2)
     assert not caplog.records
     assert not (tmp_path / "last-known-good").exists()
 
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_last_good_one_survives_a_long_bad_stretch(tmp_path: Path, tokenizer: Any, limit: int) -> None:
-    keeper = CheckpointKeeper(tmp_path)
+    keeper = following(tmp_path)
     keeping = Keeping(keeper, verify=3, bad_from=6)
     arguments = {**SAVING, "max_steps": 16, "save_total_limit": limit}
     sft_trainer(tmp_path, tokenizer, callbacks=[keeping], **arguments).train()
@@ -488,7 +489,7 @@ def test_a_link_takes_no_space(run: Path) -> None:
 
 
 def test_healthy_steps_verify_what_came_before_them(run: Path) -> None:
-    follow(run, 2, 4, 6).verified_up_to(5)
+    follow(run, 2, 4, 6).verify_up_to(5)
     assert standings(run) == {
         "checkpoint-6": "unverified",
         "last-known-good/checkpoint-6": "unverified",
@@ -501,34 +502,34 @@ def test_healthy_steps_verify_what_came_before_them(run: Path) -> None:
 
 def test_older_generations_are_let_go(run: Path) -> None:
     keeper = follow(run, 2, generations=1)
-    keeper.verified_up_to(2)
+    keeper.verify_up_to(2)
     keeper.saved(run / "checkpoint-4", 4)
     assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-2", "checkpoint-4"]
-    keeper.verified_up_to(4)
+    keeper.verify_up_to(4)
     assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-4"]
     keeper.saved(run / "checkpoint-6", 6)
     keeper.distrust(4, 100, "run-001")
-    keeper.verified_up_to(9)
+    keeper.verify_up_to(9)
     assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-4"]
 
 
 def test_what_an_earlier_run_kept_goes_last(run: Path) -> None:
     earlier = follow(run, 6)
-    earlier.verified_up_to(6)
+    earlier.verify_up_to(6)
     shutil.rmtree(run / "checkpoint-6")
     for step in (2, 4):
         write_marker(run / f"checkpoint-{step}", "later run", step, {}, emergency=False, finite=True)
     keeper = follow(run, 2)
-    keeper.verified_up_to(2)
+    keeper.verify_up_to(2)
     assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-2", "checkpoint-6"]
     keeper.saved(run / "checkpoint-4", 4)
-    keeper.verified_up_to(4)
+    keeper.verify_up_to(4)
     assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_what_came_after_the_trusted_step_is_suspect(run: Path) -> None:
     keeper = follow(run, 2, 4, 6)
-    keeper.verified_up_to(2)
+    keeper.verify_up_to(2)
     keeper.distrust(4, 100, "run-001")
     assert standings(run) == {
         "checkpoint-6": "suspect",
@@ -537,7 +538,7 @@ def test_what_came_after_the_trusted_step_is_suspect(run: Path) -> None:
         "last-known-good/checkpoint-2": "verified",
     }
     assert vet(run / "checkpoint-6").reason.endswith("(incident run-001)")
-    keeper.verified_up_to(100)
+    keeper.verify_up_to(100)
     assert standings(run)["checkpoint-6"] == "suspect"
 
 
@@ -550,30 +551,30 @@ def test_after_a_bad_stretch_the_next_one_is_out_of_reach_again(run: Path) -> No
 
 def test_one_that_waits_is_not_let_go_with_the_older_ones(run: Path) -> None:
     keeper = follow(run, 2, 4, 6, generations=1)
-    keeper.verified_up_to(2)
-    keeper.verified_up_to(4)
+    keeper.verify_up_to(2)
+    keeper.verify_up_to(4)
     assert sorted(path.name for path in keeper.directory.iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
 
 def test_a_verified_one_is_not_distrusted_any_more(run: Path) -> None:
     keeper = follow(run, 2, 4)
-    keeper.verified_up_to(4)
+    keeper.verify_up_to(4)
     keeper.distrust(0, 100, "run-001")
     assert set(standings(run).values()) == {"verified", "unverified"}
 
 
 def test_checkpoints_of_another_run_are_left_as_they_are(run: Path) -> None:
     keeper = follow(run, 4)
-    keeper.verified_up_to(3)
+    keeper.verify_up_to(3)
     keeper.distrust(3, 100, "run-001")
     assert standings(run) == {"checkpoint-6": "unverified", "checkpoint-4": "suspect", "checkpoint-2": "unverified"}
 
 
 def test_what_a_run_resumed_from_is_verified_by_its_healthy_steps(run: Path) -> None:
     follow(run, 4)
-    keeper = CheckpointKeeper(run)
+    keeper = following(run)
     keeper.saved(run / "last-known-good" / "checkpoint-4", 4)
-    keeper.verified_up_to(4)
+    keeper.verify_up_to(4)
     assert vet(run / "last-known-good" / "checkpoint-4").standing == "verified"
 
 
@@ -581,12 +582,12 @@ def test_what_a_run_resumed_from_is_not_removed_for_want_of_a_marker(run: Path) 
     follow(run, 4)
     kept = run / "last-known-good" / "checkpoint-4"
     (kept / "healing.json").unlink()
-    CheckpointKeeper(run).saved(kept, 4)
+    following(run).saved(kept, 4)
     assert vet(kept).usable
 
 
 def test_what_is_kept_stays_so_when_a_run_resumes_from_it(run: Path) -> None:
-    follow(run, 4).verified_up_to(4)
+    follow(run, 4).verify_up_to(4)
     keeper = follow(run, 4)
     shutil.rmtree(run / "checkpoint-4")
     assert vet(keeper.directory / "checkpoint-4").standing == "verified"
@@ -596,11 +597,11 @@ def test_what_is_kept_stays_so_when_a_run_resumes_from_it(run: Path) -> None:
 
 
 def test_a_checkpoint_written_again_does_not_touch_the_one_that_is_kept(run: Path, tokenizer: Any) -> None:
-    follow(run, 4).verified_up_to(4)
+    follow(run, 4).verify_up_to(4)
     kept = run / "last-known-good" / "checkpoint-4"
     before = {file.name: file.read_bytes() for file in kept.iterdir()}
     arguments = {**SAVING, "max_grad_norm": 0.01}
-    trainer = sft_trainer(run, tokenizer, callbacks=[Keeping(CheckpointKeeper(run), verify=100)], **arguments)
+    trainer = sft_trainer(run, tokenizer, callbacks=[Keeping(following(run), verify=100)], **arguments)
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert {file.name: file.read_bytes() for file in kept.iterdir()} == before
     assert (run / "checkpoint-4" / "model.safetensors").read_bytes() != before["model.safetensors"]
@@ -608,7 +609,7 @@ def test_a_checkpoint_written_again_does_not_touch_the_one_that_is_kept(run: Pat
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_checkpoint_killed_while_it_is_written_again_is_not_taken_for_a_whole_one(run: Path, kept: bool) -> None:
-    keeper = CheckpointKeeper(run)
+    keeper = following(run)
     if kept:
         keeper.saved(run / "checkpoint-4", 4)
     keeper.about_to_save(4)
@@ -618,7 +619,7 @@ def test_a_checkpoint_killed_while_it_is_written_again_is_not_taken_for_a_whole_
 
 
 def test_about_to_save_for_the_first_time_does_nothing(run: Path) -> None:
-    CheckpointKeeper(run).about_to_save(8)
+    following(run).about_to_save(8)
     assert not (run / "checkpoint-8").exists()
 
 
@@ -634,7 +635,7 @@ def test_without_hard_links_none_is_kept_and_that_is_told_once(
 ) -> None:
     monkeypatch.setattr(os, "link", no_links)
     keeper = follow(run, 2, 4)
-    keeper.verified_up_to(4)
+    keeper.verify_up_to(4)
     assert not any(keeper.directory.iterdir())
     (told,) = caplog.messages
     assert told == "Keeping a checkpoint failed; training goes on. [Errno 1] Operation not permitted"
@@ -660,7 +661,7 @@ def test_a_checkpoint_that_was_rotated_away_is_no_trouble(run: Path, caplog: pyt
     keeper = follow(run, 2, 4, 6)
     for step in (2, 4, 6):
         shutil.rmtree(run / f"checkpoint-{step}")
-    keeper.verified_up_to(4)
+    keeper.verify_up_to(4)
     keeper.distrust(4, 100, "run-001")
     assert standings(run) == {"last-known-good/checkpoint-2": "verified"}
     assert not caplog.messages
@@ -670,7 +671,7 @@ def test_a_checkpoint_that_was_rotated_away_is_no_trouble(run: Path, caplog: pyt
 def test_a_process_killed_while_it_pins_leaves_nothing_that_looks_like_a_checkpoint(
     run: Path, monkeypatch: pytest.MonkeyPatch, at: int | str
 ) -> None:
-    keeper = CheckpointKeeper(run)
+    keeper = following(run)
     link, calls = os.link, [0]
 
     def killed_at(source: Any, target: Any) -> None:
@@ -697,8 +698,8 @@ def test_a_process_killed_while_it_pins_leaves_nothing_that_looks_like_a_checkpo
 
 def test_what_is_verified_is_not_written_again(run: Path) -> None:
     keeper = follow(run, 2)
-    keeper.verified_up_to(2)
+    keeper.verify_up_to(2)
     before = (run / "checkpoint-2" / "healing.json").stat().st_ino
     for step in range(1000):
-        keeper.verified_up_to(step)
+        keeper.verify_up_to(step)
     assert (run / "checkpoint-2" / "healing.json").stat().st_ino == before

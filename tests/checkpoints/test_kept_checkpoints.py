@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from conftest import assert_same_weights, journal, plain_trainer, weights
+from followed_checkpoints import following
 from test_disk import run as run_script
 from transformers import Trainer, TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.checkpoints.marker import write_marker
-from self_healing.checkpoints.retention import CheckpointKeeper
+from self_healing.checkpoints.retention import RunCheckpoints
 from self_healing.checkpoints.vetting import vet
 
 
@@ -193,36 +194,36 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return be
 
 
-def rotated(directory: Path, keeper: CheckpointKeeper, *steps: int) -> None:
+def rotated(directory: Path, keeper: RunCheckpoints, *steps: int) -> None:
     """Checkpoints that were verified, and taken by the rotation."""
     for step in steps:
         checkpoint = a_checkpoint(directory, step)
         keeper.saved(checkpoint, step)
-        keeper.verified_up_to(step)
+        keeper.verify_up_to(step)
         shutil.rmtree(checkpoint)
 
 
-def kept(keeper: CheckpointKeeper) -> list[str]:
+def kept(keeper: RunCheckpoints) -> list[str]:
     return sorted(path.name for path in keeper.directory.glob("checkpoint-*"))
 
 
 def test_the_last_one_that_can_be_trusted_does_not_give_way(tmp_path: Path, free: Callable[[float], None]) -> None:
     free(100)
-    keeper = CheckpointKeeper(tmp_path)
+    keeper = following(tmp_path)
     rotated(tmp_path, keeper, 2, 4)
     a_checkpoint(tmp_path, 6, "suspect")
     free(0)
     keeper.about_to_save(8)
     assert kept(keeper) == ["checkpoint-4"]
     a_checkpoint(tmp_path, 8)
-    assert [pin.name for pin in keeper.give_way()] == ["checkpoint-4"]
+    assert keeper.give_way() == ["checkpoint-4"]
 
 
 def test_where_there_is_room_for_one_the_newest_takes_the_place_of_the_older(
     tmp_path: Path, free: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free(100)
-    keeper = CheckpointKeeper(tmp_path)
+    keeper = following(tmp_path)
     rotated(tmp_path, keeper, 2, 4)
 
     def disk(_: Any) -> Usage:
@@ -230,16 +231,16 @@ def test_where_there_is_room_for_one_the_newest_takes_the_place_of_the_older(
 
     monkeypatch.setattr("self_healing.checkpoints.retention.shutil.disk_usage", disk)
     keeper.saved(a_checkpoint(tmp_path, 6), 6)
-    keeper.verified_up_to(6)
+    keeper.verify_up_to(6)
     assert "checkpoint-2" not in kept(keeper)
     assert kept(keeper)
 
 
 def test_a_link_that_frees_nothing_is_not_given_up(tmp_path: Path, free: Callable[[float], None]) -> None:
     free(100)
-    keeper = CheckpointKeeper(tmp_path)
+    keeper = following(tmp_path)
     keeper.saved(a_checkpoint(tmp_path, 2), 2)
-    keeper.verified_up_to(2)
+    keeper.verify_up_to(2)
     a_checkpoint(tmp_path, 4)
     free(0)
     assert keeper.give_way() == []

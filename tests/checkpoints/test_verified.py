@@ -18,6 +18,7 @@ from conftest import (
     tiny_model,
     weights,
 )
+from followed_checkpoints import following
 from transformers import TrainerCallback
 
 from self_healing import (
@@ -28,7 +29,6 @@ from self_healing import (
 )
 from self_healing.checkpoints.choice import vet_all
 from self_healing.checkpoints.marker import load_marker, write_marker
-from self_healing.checkpoints.retention import CheckpointKeeper
 from self_healing.checkpoints.vetting import vet
 from self_healing.instrument.live_state import nonfinite_tensors
 from self_healing.rollback import kept_batches as batches_module
@@ -244,20 +244,20 @@ def standing_of(checkpoint: Path) -> str:
 
 @pytest.mark.parametrize("finite", [None, False])
 def test_what_was_not_found_to_be_finite_is_not_verified_by_healthy_steps(tmp_path: Path, finite: bool | None) -> None:
-    keeper = CheckpointKeeper(tmp_path)
+    keeper = following(tmp_path)
     keeper.saved(a_checkpoint(tmp_path, 2, finite), 2)
-    keeper.verified_up_to(100)
+    keeper.verify_up_to(100)
     assert standing_of(tmp_path / "checkpoint-2") == "unverified"
     assert not keeper.directory.exists()
 
 
 def test_going_back_to_an_older_state_makes_verified_ones_suspect_up_to_the_fault(tmp_path: Path) -> None:
-    keeper = CheckpointKeeper(tmp_path)
+    keeper = following(tmp_path)
     for step in (2, 4, 6, 8):
         keeper.saved(a_checkpoint(tmp_path, step), step)
-    keeper.verified_up_to(4)
-    assert keeper.distrust(2, 6, "run-001") == [6]
-    assert keeper.distrust(2, 6, "run-002", verified=True) == [4]
+    keeper.verify_up_to(4)
+    assert keeper.distrust(2, 6, "run-001") == (6,)
+    assert keeper.distrust(2, 6, "run-002", verified=True) == (4,)
     found = {step: standing_of(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6, 8)}
     assert found == {2: "verified", 4: "suspect", 6: "suspect", 8: "unverified"}
 

@@ -163,12 +163,10 @@ class TestTrust:
 
     def test_leaves_nothing_of_the_steps_that_are_done_again(self, run: SmallRun) -> None:
         run.train(16)
-        run.rollback.checkpoints.unverified.extend((11, 14))
         run.state.global_step = 12
         run.enter()
         assert run.rollback.trials.last_healthy() is None
         assert run.rollback.ring.candidate is None
-        assert list(run.rollback.checkpoints.unverified) == [11]
         run.train(5 + VERIFY)
         assert run.trusted == [17, 10]
 
@@ -448,11 +446,6 @@ class TestRunCheckpoints:
         assert self.standings(tmp_path) == ["unverified", "unverified"]
         checkpoints.verify_up_to(3)
         assert self.standings(tmp_path) == ["verified", "unverified"]
-        assert list(checkpoints.unverified) == [4]
-
-    def test_of_steps_to_come_are_no_longer_waited_for(self, checkpoints: RunCheckpoints) -> None:
-        checkpoints.forget_beyond(2)
-        assert list(checkpoints.unverified) == [2]
 
     def test_are_known_to_be_finite_at_the_step_of_the_search_only(self, checkpoints: RunCheckpoints) -> None:
         assert (checkpoints.finite_at(4), checkpoints.finite_at(2)) == (True, None)

@@ -141,7 +141,8 @@ def test_a_disk_that_is_not_full_is_not_said_to_be(
 def test_a_quota_that_is_used_up_is_told_as_the_system_says_it(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3_000_000, total=4_000_000))
     saves.fail(5, FULL)
-    assert saves.events("detected")[0]["evidence"]["message"] == str(FULL)
+    (detected,) = saves.events("detected")
+    assert (detected["symptom"], detected["evidence"]["message"]) == ("OSError", str(FULL))
 
 
 def test_a_mistake_in_code_is_not_taken_for_a_full_disk(saves: Saves, monkeypatch: pytest.MonkeyPatch) -> None:
