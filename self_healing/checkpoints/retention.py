@@ -351,7 +351,8 @@ class RunCheckpoints:
         kept = self._oldest_first()
         others = [*kept, *(entry for _, entry in numbered(self._output_dir))]
         for pin in kept:
-            if _unshared_size_of(pin) > 0 and any(_may_be_trusted(other) for other in others if other != pin):
+            trusted = ((marker := read_marker(other)) and speaks_for(marker) for other in others if other != pin)
+            if _unshared_size_of(pin) > 0 and any(trusted):
                 return pin
         return None
 
@@ -417,11 +418,6 @@ def _size_of(checkpoint: Path) -> int:
 def _unshared_size_of(checkpoint: Path) -> int:
     """The bytes that removing a checkpoint frees: those that no other hard link holds."""
     return sum(status.st_size for file in files_of(checkpoint) if (status := file.stat()).st_nlink == 1)
-
-
-def _may_be_trusted(checkpoint: Path) -> bool:
-    marker = read_marker(checkpoint)
-    return marker is not None and speaks_for(marker)
 
 
 def _gigabytes(nbytes: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_distributed import on_two_processes
 
 from self_healing.checkpoints.choice import vet_all
@@ -57,7 +55,8 @@ def part_of(checkpoint: Path, rank: int) -> Path:
 
 
 def test_they_are_whole_with_and_without_a_marker(checkpoint: Path, directory: Path) -> None:
-    told = f"complete; written by 2 processes under ZeRO-{job_of(directory)[0]}"
+    how = f"ZeRO-{job_of(directory)[0]}"
+    told = f"complete; written by 2 processes under {how}; its optimizer state was not searched for NaN"
     assert (vet(checkpoint).usable, vet(checkpoint).reason) == (True, told)
     assert vet(directory / "written" / "checkpoint-8").reason == told
 
@@ -78,20 +77,6 @@ def test_the_part_of_a_rank_that_is_gone_or_torn(checkpoint: Path) -> None:
     assert vet(checkpoint).reason == f"global_step8/{part.name} is missing: the part of rank 1 of 2"
     part.write_bytes(content[: len(content) // 2])
     assert not vet(checkpoint).usable
-
-
-@pytest.mark.parametrize("what", ["weights", "moments"])
-def test_nan_in_the_part_of_a_rank(checkpoint: Path, what: str) -> None:
-    part = part_of(checkpoint, 1)
-    content = torch.load(part, weights_only=False)
-    zero = content["optimizer_state_dict"]
-    inner = zero.get("base_optimizer_state") or zero["optimizer_state_dict"]
-    groups = zero.get("single_partition_of_fp32_groups") or zero["fp32_flat_groups"]
-    struck = groups[0] if what == "weights" else inner["state"][0]["exp_avg"]
-    with torch.no_grad():
-        struck[3] = math.nan
-    torch.save(content, part)
-    assert vet(checkpoint).reason.endswith(f"in global_step8/{part.name} holds NaN or Inf")
 
 
 @pytest.mark.heals("damaged_checkpoint", "deepspeed")
