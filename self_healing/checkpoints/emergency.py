@@ -51,8 +51,8 @@ def save_emergency_checkpoint(
     Writes the state as of the last finished step, after an exception left `train()`: a resume, ours or the plain
     Trainer's, continues from it bit for bit. What fails is tried once more.
 
-    Where the disk was the reason, `give_way` says whether there is more room now; `about_to_write` is
-    told where it will be, and what its marker will say; with `heals`, a state that is not finite is healed first.
+    Where the disk was the reason, `give_way` says whether there is more room now; `about_to_write` is told where it
+    will be, and what its marker will say; with `heals`, a state that is not finite is healed first.
 
     Returns:
         Where to resume, or `None` where no such state exists: the exception came out of `optimizer.step()` itself,
