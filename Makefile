@@ -24,7 +24,7 @@ GPU_TESTS := tests/test_healthy.py tests/numerics/test_nonfinite.py tests/rollba
 demo: .venv/.installed
 	.venv/bin/self-healing demo
 
-# What it prints, at 80 and 120 columns and piped, into docs/img: it runs three times.
+# What it prints in a terminal, into docs/img.
 demo-output: .venv/.installed
 	.venv/bin/python tests/demo_output.py
 

@@ -63,8 +63,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 import self_healing
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
-from self_healing.demo import DemoSize, stdlib_docstrings
-from self_healing.demo.model import small_llama, train_tokenizer
+from self_healing.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
 
 
 RESULTS = Path(__file__).parent / "results"

@@ -51,8 +51,7 @@ from trl import SFTConfig, SFTTrainer
 
 import self_healing
 from self_healing import SelfHealingCallback
-from self_healing.demo import DemoSize, stdlib_docstrings
-from self_healing.demo.model import small_llama, train_tokenizer
+from self_healing.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
 
 
 RESULTS = Path(__file__).parent / "results"

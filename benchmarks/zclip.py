@@ -58,8 +58,7 @@ from torch import Tensor, nn
 
 import self_healing
 from self_healing.clipping import ZClip, total_gradient_norm
-from self_healing.demo import DemoSize, stdlib_docstrings
-from self_healing.demo.model import small_llama, train_tokenizer
+from self_healing.demo.model import DemoSize, small_llama, stdlib_docstrings, train_tokenizer
 
 
 ROOT = Path(__file__).parent.parent

@@ -60,7 +60,7 @@ _EXIT_CODES = {"stopped": 1, "left": 1, "died": 1, "running": 3, "unknown": 4}
 def demo(
     healing: Annotated[
         bool,
-        typer.Option("--healing/--no-healing", help="Heal the faults beside it, or show the plain trainer alone."),
+        typer.Option("--healing/--no-healing", help="Heal the faults as well, or show the plain trainer alone."),
     ] = True,
     chaos: Annotated[
         bool,
@@ -74,7 +74,7 @@ def demo(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the data.", min=0)] = 0,
 ) -> None:
-    """See a small language model meet faults, with the plain trainer and healed: under two minutes, offline."""
+    """See a small language model meet faults, with the plain trainer and healed: two minutes, offline."""
     missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
     if missing:
         typer.echo(
@@ -84,7 +84,7 @@ def demo(
         )
         raise typer.Exit(1)
 
-    from .demo import fresh_run_dir, run_demo, run_rehearsal
+    from .demo.show import fresh_run_dir, run_demo, run_rehearsal
 
     directory = fresh_run_dir() if output_dir is None else output_dir
     if directory.is_dir() and any(directory.iterdir()):

@@ -35,8 +35,7 @@ from transformers import TrainerCallback
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.chaos.callback import Chaos
-from self_healing.demo import stdlib_docstrings
-from self_healing.demo.model import train_tokenizer
+from self_healing.demo.model import stdlib_docstrings, train_tokenizer
 
 
 def digest(model: Any) -> str:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from self_healing import FailureType, HealingConfig, demo, shared_memory
+from self_healing import FailureType, HealingConfig, shared_memory
 from self_healing.chaos.rehearsal import Survival
 from self_healing.cli import app
-from self_healing.demo import DemoResult, RehearsalResult
+from self_healing.demo import show
+from self_healing.demo.show import DemoResult, RehearsalResult
 from self_healing.journal.journal import Journal
 
 
@@ -247,8 +248,8 @@ def demo_result(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen["rehearsed_in"] = output_dir
         return seen["rehearsal"]
 
-    monkeypatch.setattr(demo, "run_demo", run_demo)
-    monkeypatch.setattr(demo, "run_rehearsal", run_rehearsal)
+    monkeypatch.setattr(show, "run_demo", run_demo)
+    monkeypatch.setattr(show, "run_rehearsal", run_rehearsal)
     return seen
 
 

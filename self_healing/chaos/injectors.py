@@ -40,7 +40,8 @@ class ModelFaults:
         self._trainer: Any = None
         self._inputs: dict[str, torch.Tensor] = {}
         self._hooked: Any = None
-        self._weight, self._unhook = "", lambda: None
+        self._weight = ""
+        self._unhook: Callable[[], None] = lambda: None
 
     def attach(self, trainer: Any, undo: contextlib.ExitStack) -> None:
         """Hooks the model, until `undo` is closed."""

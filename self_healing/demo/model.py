@@ -1,27 +1,78 @@
-"""A tokenizer trained on the spot and a small Llama with random weights: the models of demo and examples."""
+"""A small Llama with random weights, its tokenizer and its text: what demo, examples and benchmarks train, offline."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import math
+import sysconfig
+import warnings
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from .size import DemoSize
-from .text import BROKEN_CHARACTER
+
+# What a decoder writes for bytes it cannot read: the commonest trace of a broken file in scraped text.
+BROKEN_CHARACTER = "\ufffd"
+# What so small a model is trained with; that of a real one is a hundredth of it.
+TINY_LEARNING_RATE = 6e-3
+# Folders of the standard library that hold other people's packages, or tests.
+_NOT_READ = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoSize:
+    """How large model, batch and run are; a `width` of eights, a `vocabulary` from 300, `steps` from 8 on."""
+
+    steps: int = 120
+    rows: int = 8
+    tokens: int = 96
+    vocabulary: int = 1024
+    width: int = 128
+    layers: int = 2
+    held_out: int = 128
+
+
+# In 80 steps, some seconds on one core, its loss falls a nat below what the frequencies of tokens alone would give:
+# it has learned enough for damage to its weights to show.
+TINY = DemoSize(steps=80, tokens=64, vocabulary=512, width=64, held_out=32)
+
+
+@functools.cache
+def stdlib_docstrings(most: int | None = None) -> list[str]:
+    """
+    Collects the docstrings of Python's standard library, each once, in the order of files and lines.
+
+    The files are parsed, never imported. `most` says how many are taken: all of them are some 4,000, and take seconds.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts: dict[str, None] = {}
+    for path in sorted(root.rglob("*.py")):
+        if most is not None and len(texts) >= most:
+            break
+        if _NOT_READ.intersection(path.relative_to(root).parts):
+            continue
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            # Some files are there to be wrong: bad syntax or encodings, for the tests of lib2to3.
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text is not None and len(text) >= 80 and BROKEN_CHARACTER not in text:
+                    texts[text] = None
+    return list(texts)[:most]
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """
-    Trains a byte-level BPE tokenizer on the spot; the broken character is a token of its own.
-
-    Args:
-        texts (`Sequence[str]`):
-            What it learns from.
-        vocabulary (`int`):
-            How many tokens it gets.
-    """
+    """Trains a byte-level BPE tokenizer on the spot; the broken character is a token of its own."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -36,17 +87,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def small_llama(tokenizer: Any, size: DemoSize, seed: int) -> LlamaForCausalLM:
-    """
-    Builds a Llama with random weights.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Gives the vocabulary and the special tokens.
-        size ([`DemoSize`]):
-            Gives width and depth.
-        seed (`int`):
-            Of the weights.
-    """
+    """Builds a Llama with random weights."""
     set_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -65,3 +106,40 @@ def small_llama(tokenizer: Any, size: DemoSize, seed: int) -> LlamaForCausalLM:
             bos_token_id=None,
         )
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """A tiny model with random weights, the tokenizer trained on its text, and the text, in rows."""
+
+    model: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+    training: list[str]
+    held_out: list[str]
+
+    @property
+    def unigram_loss(self) -> float:
+        """Loss on the held-out rows of a model that knows how frequent each token is, and nothing else."""
+        return unigram_loss(self._tokens(self.training), self._tokens(self.held_out), len(self.tokenizer))
+
+    def _tokens(self, texts: Sequence[str]) -> list[int]:
+        # The first token of a row is given, never predicted.
+        cut: Any = self.tokenizer(list(texts), truncation=True, max_length=TINY.tokens)["input_ids"]
+        return [token for row in cut for token in row[1:]]
+
+
+def tiny(seed: int = 0, rows: int = 640) -> Tiny:
+    """Builds a tiny model and so many rows of text, those held out included; `seed` is that of the weights."""
+    texts = stdlib_docstrings(most=rows)
+    # Neighbours are of one file: those held out are from everywhere.
+    held_out = texts[:: len(texts) // TINY.held_out][: TINY.held_out]
+    apart = frozenset(held_out)
+    tokenizer = train_tokenizer(texts, TINY.vocabulary)
+    return Tiny(small_llama(tokenizer, TINY, seed), tokenizer, [text for text in texts if text not in apart], held_out)
+
+
+def unigram_loss(training: Sequence[int], held_out: Sequence[int], vocabulary: int) -> float:
+    """Mean negative log-likelihood of tokens by their frequency elsewhere, in nats."""
+    # Each of the vocabulary is counted once more, so that none is impossible.
+    counts, total = Counter(training), len(training) + vocabulary
+    return -sum(math.log((counts[token] + 1) / total) for token in held_out) / len(held_out)
