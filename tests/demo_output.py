@@ -19,7 +19,7 @@ from replayed_terminal import terminal_of
 KEPT = Path(__file__).parent.parent / "docs" / "img" / "demo.txt"
 
 
-def demo_in_terminal(directory: Path) -> str:
+def demo_in_terminal() -> str:
     """Runs `self-healing demo` as a user does, and returns what is on the screen in the end."""
     command = [sys.executable, "-m", "self_healing.cli", "demo", "--output-dir", "outputs/demo"]
     # The size is that of the terminal; the demo keeps itself from the Hub.
@@ -27,7 +27,7 @@ def demo_in_terminal(directory: Path) -> str:
     environment = {
         name: value for name, value in os.environ.items() if name not in left_out and not name.startswith("HF_")
     }
-    with terminal_of(80) as terminal:
+    with tempfile.TemporaryDirectory() as directory, terminal_of(80) as terminal:
         code = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -42,13 +42,13 @@ def demo_in_terminal(directory: Path) -> str:
 
 
 def in_every_run(text: str) -> list[str]:
-    """The words that two runs have in common, without the numbers and paths of a machine."""
-    return [re.sub(r"[+-]?[0-9a-f]*\d+[0-9a-f]*", "0", word) for word in re.sub("[━─]+", "─", text).split()]
+    """The words that two runs have in common: without numbers, and files without their directory."""
+    words = [word.rpartition("/")[2] for word in re.sub("[━─]+", "─", text).split()]
+    return [re.sub(r"\d{8}-\d{6}-[0-9a-f]{6}|[+-]?\d+", "0", word) for word in words]
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        KEPT.write_text(demo_in_terminal(Path(directory)), encoding="utf-8")
+    KEPT.write_text(demo_in_terminal(), encoding="utf-8")
     print(KEPT)
 
 

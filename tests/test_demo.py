@@ -171,8 +171,8 @@ def test_a_job_that_learns_survives_chaos(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_prints_what_is_kept(tmp_path: Path) -> None:
-    assert in_every_run(demo_in_terminal(tmp_path)) == in_every_run(KEPT.read_text(encoding="utf-8"))
+def test_the_demo_prints_what_is_kept() -> None:
+    assert in_every_run(demo_in_terminal()) == in_every_run(KEPT.read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow

@@ -69,6 +69,8 @@ class Task:
     held_out: list[str]
     faults: tuple[Fault, ...]
     poison_row: int
+    # The last one before the poison row, which the twin learns from and the healed run does not.
+    poison_step: int
 
 
 def make_task(size: DemoSize, seed: int) -> Task:
@@ -90,7 +92,7 @@ def make_task(size: DemoSize, seed: int) -> Task:
     # Only the row that holds this token is poison.
     tokens = (None, tokenizer.vocab[BROKEN_CHARACTER], None)
     faults = tuple(Fault(kind, at=step, token=token) for kind, step, token in zip(FAULTS, steps, tokens, strict=True))
-    return Task(size, seed, tokenizer, training, held_out, faults, poison_row)
+    return Task(size, seed, tokenizer, training, held_out, faults, poison_row, steps[1])
 
 
 def sft_trainer(
@@ -246,11 +248,7 @@ def _quiet() -> Iterator[None]:
 
 
 def train_under_chaos(output_dir: str, steps: int, seed: int) -> None:
-    """
-    The job of the rehearsal: a training script as a user has it, which knows nothing of the faults.
-
-    Started again, it goes on from its newest checkpoint: [`SelfHealingTrainer`] sees to that under a launcher.
-    """
+    """The job of the rehearsal: started again, it goes on from its newest checkpoint."""
     torch.set_num_threads(1)
     # What is said of faults and healing belongs to the show; what torchrun says goes to the log.
     sys.stderr = sys.stdout

@@ -60,26 +60,7 @@ def run_demo(
     config: HealingConfig | None = None,
     console: Console | None = None,
 ) -> DemoResult:
-    """
-    Trains a small language model while three faults strike, with the plain trainer and healed, and shows both.
-
-    Args:
-        output_dir (`str` or `os.PathLike`):
-            Where the healed run writes its journal, and the report goes. Should not hold an earlier run.
-        healing (`bool`, *optional*, defaults to `True`):
-            Whether there is a healed run, and a fault-free twin, after the plain one.
-        seed (`int`, *optional*, defaults to 0):
-            Of weights and order.
-        size ([`DemoSize`], *optional*):
-            How much is trained.
-        config ([`HealingConfig`], *optional*):
-            Of the healing. Defaults to the default configuration with a short wait before the reconnection.
-        console ([`~rich.console.Console`], *optional*):
-            Where to print.
-
-    Raises:
-        RuntimeError: If there is too little text.
-    """
+    """Trains while three faults strike, with the plain trainer, healed, and without faults, and shows all three."""
     console = console or Console(highlight=False)
     console.print("\n[bold]SFTTrainer teaches a small Llama the docstrings of Python's library.[/]")
     console.print("Loading torch and TRL, and reading the text.")
@@ -133,7 +114,7 @@ def _judge(healed: Episode, twin: Episode, directory: Path, console: Console) ->
     different = healed.first_difference(twin)
     same = healed.step if different is None else different - 1
     console.print(f"All weights are bitwise those of the twin after each of the first {same} steps.")
-    if different is not None and different > _poison_step(healed):
+    if different is not None and different > healed.task.poison_step:
         console.print("From there on they differ: the twin also learned from the poison row.")
     if not problems:
         console.print("[bold green]Every fault was found and healed, and no step was lost.[/]")
@@ -149,11 +130,6 @@ def _print_problems(problems: Sequence[str], console: Console) -> None:
         console.print(f"[bold red]Not as it should be:[/] {escape(problem)}.", soft_wrap=True)
 
 
-def _poison_step(run: Episode) -> int:
-    """The last step before the poison row, which the twin learns from and the healed run does not."""
-    return next(int(fault.at) for fault in run.task.faults if fault.kind == "poison_samples")
-
-
 def unmet(healed: Episode, twin: Episode) -> list[str]:
     """What a run that healed everything would show, and this one did not."""
     task, report, problems = healed.task, healed.report, not_survived(healed.rows)
@@ -165,7 +141,7 @@ def unmet(healed: Episode, twin: Episode) -> list[str]:
     blamed = [row["dataset_index"] for incident in report.incidents for row in incident["evidence"].get("rows", ())]
     if blamed != [task.poison_row]:
         problems.append(f"rows {blamed} were blamed, row {task.poison_row} is the poison sample")
-    different, poisoned = healed.first_difference(twin), _poison_step(healed)
+    different, poisoned = healed.first_difference(twin), task.poison_step
     if different is not None and different <= poisoned:
         problems.append(
             f"the weights differ from the fault-free twin's from step {different} on, and should be bitwise equal "
@@ -204,19 +180,7 @@ class RehearsalResult:
 def run_rehearsal(
     output_dir: str | os.PathLike[str], *, steps: int = 80, seed: int = 0, console: Console | None = None
 ) -> RehearsalResult:
-    """
-    Trains a tiny language model under torchrun while it runs out of memory, hangs and is killed, and shows it.
-
-    Args:
-        output_dir (`str` or `os.PathLike`):
-            Where the job writes checkpoints and journal; ledger and log go beside it.
-        steps (`int`, *optional*, defaults to 80):
-            Optimizer steps.
-        seed (`int`, *optional*, defaults to 0):
-            Of the weights.
-        console ([`~rich.console.Console`], *optional*):
-            Where to print.
-    """
+    """Trains a tiny model under torchrun while it runs out of memory, hangs and is killed, and shows it."""
     console = console or Console(highlight=False)
     directory = Path(output_dir)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -242,5 +206,5 @@ def run_rehearsal(
     if not result.problems:
         console.print("[bold green]Every fault was survived.[/]")
     _print_problems(result.problems, console)
-    console.print(f"Ledger: {ledger.path}\nLog: {log}", soft_wrap=True)
+    console.print(f"Ledger: {directory.parent / ledger.path.name}\nLog: {log}", soft_wrap=True)
     return result
