@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from .detectors.rules import MetricRule, load_rules
 from .end_of_run import end_run, heal_the_last_step
 from .entry import Entry
 from .entry_checks import begin_run
-from .exceptions import UnrecoverableTrainingError
+from .exceptions import HealingFailed, UnrecoverableTrainingError
 from .instrument import (
     Instrument,
     TrainingFault,
@@ -35,10 +34,9 @@ from .journal.incident import Incident
 from .journal.terminal import speaking_of
 from .log_safely import log_safely
 from .meeting import meet
-from .numerics.corrupted_state import LOOKED_AT_END
 from .own_files import hide_from_uploads, own_patterns
+from .restarts.healing_off import ending_the_job, is_off
 from .restarts.start import tell_of_unfinished
-from .rollback.trusted import TAKEN
 from .start_and_end import pause_speaking, start_speaking, stop_speaking, tell_start
 
 
@@ -80,6 +78,8 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         self._rules = _rules_of(config)
         self._trainer = trainer
         self._saved_state: dict[str, Any] | None = None
+        # Set by the wrapper where the run trains without healing.
+        self.off = False
 
     # ---- state in checkpoints: transformers rebuilds the callback as `type(callback)(**args)` plus attributes ----
 
@@ -120,24 +120,33 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
                     "SelfHealingCallback(config, trainer=trainer)."
                 )
             return
+        # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
+        # does not know (Trainer._save_checkpoint, 5.23).
+        stateful: Any = state.stateful_callbacks
+        stateful.setdefault(type(self).__name__, self.state())
+        if self.off:
+            return
         resumed_from = find_resume_path()
         fault: TrainingFault | None = None
+        meant = ConfigurationError, CheckpointError, UnrecoverableTrainingError
         try:
-            self._attach(trainer, state, resumed_from)
-            consensus.wait_for_all_ranks("healing is attached", args.device)
+            with ending_the_job(self.config, args, *meant, TrainingFault):
+                self._attach(trainer, state, resumed_from)
         except TrainingFault as caught:
             fault = caught
-        except (ConfigurationError, CheckpointError, UnrecoverableTrainingError):
+        except (*meant, HealingFailed):
             # Asked for, and not possible with this model; or there is nothing to train with.
             self._detach()
             raise
         except Exception as error:
+            if consensus.world_size() > 1:
+                # Of another process, or of the device.
+                self._detach()
+                raise
             logger.error("self_healing could not attach; training goes on without it.", exc_info=error)
             self._detach()
-            self._give_up_quietly()
-            if consensus.world_size() > 1:
-                with contextlib.suppress(consensus.AgreedFailure):
-                    consensus.tell_failure("healing is attached", error, args.device)
+            if self.run is not None:
+                self.run.context.attachment.broken = True
         finally:
             if self.run is not None:
                 pause_speaking(self.run)
@@ -161,6 +170,9 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             return
         if adopted is None:
             meet(self.config.to_dict(), args.ddp_timeout)
+            if is_off(self.config, args):
+                self.run = None
+                return
         self.run = run = adopted or assemble(
             self.config,
             Path(self.config.healing_dir or args.output_dir),
@@ -180,9 +192,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         before = run.instrument
         moved = before.optimizer_step.weights_moved if before is not None else int(state.global_step) > 0
         entry = Entry(run, trainer, moved)
-        # transformers raises a KeyError at the next save for a stateful callback that the checkpoint resumed from
-        # does not know (Trainer._save_checkpoint, 5.23).
-        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         entry.begin(self._rules, resumed_from, self._state_of(state), wrapped=adopted is not None)
         entry.attach(wrapped=adopted is not None)
         entry.go_on(resumed_from)
@@ -217,7 +226,7 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         failsafe = instrument.failsafe
         try:
             if not run.broken and instrument.attached:
-                with failsafe.contained(), failsafe.together("the end is looked at", ends_with=LOOKED_AT_END):
+                with failsafe.contained(), failsafe.together():
                     heal_the_last_step(run)
             # All is trained: what fails here is no reason to lose it.
             with failsafe.contained():
@@ -234,10 +243,6 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
             self.run.instrument.detach()
         if self.run is not None:
             stop_speaking(self.run, sys.exception())
-
-    def _give_up_quietly(self) -> None:
-        if self.run is not None:
-            self.run.context.attachment.broken = True
 
     @property
     def _instrument(self) -> Instrument | None:
@@ -261,12 +266,10 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
         run, instrument = self.run, self._instrument
         if run is not None and instrument is not None and instrument.attached:
             instrument.step_begins()
-            states, failsafe, due = run.rollback.states, instrument.failsafe, False
-            with failsafe.contained(), failsafe.alike("a snapshot is due"):
-                due = states.step_begins(int(state.global_step), run.numerics.calm)
-            if due:
-                with failsafe.contained(), failsafe.together("a snapshot is taken", ends_with=TAKEN):
-                    states.take_snapshot(int(state.global_step))
+            states, failsafe, step = run.rollback.states, instrument.failsafe, int(state.global_step)
+            with failsafe.contained(), failsafe.together():
+                if states.step_begins(step, run.numerics.calm):
+                    states.take_snapshot(step)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -310,11 +313,12 @@ class SelfHealingCallback(TrainerCallback, ExportableState):
     # ---- checkpoints and callbacks ----
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # The others may still be writing their parts (rng_state_N.pth) of what is about to be called complete. Before
-        # anything that a rank may see otherwise than the others: all of them save, whatever they think of us.
-        consensus.wait_for_all_ranks("all have written their part of the checkpoint", args.device)
         run = self.run
-        if run is None or run.instrument is None or run.broken or not args.should_save:
+        if run is None or run.instrument is None or run.broken:
+            return
+        # The others may still be writing their parts (rng_state_N.pth) of what is about to be called complete.
+        consensus.wait_for_all_ranks("all have written their part of the checkpoint", args.device)
+        if not args.should_save:
             return
         checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
         try:

@@ -44,6 +44,17 @@ class UnrecoverableTrainingError(RuntimeError):
         self.postmortem = postmortem
 
 
+class HealingFailed(RuntimeError):
+    """Ends a job on several ranks in which code of this library has failed where they meet."""
+
+    remedy = "Report the traceback. The next start trains without healing, and says how to switch it on again."
+
+    @classmethod
+    def on_rank(cls, rank: int, step: int, error: BaseException) -> HealingFailed:
+        what = f"{type(error).__name__}: {error}"
+        return cls(f"self_healing failed on rank {rank} at step {step} ({what}). {cls.remedy}")
+
+
 class DamagedCheckpointError(UnrecoverableTrainingError):
     """
     Ends an entry whose checkpoint is damaged; the run can be entered again from an older one.

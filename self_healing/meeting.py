@@ -32,15 +32,6 @@ def meet(settings: Mapping[str, Any], seconds: float) -> None:
     """
     Waits for all ranks to begin a healed run, and compares their settings. A rank that trains without healing is in a
     collective of the training meanwhile, and would take a vote for a part of that.
-
-    Args:
-        settings (`Mapping[str, Any]`):
-            Of this rank.
-        seconds (`float`):
-            How long the others may take.
-
-    Raises:
-        ConfigurationError: If a rank does not come, or on all of them, if settings differ.
     """
     store = consensus.job_store()
     if store is None:

@@ -13,7 +13,7 @@ from .checkpoints.choice import newest_checkpoint_of
 from .checkpoints.emergency import publish, save_emergency_checkpoint
 from .checkpoints.marker import step_of
 from .classify import add_note, classify_exception, describe_exception, text_of
-from .exceptions import DamagedCheckpointError, UnrecoverableTrainingError
+from .exceptions import DamagedCheckpointError, HealingFailed, UnrecoverableTrainingError
 from .failures import FAILURE_RECIPES, Action, FailureType
 from .instrument import can_be_entered_again
 from .instrument.loader_workers import end_workers_that_failed
@@ -189,7 +189,10 @@ class Recovery:
 
     def _opened(self, error: BaseException, failure: FailureType) -> Incident:
         journal = self.run.journal
-        incident = journal.open(self._step, type(error).__name__, {"message": text_of(error)[:500]})
+        evidence = {"message": text_of(error)[:500]}
+        if isinstance(error, HealingFailed):
+            evidence["remedy"] = error.remedy
+        incident = journal.open(self._step, type(error).__name__, evidence)
         journal.diagnosed(incident, failure, failure.value.replace("_", " "), {})
         return incident
 

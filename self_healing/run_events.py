@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from .assembly import Run
+from .classify import describe_exception
+from .restarts.healing_off import switch_off_next_time
 from .restarts.lost_device import write_down_lost_device
 from .run.healer import Healer
 from .start_and_end import stop_speaking
@@ -46,5 +48,11 @@ class RunEvents(Healer):
         # The wrapper's outlives the call, and speaks of what becomes of the exception.
         stop_speaking(self._run, error)
 
-    def broken(self) -> None:
-        self._run.context.attachment.broken = True
+    def broken(self, error: Exception) -> None:
+        context = self._run.context
+        context.attachment.broken = True
+        self._run.journal.event("healing_off", context.step, why=describe_exception(error)[:300])
+
+    def ends_the_job(self, error: BaseException) -> None:
+        context = self._run.context
+        switch_off_next_time(context.directory, context.run_id, context.step, error)

@@ -33,6 +33,7 @@ from .recovery import NextEntry, Recovery
 from .report.healing_report import HealingReport
 from .report.output import ClosingReport
 from .restarts.earlier_attempts import go_on_from_disk, take_up
+from .restarts.healing_off import ending_the_job, is_off, resumed_without_healing
 from .restarts.outliving import leave_snapshots, let_snapshots_outlive
 from .restarts.record import RunRecord
 from .restarts.start import Start, find_start, note_memory_start, note_start, refusal_of_another_job
@@ -158,7 +159,11 @@ class SelfHealingTrainer:
         self._switch_off_auto_find_batch_size()
         self._put_callback_in_force()
         args = self.trainer.args
-        run, start = self._open_run(requested)
+        meet(self.config.to_dict(), args.ddp_timeout)
+        if is_off(self.config, args):
+            return self._train_without_healing(requested, kwargs)
+        with ending_the_job(self.config, args, CheckpointError, ConfigurationError):
+            run, start = self._open_run(requested)
         left_by: BaseException | None = None
         theirs = args.eval_on_start, args.ignore_data_skip
         reporting = Reporting(run.context)
@@ -199,20 +204,23 @@ class SelfHealingTrainer:
                 _contained(leave)
         return output
 
+    def _train_without_healing(self, requested: Any, kwargs: dict[str, Any]) -> TrainOutput:
+        """Trains as the plain Trainer does, after a failure of this library on one of several ranks."""
+        callback = self._find_callback()
+        assert callback is not None
+        callback.off = True
+        try:
+            resume_from = resumed_without_healing(self.config, self.trainer.args, requested)
+            return self._enter(resume_from_checkpoint=resume_from, **kwargs)
+        finally:
+            callback.off = False
+
     # ---- where the run begins ----
 
     def _open_run(self, requested: str | os.PathLike[str] | bool | None) -> tuple[Run, Start]:
         """Begins a run, or goes on with one that an earlier process began."""
         args = self.trainer.args
-        meet(self.config.to_dict(), args.ddp_timeout)
-        alike = CheckpointError, ConfigurationError
-        with consensus.all_or_none("where the run begins is known", args.device, alike):
-            start = find_start(self.trainer, self.config, requested)
-        with consensus.all_or_none("the run is opened", args.device):
-            return self._opened(start), start
-
-    def _opened(self, start: Start) -> Run:
-        args = self.trainer.args
+        start = find_start(self.trainer, self.config, requested)
         directory = Path(self.config.healing_dir or args.output_dir)
         self._run = run = assemble(
             self.config,
@@ -231,7 +239,7 @@ class SelfHealingTrainer:
         _contained(partial(let_snapshots_outlive, run.context, run.attempts, run.rollback, self.trainer))
         if args.process_index == 0:
             note_start(run.journal, start, args.output_dir)
-        return run
+        return run, start
 
     def _at_the_end(self) -> bool:
         state = self.trainer.state

@@ -6,9 +6,8 @@ knows nothing of.
 from __future__ import annotations
 
 import json
-import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,31 +16,24 @@ import torch
 from conftest import (
     POISON_WORD,
     TEXTS,
-    OutputFault,
     PoisonToken,
-    RaisingForward,
     build_tokenizer,
-    grpo_trainer,
     losses,
-    prompts,
     sft_trainer,
 )
-from failing_call import BESIDE, FailingCall
 from forked_pairs import run_pair
 from transformers import TrainerCallback, set_seed
 from two_processes import digest_of
-from two_sharded_processes import sharded_on_the_cpu, whole
+from two_sharded_processes import whole
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer, consensus
-from self_healing.detectors.nonfinite import NonFiniteDetector
 from self_healing.instrument.live_state import local
 from self_healing.instrument.reentry import Reentry
 from self_healing.instrument.step_record import StepRecord
-from self_healing.instrument.view import TrainerView
-from self_healing.numerics.judge import StepJudge
 from self_healing.numerics.observer import StepObserver
 from self_healing.rollback import in_place, kept_batches
 from self_healing.rollback.ring import SnapshotRing
+from self_healing.rollback.trusted import TrustedStates
 
 
 STEPS = 14
@@ -62,7 +54,6 @@ def build(
     directory: Path,
     *callbacks: TrainerCallback,
     poisoned: Iterable[int] = (),
-    ddp_timeout: int = 1800,
     **settings: Any,
 ) -> tuple[Any, SelfHealingCallback]:
     set_seed(1234)
@@ -74,7 +65,6 @@ def build(
         texts=[f"{text} {POISON_WORD}" if index in set(poisoned) else text for index, text in enumerate(TEXTS)],
         callbacks=[healing, *callbacks],
         ddp_backend="gloo",
-        ddp_timeout=ddp_timeout,
         max_steps=STEPS,
         gradient_accumulation_steps=1,
         save_strategy="steps",
@@ -106,12 +96,12 @@ def poison_of(trainer: Any) -> PoisonToken:
 
 
 def votes(directory: Path, rank: int) -> dict[str, Any]:
-    """What is asked, and what is given on both ranks where one of them fails, raises, or asks something else."""
+    """What is asked, and what is given on both ranks where one of them raises, or asks something else."""
     cpu, mine = torch.device("cpu"), [3.0, -7.0][rank]
     found: dict[str, Any] = {
         "sum": consensus.sum_over_ranks("sum", [mine, float("nan"), 0.5], cpu)[:1],
         "any": consensus.any_rank("any", rank == 1, cpu),
-        "all": consensus.all_ranks("all", lambda: rank == 1, cpu),
+        "all": consensus.all_ranks("all", rank == 1, cpu),
         "largest": consensus.largest("largest", [mine, -mine], cpu),
         "smallest": consensus.smallest("smallest", mine, cpu),
         "first": consensus.from_first_rank("first", lambda: {"rank": rank, "text": "x" * 1000}, cpu),
@@ -120,17 +110,13 @@ def votes(directory: Path, rank: int) -> dict[str, Any]:
     def told(ask: Callable[[], Any]) -> str:
         try:
             return str(ask())
-        except consensus.AgreedFailure as failure:
+        except (consensus.RankRaised, consensus.RanksDisagree) as failure:
             return type(failure).__name__
 
-    def answer() -> list[float]:
-        return [1.0 / (1 - rank)]
-
-    found["fails"] = told(lambda: consensus.sum_over_ranks("fails", answer, cpu))
     if rank == 0:
         found["raises"] = told(lambda: consensus.from_first_rank("raises", lambda: 1, cpu))
     else:
-        found["raises"] = told(lambda: consensus.tell_raised("an experiment", cpu))
+        found["raises"] = told(lambda: consensus.tell_raised(cpu))
     cast = consensus._cast.__self__._cast  # type: ignore[attr-defined]
     with mock.patch.object(consensus, "_cast", cast):
         found["apart"] = told(lambda: consensus.any_rank(f"the question of rank {rank}", True, cpu))
@@ -153,10 +139,18 @@ def failing(holder: Any, name: str, when: Callable[[Any], bool], error: Exceptio
     return mock.patch.object(holder, name, method)
 
 
-def code_of_ours(directory: Path, rank: int, holder: Any, name: str, after: int = 5) -> dict[str, Any]:
-    """Code of this library fails after so many finished steps."""
+def plain(directory: Path, rank: int) -> dict[str, Any]:
+    """The run without this library."""
     trainer, healing = build(directory)
-    with failing(holder, name, lambda _: rank == 1 and trainer.state.global_step == after, RuntimeError("a bug")):
+    trainer.remove_callback(healing)
+    trainer.train()
+    return result_of(trainer, healing)
+
+
+def code_of_ours(directory: Path, rank: int, holder: Any, name: str) -> dict[str, Any]:
+    """Code of this library fails after five finished steps, in a step that needs no healing."""
+    trainer, healing = build(directory)
+    with failing(holder, name, lambda _: rank == 1 and trainer.state.global_step == 5, RuntimeError("a bug")):
         trainer.train()
     return result_of(trainer, healing)
 
@@ -171,10 +165,6 @@ def before_the_vote(directory: Path, rank: int) -> dict[str, Any]:
 
 def after_the_vote(directory: Path, rank: int) -> dict[str, Any]:
     return code_of_ours(directory, rank, StepObserver, "take_in")
-
-
-def at_the_end(directory: Path, rank: int) -> dict[str, Any]:
-    return code_of_ours(directory, rank, StepJudge, "last_step_taken", after=STEPS)
 
 
 def snapshot_without_memory(directory: Path, rank: int) -> dict[str, Any]:
@@ -249,49 +239,6 @@ def checkpoint_elsewhere(directory: Path, rank: int) -> dict[str, Any]:
     return result_of(trainer, healing) | {"loaded": loaded, "ended": ended}
 
 
-def incident_of_a_thread(directory: Path, rank: int) -> dict[str, Any]:
-    """A thread opens an incident of its own whenever a step is judged."""
-    trainer, healing = build(directory)
-    original = NonFiniteDetector.judge
-
-    def judge(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if rank == 1:
-            healing.run.journal.open(0, "hang", {})
-        return original(self, *args, **kwargs)
-
-    with mock.patch.object(NonFiniteDetector, "judge", judge):
-        trainer.train()
-    return result_of(trainer, healing)
-
-
-class MeetingThenRaising(TrainerCallback):
-    """Meets the other rank in an event, and then cannot reach a service; or the other way round."""
-
-    def __init__(self, rank: int, meets: bool) -> None:
-        self.calls, self._rank, self._meets = 0, rank, meets
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != CORRUPTED_AFTER:
-            return
-        self.calls += 1
-        if self._meets:
-            torch.distributed.barrier()
-        if self._rank == 1 and self.calls == 1:
-            raise ConnectionError("the storage went away")
-
-
-def callback_raises(directory: Path, rank: int, meets: bool = False) -> dict[str, Any]:
-    """A callback cannot reach a service for a moment."""
-    callback = MeetingThenRaising(rank, meets)
-    trainer, healing = build(directory, callback, retry_initial_seconds=0.01)
-    trainer.train()
-    return result_of(trainer, healing) | {"calls": callback.calls}
-
-
-def callback_raises_past_a_collective(directory: Path, rank: int) -> dict[str, Any]:
-    return callback_raises(directory, rank, meets=True)
-
-
 def draws_from_nan(directory: Path, rank: int, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
     """What says that it cannot draw from NaN is raised once."""
     trainer, healing = build(directory)
@@ -313,157 +260,63 @@ def draws_from_nan_alone(directory: Path, rank: int) -> dict[str, Any]:
     return draws_from_nan(directory, rank, ranks=(1,))
 
 
-def build_policy(directory: Path, *callbacks: TrainerCallback, **arguments: Any) -> tuple[Any, SelfHealingCallback]:
-    """Generates what it trains on."""
-    set_seed(1234)
-    healing = SelfHealingCallback(HealingConfig(snapshot_interval=3, snapshot_verify_steps=2))
-    arguments = {"max_steps": STEPS, "gradient_accumulation_steps": 1, "ddp_backend": "gloo", **arguments}
-    callbacks = [healing, *callbacks]
-    return grpo_trainer(directory, build_tokenizer(), dropout=0.0, callbacks=callbacks, **arguments), healing
+# ---- where ranks meet: the job ends, and is started again ----
 
 
-def search_before_generation(directory: Path, rank: int) -> dict[str, Any]:
-    """Weights cannot be searched before rows are generated."""
-    trainer, healing = build_policy(directory)
-    struck = failing(
-        TrainerView, "nonfinite_weights", lambda _: rank == 1 and trainer.state.global_step == 5, RuntimeError("a bug")
-    )
-    with struck:
-        trainer.train()
-    return result_of(trainer, healing)
+class FirstStep(TrainerCallback):
+    step = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
 
 
-def search_in_an_experiment(directory: Path, rank: int) -> dict[str, Any]:
-    """The same where a step is computed again."""
-    trainer, healing = build_policy(directory)
-    OutputFault(trainer.model, lambda forward: forward == CORRUPTED_AFTER and rank == 1)
-
-    def judged(view: Any) -> bool:
-        window = healing.run.instrument.window
-        return rank == 1 and window is not None and window.judged
-
-    with failing(TrainerView, "nonfinite_weights", judged, RuntimeError("a bug")):
-        trainer.train()
-    return result_of(trainer, healing)
+# What the second start is asked to resume from; the wrapper sees by itself that a launcher has made it.
+STARTS: dict[str, Any] = {"wrapper": None, "callback": True}
 
 
-def evaluated_policy(directory: Path, rank: int) -> dict[str, Any]:
-    """Weights turn NaN before rows are generated for an evaluation."""
-    evaluated = {"eval_strategy": "steps", "eval_steps": CORRUPTED_AFTER, "per_device_eval_batch_size": 4}
-    rows = {"trainer_kwargs": {"eval_dataset": prompts().take(4)}}
-    trainer, healing = build_policy(directory, Corrupting(rank), **evaluated, **rows)
-    trainer.train()
-    return result_of(trainer, healing)
+def started_twice(directory: Path, way: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The first time a snapshot cannot be trusted on one rank, for a bug; and what a launcher starts after that."""
+    for start in ("first", "second"):
+
+        def run(path: Path, rank: int, start: str = start) -> dict[str, Any]:
+            began = FirstStep()
+            trainer, healing = build(path, began)
+
+            def struck(_: Any) -> bool:
+                return rank == 1 and start == "first" and trainer.state.global_step > 7
+
+            trained: Any = SelfHealingTrainer(trainer) if way == "wrapper" else trainer
+            with failing(TrustedStates, "promote", struck, RuntimeError("a bug")):
+                trained.train(resume_from_checkpoint=STARTS[way] if start == "second" else None)
+            return result_of(trainer, healing) | {"began": began.step}
+
+        restarts = {"TORCHELASTIC_RESTART_COUNT": str(int(start == "second"))}
+        launcher = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "3", **restarts}
+        yield start, run_pair(directory, run, launcher=launcher)
+        (directory / "log.0.txt").rename(directory.with_name(f"{way}_{start}.txt"))
 
 
 SCENARIOS = (
     votes,
+    plain,
     between_steps,
     before_the_vote,
     after_the_vote,
-    at_the_end,
     snapshot_without_memory,
     batches_too_large,
     experiment_raises,
     experiment_strands,
     checkpoint_elsewhere,
-    incident_of_a_thread,
-    callback_raises,
-    callback_raises_past_a_collective,
     draws_from_nan,
     draws_from_nan_alone,
-    search_before_generation,
-    search_in_an_experiment,
-    evaluated_policy,
 )
 
 
-# ---- any call of this library ----
-
-
-# What ranks tell each other beside votes, and what one of them does alone: in the run in which a launcher would start
-# the job again.
-TOLD = (
-    *("consensus.py", "meeting.py", "processes.py", "shared_memory.py", "ranks/", "hangs/", "run/news.py"),
-    *("instrument/one_rank.py", "instrument/replicas.py", "numerics/replicas.py"),
-    *("rollback/shared_states.py", "rollback/stored_state.py", "rollback/last_step.py"),
-    *("restarts/memory_start.py", "restarts/outliving.py", "restarts/start.py", "data/quarantine.py"),
-)
-LAUNCHER = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
-# How long a rank waits for another one that has failed before it came to the meeting. Only there: the process group is
-# made before, with half an hour.
-MEETING_SECONDS = 45
-# What a pair may take, beside what the recorded one did: in seconds, and that many times as long.
-LEAST_SECONDS, TIMES_AS_LONG = 60.0, 4.0
-
-
-def through_faults(
-    strategy: str, failing_call: FailingCall, directory: Path, rank: int, ddp_timeout: int = 1800
-) -> dict[str, Any]:
-    """A run in which a NaN passes, rows are poison, weights turn NaN, and checkpoints are written."""
-    if strategy == "fsdp2":
-        sharded_on_the_cpu(strategy)
-    trainer, healing = build(directory, Corrupting(rank), poisoned=(5, 17), ddp_timeout=ddp_timeout)
-    OutputFault(trainer.model, lambda forward: forward == 4 and rank == 1)
-    poison_of(trainer)
-    if strategy == "told":
-        out_of_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        RaisingForward(trainer.model, lambda forward: forward == 12 and rank == 1, lambda: out_of_memory)
-    wrapped = SelfHealingTrainer(trainer) if strategy in ("wrapper", "told") else trainer
-    try:
-        with failing_call:
-            wrapped.train()
-    finally:
-        (directory / f"calls.{rank}.json").write_text(json.dumps(failing_call.counts))
-    return result_of(trainer, healing) | {"fired": failing_call.fired}
-
-
-def choose(seed: int, counts: list[dict[str, int]], strategy: str) -> tuple[int, str, int]:
-    """A rank, a function that it calls, and one of its calls."""
-    chance = random.Random(seed)
-    rank = chance.randrange(2)
-    wanted = TOLD if strategy == "told" else ("",)
-    function = chance.choice(sorted(each for each in counts[rank] if each.removeprefix(BESIDE).startswith(wanted)))
-    return rank, function, chance.randint(1, counts[rank][function])
-
-
-def fuzz(directory: Path, strategy: str, seeds: Iterable[int]) -> dict[str, Any]:
-    calls = FailingCall(), FailingCall()
-    recorded, launcher = directory / "recorded", LAUNCHER if strategy == "told" else None
-    outcomes = {
-        "recorded": run_pair(
-            recorded, lambda path, rank: through_faults(strategy, calls[rank], path, rank), launcher=launcher
-        )
-    }
-    limit = LEAST_SECONDS + TIMES_AS_LONG * outcomes["recorded"]["seconds"]
-    counts = [json.loads((recorded / f"calls.{rank}.json").read_text()) for rank in (0, 1)]
-    for seed in seeds:
-        struck, function, call = choose(seed, counts, strategy)
-
-        def run(path: Path, rank: int, struck: int = struck, function: str = function, call: int = call) -> Any:
-            calls = FailingCall(function, call) if rank == struck else FailingCall()
-            return through_faults(strategy, calls, path, rank, MEETING_SECONDS)
-
-        failed = f"seed {seed} ({function}, call {call}, rank {struck})"
-        outcome = run_pair(directory / f"seed-{seed}", run, limit, launcher=launcher) | {"failed": failed}
-        outcomes[str(seed)] = outcome | {"beside": function.startswith(BESIDE)}
-        told = [each.get("error", each.get("weights", "")[:8])[:110] for each in outcome["ranks"]]
-        fired = outcome["ranks"][struck].get("fired")
-        print(f"{outcome['seconds']:.0f} s", failed, f"fired: {fired}", outcome["hung"], told, flush=True)
-        for each in outcome["last"]:
-            print("   ", each, flush=True)
-    return outcomes
-
-
-def main(directory: Path, part: str) -> None:
-    strategy, _, seeds = part.partition(":")
-    if seeds:
-        outcomes = fuzz(directory, strategy, range(*map(int, seeds.split("-"))))
-    else:
-        wanted = [each for each in SCENARIOS if part in ("findings", each.__name__)]
-        outcomes = {each.__name__: run_pair(directory / each.__name__, each) for each in wanted}
+def main(directory: Path) -> None:
+    outcomes = {each.__name__: run_pair(directory / each.__name__, each) for each in SCENARIOS}
+    outcomes |= {f"{way}_{start}": outcome for way in STARTS for start, outcome in started_twice(directory / way, way)}
     (directory / "outcomes.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

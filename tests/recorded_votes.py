@@ -34,8 +34,8 @@ class RecordedVotes:
         self._last = FileIO(path, "w")
 
     def _recorded(self, question: str, ballot: torch.Tensor) -> list[float]:
-        # One that tells of a failure takes part in whatever vote the others are in.
-        tells = bool(ballot[consensus._FAILED] or ballot[consensus._RAISED])
+        # One that tells of an exception takes part in whatever vote the others are in.
+        tells = bool(ballot[consensus._RAISED])
         self.questions.append(ANY if tells else question)
         if self._last is not None:
             self._last.seek(0)

@@ -19,12 +19,12 @@ import torch
 from conftest import TEXTS, build_tokenizer, count_of_the, grpo_trainer, losses, sft_trainer
 from datasets import Dataset
 from ending_together import hold_connections, strike_rank
-from failing_ranks import digest_of
 from forked_pairs import run_pair
 from lost_device import LostDevice
 from restarted_job import minutes_in_native_code
 from strategies import ZERO, arguments_of, prepare, trained_as, whole_weights
 from transformers import TrainerCallback, set_seed
+from two_processes import digest_of
 
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.instrument.live_state import innermost

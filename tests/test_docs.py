@@ -173,7 +173,7 @@ def test_settings_that_are_named_exist() -> None:
         "lr_reductions",
         "snapshot_refused",
     }
-    known |= {"learning_rate_scale", "snapshots_off", "resume_with", "resume_from_checkpoint"}
+    known |= {"learning_rate_scale", "snapshots_off", "healing_off", "resume_with", "resume_from_checkpoint"}
     known |= set(KINDS) | set(dir(TrainerCallback)) | set(StepRow._fields)
     for page in PAGES:
         for word in re.findall(r"`(?:--no_)?([a-z]+(?:_[a-z]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8")):

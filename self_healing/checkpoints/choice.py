@@ -281,14 +281,8 @@ def refuse_unwritable(args: TrainingArguments) -> None:
     Raises:
         ConfigurationError: On all ranks, if one can never write anything there.
     """
-    why: str | None = None
-
-    def unwritable() -> bool:
-        nonlocal why
-        why = _why_unwritable(Path(str(args.output_dir))) if writes_checkpoints(args) else None
-        return why is not None
-
-    if not consensus.any_rank("output_dir cannot be written", unwritable, args.device):
+    why = _why_unwritable(Path(str(args.output_dir))) if writes_checkpoints(args) else None
+    if not consensus.any_rank("output_dir cannot be written", why is not None, args.device):
         return
     of_ranks = consensus.from_every_rank("why it cannot be written there", why, args.device)
     refused = [rank for rank, each in enumerate(of_ranks) if each is not None]

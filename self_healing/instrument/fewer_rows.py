@@ -95,7 +95,7 @@ def _stand_in(step: StepRecord, rows: Mapping[int, Sequence[int]], device: torch
                 return send_to_device(select_rows(step.prepared[index], layout, layout.alone(kept[0])), "cpu")
         return None
 
-    return send_to_device(consensus.from_first_rank_with("a row that stays", own, device), device)
+    return send_to_device(consensus.from_first_rank_with("a row that stays", own(), device), device)
 
 
 def _count_items(

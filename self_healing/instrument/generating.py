@@ -52,10 +52,10 @@ class GenerationGuard:
         if self._judges():
             return self._any_rank_has_spoiled_weights()
         spoiled = False
-        with self._failsafe.contained():
+        with self._failsafe.contained(), self._failsafe.together():
             spoiled = self._any_rank_has_spoiled_weights()
         return spoiled
 
     def _any_rank_has_spoiled_weights(self) -> bool:
         view = self._view
-        return consensus.any_rank("weights to generate with", lambda: bool(view.nonfinite_weights()), view.device)
+        return consensus.any_rank("weights to generate with", bool(view.nonfinite_weights()), view.device)

@@ -26,21 +26,11 @@ class Hooks:
         return False
 
     def handle_oom(self, ran_out: OutOfMemory, window: Window | None) -> bool:
-        """
-        Called when memory ran out in a training step, or (without a window) in an evaluation.
-
-        Returns:
-            Whether to try again.
-        """
+        """Called when memory ran out in a training step, or (without a window) in an evaluation."""
         return False
 
     def handle_oom_in_optimizer_step(self, ran_out: OutOfMemory, window: Window | None) -> bool:
-        """
-        Called when memory ran out in `optimizer.step()`, which may have changed some weights.
-
-        Returns:
-            Whether to step again.
-        """
+        """Called when memory ran out in `optimizer.step()`, which may have changed some weights."""
         return False
 
     def oom_on_one_rank(self, ran_out: OutOfMemory) -> None:
@@ -72,15 +62,7 @@ class Hooks:
     # ---- the step is logged and saved ----
 
     def metrics(self, training: bool, summary: bool) -> dict[str, float]:
-        """
-        Gives metrics to add to what the trainer logs.
-
-        Args:
-            training (`bool`):
-                Whether it is a log of training steps.
-            summary (`bool`):
-                Whether it is the one that sums up the run.
-        """
+        """Gives metrics to add to what the trainer logs."""
         return {}
 
     def checkpoints_wait(self) -> bool:
@@ -105,15 +87,14 @@ class Hooks:
 
     # ---- the run cannot go on as it was ----
 
-    def state_displaced(self) -> bool:
-        """Whether other weights may be in place than those the run goes on with: of an experiment, or gone back to."""
-        return False
-
     def left_by(self, error: BaseException) -> None:
         """Called with an exception on its way out of `train()`; what is done about it is done outside."""
 
     def device_lost(self, error: BaseException) -> None:
         """Called with an exception that says so, before the trainer is given back; maybe more than once."""
 
-    def broken(self) -> None:
+    def broken(self, error: Exception) -> None:
         """Called when code of this library failed; by then the trainer is its plain self again."""
+
+    def ends_the_job(self, error: BaseException) -> None:
+        """Called when it failed where several ranks meet, which ends the job."""

@@ -16,6 +16,7 @@ from .failsafe import Failsafe
 from .hooks import Hooks
 from .out_of_memory import OutOfMemory, Place, caught, is_out_of_memory, let_go
 from .sections import Heartbeat
+from .step_engine import THROUGH
 from .training_fault import TrainingFault
 from .view import TrainerView
 from .window import Window
@@ -24,6 +25,9 @@ from .window import Window
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+# How long a rank whose training code has raised in an experiment waits for the others to be through theirs.
+_COMPUTING_SECONDS = 20.0
 
 
 class MemoryRetry:
@@ -200,8 +204,8 @@ class MemoryRetry:
         """Has all ranks give up an experiment in which training code has raised on this one."""
         if consensus.world_size() == 1 or fault.others_know:
             return
-        if fault.others_wait:
+        if fault.others_wait and not consensus.all_reach(THROUGH, _COMPUTING_SECONDS):
             raise consensus.Stranded("an experiment failed on this rank alone") from fault.error
         fault.others_know = True
         with contextlib.suppress(consensus.RankRaised):
-            consensus.tell_raised("an experiment is given up", self._view.device)
+            consensus.tell_raised(self._view.device)

@@ -134,7 +134,7 @@ class OneRankRetry:
         # torch's own words, which come in the next forward otherwise.
         self._model._check_reducer_finalized()
         sent = self._collectives is None or self._begun() != self._collectives
-        if not sent and not consensus.all_fail_alike("gradients are sent", seconds=20.0):
+        if not sent and not consensus.all_reach("no gradients are sent", seconds=20.0):
             raise RuntimeError(
                 f"step {self._view.step}: rank {consensus.own_rank()} has sent no gradients, and the other ranks wait "
                 "for them: its training_step took no backward pass, or called the model past its "

@@ -108,7 +108,7 @@ class OptimizerStep:
             self._hooks.about_to_step()
         if self._failsafe.attached:
             # With another rate on each rank the weights would be others, too.
-            with self._failsafe.contained(), self._failsafe.alike("the learning rate"):
+            with self._failsafe.contained(), self._failsafe.together():
                 scale = self._rates.scale()
         if scale == 1.0:
             return self._until_it_fits(original, *args, **kwargs)

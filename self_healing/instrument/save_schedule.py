@@ -68,7 +68,7 @@ class SaveSchedule:
     def save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `_save_checkpoint`."""
         if self._on_schedule and self._failsafe.attached and not self._must_wait():
-            with self._failsafe.contained(), self._failsafe.together("the state is vouched for"):
+            with self._failsafe.contained(), self._failsafe.together():
                 self._hooks.vouch_for_state()
         if self._must_wait():
             self._held_back = True

@@ -36,10 +36,6 @@ class SavingTogether:
     weights and optimizer state one after the other, DeepSpeed has barriers), until all have written what they can.
     Then all of them raise, or none; before that neither the state of the Trainer is written, without which no
     checkpoint is taken for complete, nor an older one rotated away.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -57,19 +53,7 @@ class SavingTogether:
         return not getattr(trainer, "is_distributed_loading_by_transformers", False)
 
     def save(self, save: Callable[..., None], checkpoint: Path, *args: Any, **kwargs: Any) -> None:
-        """
-        Calls the Trainer's `_save_checkpoint`. Collective.
-
-        Args:
-            save (`Callable`):
-                It.
-            checkpoint (`Path`):
-                Where to.
-
-        Raises:
-            CouldNotBeWritten: On all ranks, where the disk of one has refused its part.
-            OSError: On the first one, where an older checkpoint could not be removed after this one was written.
-        """
+        """Calls the Trainer's `_save_checkpoint`. Collective."""
         self._checkpoint, self._refused = checkpoint, None
         with_rng = not self._trainer.args.save_only_model
         self._attempt(lambda: self._make_directories(checkpoint))

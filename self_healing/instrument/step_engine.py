@@ -20,6 +20,9 @@ from .view import TrainerView
 
 _T = TypeVar("_T")
 
+# Where a rank is that is through training code.
+THROUGH = "through"
+
 # One call of `training_step`: model, inputs, arguments.
 Call = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]
 
@@ -40,17 +43,7 @@ class StepPasses(Protocol):
         again: Callable[[], torch.Tensor],
         plain: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
-        """
-        Computes the step.
-
-        Args:
-            first (`Callable`):
-                Computes the first pass.
-            again (`Callable`):
-                Computes each later one, on the rows that were prepared in the first.
-            plain (`Callable`):
-                Computes the step as if there had not been any pass.
-        """
+        """Computes the step."""
 
 
 class StepEngine(ABC):
@@ -62,12 +55,6 @@ class StepEngine(ABC):
       them, and calls `optimizer.step()`.
     - An engine of its own ([`DeepSpeedEngine`]) would step inside the last backward, and keeps gradients to itself:
       there the step is held back until the Trainer calls `optimizer.step()`.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            The trainer.
-        view ([`TrainerView`]):
-            Of it.
     """
 
     def __init__(self, trainer: Any, view: TrainerView) -> None:
@@ -88,24 +75,16 @@ class StepEngine(ABC):
     def with_all_ranks(self, question: str) -> Iterator[None]:
         """
         Marks a block of training code, which may be a collective wherever it is (a loss that gathers its metrics). All
-        ranks come to it together: one whose own code has failed tells them before, and not while they wait in there.
-
-        Args:
-            question (`str`):
-                Names the vote in which they meet.
-
-        Raises:
-            AgreedFailure: On all ranks, if one has failed.
-            TrainingFault: An exception of the training code.
+        ranks come to it together: one whose training code has raised tells them before, and not while they wait there.
         """
         consensus.wait_for_all_ranks(question, self.view.device)
         try:
             yield
         except Exception as error:
-            if self.is_fatal(error) or isinstance(error, consensus.AgreedFailure):
+            if self.is_fatal(error) or isinstance(error, (consensus.RankRaised, consensus.RanksDisagree)):
                 raise
-            raise TrainingFault(error, others_wait=not consensus.all_came_through()) from error
-        consensus.came_through()
+            raise TrainingFault(error, others_wait=True) from error
+        consensus.reach(THROUGH)
 
     def among_ranks(self, question: str) -> contextlib.AbstractContextManager[None]:
         """As [`with_all_ranks`], where there are several; on one process an exception is what it is."""
@@ -119,34 +98,11 @@ class StepEngine(ABC):
     def compute(
         self, call: Call, last: bool, on_nonfinite: Callable[[], None], synchronise: bool = True
     ) -> torch.Tensor:
-        """
-        Computes forward and backward of one micro-batch; its gradients are added to those there are.
-
-        Args:
-            call (`Call`):
-                The call of `training_step`.
-            last (`bool`):
-                Whether it is the last of its step.
-            on_nonfinite (`Callable[[], None]`):
-                Called if it ends in an exception that stands for a NaN; its loss is one then.
-            synchronise (`bool`, *optional*, defaults to `True`):
-                Whether gradients are summed over ranks with the last one.
-
-        Returns:
-            Its loss, which stays what it is until the step is judged.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Computes forward and backward of one micro-batch; its gradients are added to those there are."""
 
     @abstractmethod
     def prepare_inputs(self, inputs: Any) -> Any:
-        """
-        Prepares a micro-batch as the trainer does (online trainers: generates).
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Prepares a micro-batch as the trainer does (online trainers: generates)."""
 
     def preparing(self, change: Callable[[Any], Any], prepared: Any = None) -> contextlib.AbstractContextManager[None]:
         """Passes what the trainer prepares, or has prepared before, through `change`, once."""
@@ -182,15 +138,6 @@ class StepEngine(ABC):
     def until_it_fits(self, compute: Callable[[], _T], discard: Callable[[], None]) -> _T:
         """
         Computes something that begins with rewinding the step: it can be begun again with more memory, or once more.
-
-        Args:
-            compute (`Callable`):
-                The computation.
-            discard (`Callable[[], None]`):
-                Drops the gradients of an attempt that ran out of memory.
-
-        Raises:
-            TrainingFault: The exception that is left.
         """
 
     @abstractmethod
@@ -236,22 +183,11 @@ class StepEngine(ABC):
     def step_again(
         self, rates: Sequence[Any], scaled_by: float = 1.0, options: Sequence[Mapping[str, Any]] = ()
     ) -> float | None:
-        """
-        Clips and applies the gradients there are with given rates, as the Trainer would; their norm before.
-
-        Raises:
-            TrainingFault: An exception of the training code.
-        """
+        """Clips and applies the gradients there are with given rates, as the Trainer would; their norm before."""
 
     @abstractmethod
     def leave_out(self, overflowed: bool) -> None:
-        """
-        Has the Trainer's next `optimizer.step()` apply nothing; the gradients are discarded by then.
-
-        Args:
-            overflowed (`bool`):
-                Whether it was the gradients that were not finite, so that a GradScaler lowers its scale.
-        """
+        """Has the Trainer's next `optimizer.step()` apply nothing; the gradients are discarded by then."""
 
     @property
     def left_out_by_itself(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -21,20 +22,16 @@ from .row_sources import DataPosition, RowSource
 from .step_engine import Call, StepEngine
 
 
+# The one vote of a healthy step: loss, norm, digest of the weights, four wishes, and whether we have failed.
+_THE_STEP, _FAILED = "the step", 2 + DIGEST_PARTS + 4
+
+
 class StepRecord:
     """
     Records one optimizer step, micro-batch by micro-batch: the state it began with, its calls of `training_step`,
     their losses, its gradient norm, and where its rows came from.
 
     A base class of [`Window`], and no attribute of it, so that a healthy step costs one object.
-
-    Args:
-        engine ([`StepEngine`]):
-            Computes and applies the steps of the trainer.
-        position ([`DataPosition`]):
-            Where the trainer is in its data.
-        size (`int`):
-            Number of micro-batches in the step.
     """
 
     def __init__(self, engine: StepEngine, position: DataPosition, size: int) -> None:
@@ -54,6 +51,8 @@ class StepRecord:
         self.prepared: dict[int, Any] = {}
         # Whether all ranks have its numbers, so that none waits for them.
         self.agreed = False
+        # Whether code of this library has failed on this rank since the last vote.
+        self.failed = False
         # Whether it was judged to its end: each rank goes on to apply it, or what is left of it.
         self.released = False
         self._position = position
@@ -125,32 +124,19 @@ class StepRecord:
         news: bool = False,
         digest: Callable[[], torch.Tensor] | None = None,
     ) -> StepSignals:
-        """
-        Reads loss and gradient norm as floats: the one device sync of a healthy step, and its one collective.
-
-        Args:
-            stop (`bool`, *optional*, defaults to `False`):
-                Whether this rank wants the run to end with this step; [`stop_wanted`] says whether any does.
-            roll_back (`bool`, *optional*, defaults to `False`):
-                Whether this rank wants the run to go back to an earlier state; [`rollback_wanted`] likewise.
-            leave (`float`, *optional*, defaults to 0):
-                By what this rank was asked to leave after the step, if it was; [`leave_wanted`] is the sum of all.
-            news (`bool`, *optional*, defaults to `False`):
-                Whether this rank has something to tell the others; [`has_news`] likewise.
-            digest (`Callable[[], torch.Tensor]`, *optional*):
-                Gives that of its weights ([`Replicas.digest`]), where they are compared in this step, on all ranks;
-                [`apart`] says whether they are not the same.
-        """
+        """Reads loss and gradient norm as floats: the one device sync of a healthy step, and its one collective."""
         ranks = self.engine.view.world_size
         if ranks == 1:
             loss, norm = with_room(self._read_loss_and_norm, self.engine.view.device)
         else:
             # Not tried twice: the norm may be a collective, which one of the processes cannot begin again.
             # What a rank wants travels with the numbers: no collective of its own, and nothing at all on one process.
-            wishes = stop, roll_back, news, leave
-            found = consensus.sum_over_ranks("the step", lambda: self._ballot(wishes, digest), self.engine.view.device)
+            wishes = stop, roll_back, news, leave, self.failed
+            found = consensus.sum_over_ranks(_THE_STEP, self._answers(wishes, digest), self.engine.view.device)
             self.agreed = True
-            loss, norm, *rest = found
+            if found[_FAILED] > 0:
+                raise _rank_failed(found)
+            loss, norm, *rest = found[:_FAILED]
             self.apart = are_apart(rest[:DIGEST_PARTS])
             *votes, leave = rest[DIGEST_PARTS:]
             stop, roll_back, news = (vote > 0 for vote in votes)
@@ -164,7 +150,7 @@ class StepRecord:
             seconds=time.perf_counter() - self._began,
         )
 
-    def _ballot(
+    def _answers(
         self, wishes: Sequence[float], digest: Callable[[], torch.Tensor] | None
     ) -> torch.Tensor | Sequence[float]:
         loss, norm = self._loss_and_norm()
@@ -262,6 +248,19 @@ class StepRecord:
         """What the loss of a micro-batch is divided by, as the Trainer has counted it."""
         _, _, args, kwargs = self._calls[index]
         return args[0] if args else kwargs.get("num_items_in_batch")
+
+
+def tell_of_failure(norm: Any, device: torch.device) -> consensus.RankFailed:
+    """
+    Takes part in the vote of a step for a rank that has no numbers to give, because code of this library has failed.
+    """
+    if norm is not None:
+        as_tensor(norm, device)
+    return _rank_failed(consensus.sum_over_ranks(_THE_STEP, [*[0.0] * _FAILED, 1.0], device))
+
+
+def _rank_failed(found: Sequence[float]) -> consensus.RankFailed:
+    return consensus.RankFailed(healthy=math.isfinite(found[0]) and math.isfinite(found[1]))
 
 
 def as_tensor(norm: Any, device: torch.device) -> torch.Tensor:

@@ -110,7 +110,7 @@ class TrainingCall:
         """Whether no rank waits in a collective that this one never reached: weights that are NaN are so on all."""
         if consensus.world_size() == 1 or isinstance(error, NotGenerated):
             return True
-        return consensus.all_fail_alike(f"training step {self._calls}", _ALIKE_SECONDS)
+        return consensus.all_reach(f"an exception in training step {self._calls}", _ALIKE_SECONDS)
 
     def _in_passes(self, passes: StepPasses, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Computes a training step in passes: rows are prepared in the first alone, and only the last is counted."""

@@ -6,17 +6,7 @@ from ..classify import text_of
 
 
 class TrainingFault(Exception):
-    """
-    Carries an exception of the user's training code out of this library, so that it is not taken for our bug.
-
-    Args:
-        error (`Exception`):
-            The exception.
-        others_wait (`bool`, *optional*, defaults to `False`):
-            Whether other ranks may wait for this one in a collective of the training.
-        others_know (`bool`, *optional*, defaults to `False`):
-            Whether they have been told, and have given up what this one did.
-    """
+    """Carries an exception of the user's training code out of this library, so that it is not taken for our bug."""
 
     def __init__(self, error: Exception, others_wait: bool = False, others_know: bool = False) -> None:
         super().__init__(text_of(error))

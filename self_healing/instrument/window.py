@@ -337,12 +337,8 @@ class Window(StepRecord):
             leave_out_nonfinite (`bool`):
                 Whether one that is not finite is left out as well.
         """
-        if self.unfit(leave_out_nonfinite):
+        if self.touched or (leave_out_nonfinite and not self.sound):
             self.skip(None)
-
-    def unfit(self, leave_out_nonfinite: bool) -> bool:
-        """Whether its gradients are not the Trainer's, or, if asked, not finite."""
-        return self.touched or (leave_out_nonfinite and not self.sound)
 
     def _set_running_loss(self, losses: Sequence[torch.Tensor]) -> None:
         assert self.start is not None

@@ -38,6 +38,7 @@ from .row_sources import DataPosition
 from .save_schedule import SaveSchedule
 from .sections import Heartbeat
 from .step_engine import StepEngine
+from .step_record import tell_of_failure
 from .training_call import TrainingCall
 from .training_fault import TrainingFault
 from .view import TrainerView
@@ -282,8 +283,7 @@ class Instrument:
             window.measured_by(lambda: self.trainer._get_grad_norm(self.trainer.model_wrapped))
             self._judge(window)
         elif self.failsafe.failure is not None and (window is None or not window.judged):
-            self.trainer._get_grad_norm(self.trainer.model_wrapped)
-            self._tell_without_window()
+            self._tell_of_failure(self.trainer._get_grad_norm(self.trainer.model_wrapped))
         if self.attached:
             with self.failsafe.contained():
                 self.reentry.about_to_step()
@@ -430,7 +430,8 @@ class Instrument:
             return original(parameters, *args, **kwargs)
         if not self._ready(window):
             norm = original(parameters, *args, **kwargs)
-            self._tell_without_window()
+            if self.failsafe.failure is not None and (window is None or not window.judged):
+                self._tell_of_failure(norm)
             return norm
         # A generator could not be gone through again.
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -456,8 +457,7 @@ class Instrument:
         fault: TrainingFault | None = None
         self.heartbeat.enter("judge")
         try:
-            if self.failsafe.failure is not None:
-                raise self.failsafe.failure
+            window.failed = self.failsafe.failure is not None
             self._hooks.judge(window)
             window.released = True
         except TrainingFault as caught:
@@ -489,28 +489,28 @@ class Instrument:
         self.reentry.phase = Phase.STEPPED
 
     def _give_up(self, error: Exception, window: Window) -> None:
-        """Goes on without this library after a failure in judging a step."""
+        """Goes on without this library after a failure in judging a step, or ends a job of several ranks."""
         if self.view.world_size == 1:
             window.abandon(self.leaves_out_nonfinite)
             self.failsafe.switch_off(error)
-            return
-        if not window.agreed and not isinstance(error, consensus.AgreedFailure):
+        elif isinstance(error, consensus.RankFailed):
+            self._go_on_without(error)
+        elif not window.agreed:
             # The others have come to this step, and wait for its numbers.
-            error = self.failsafe.told("the step", error)
-        agreed = self.failsafe.agreed_on("the step", error)
-        self.failsafe.give_up_together(
-            agreed, lambda: window.unfit(self.leaves_out_nonfinite), lambda: window.skip(None)
-        )
+            self._tell_of_failure(window.grad_norm, error)
+        else:
+            raise self.failsafe.failed(error) from error
 
-    def _tell_without_window(self) -> None:
-        """Has a rank that could not follow the step come to the vote in which the others judge it."""
-        if self.failsafe.failure is not None and (self.window is None or not self.window.judged):
-            error = self.failsafe.told("the step", self.failsafe.failure)
-            self.failsafe.give_up_together(error, leave_out=self._leave_out)
+    def _tell_of_failure(self, norm: Any, error: Exception | None = None) -> None:
+        """Takes part in the vote of a step that this rank cannot judge, because code of this library has failed."""
+        self.failsafe.failure = self.failsafe.failure or error
+        self._go_on_without(tell_of_failure(norm, self.view.device))
 
-    def _leave_out(self) -> None:
-        self.engine.discard()
-        self.engine.leave_out(overflowed=False)
+    def _go_on_without(self, error: consensus.RankFailed) -> None:
+        """Takes this library off after a vote that has done so on all ranks, where the step needs no healing."""
+        if not error.healthy:
+            raise self.failsafe.failed(error) from self.failsafe.failure
+        self.failsafe.switch_off(error)
 
     def _prediction_step(
         self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -538,7 +538,7 @@ class Instrument:
     def _evaluate(self, original: Callable[..., Any], trial: Any, ignore_keys: Any, *args: Any, **kwargs: Any) -> Any:
         if self.objective.online and self.leaves_out_nonfinite:
             # Rows are generated for an evaluation as well, and it has no loss that could be left out.
-            with self.failsafe.contained(), self.failsafe.together("the state that is evaluated is vouched for"):
+            with self.failsafe.contained(), self.failsafe.together():
                 self._hooks.vouch_for_state()
         self.reentry.evaluation_begins(ignore_keys)
         metrics = original(trial, ignore_keys, *args, **kwargs)
@@ -561,7 +561,7 @@ class Instrument:
                 self.reentry.finalizing()
                 self._cover_the_whole_run(logs)
         if "train_runtime" in logs and self.best_model is not None and self.trainer.args.load_best_model_at_end:
-            with self.failsafe.contained(), self.failsafe.together("the best model is chosen"):
+            with self.failsafe.contained(), self.failsafe.together():
                 self.best_model.choose()
         return original(logs, *args, **kwargs)
 

@@ -42,7 +42,7 @@ class DivergenceHealer(NumericsHealer):
 
     def heal(self, opened: OpenIncident, failure: FailureType, window: Window) -> None:
         """Acts on what was seen in applied steps, by its failure."""
-        with self.instrument.failsafe.together("what was seen is looked into"), opened:
+        with self.instrument.failsafe.together(), opened:
             if self.numerics.watch.incident is opened.incident:
                 opened.leave_open()
             if not self._heal_told(opened, failure, window):

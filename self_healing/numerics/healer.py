@@ -81,7 +81,7 @@ class NumericsHealer:
         if self.numerics.clipping is not None:
             ceiling = min(self.instrument.view.max_grad_norm or math.inf, clipped_to)
             # A gradient that is clipped on some ranks and not on others makes other weights of each.
-            with self.instrument.failsafe.alike("the gradient is clipped"):
+            with self.instrument.failsafe.together():
                 self.numerics.clipping.apply(window, signals, ceiling, may_clip=self.instrument.view.can_reexecute)
 
     def incident(self, step: int, symptom: str, evidence: Mapping[str, Any], severity: Any = None) -> OpenIncident:

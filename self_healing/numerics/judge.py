@@ -10,11 +10,9 @@ import torch
 from .. import consensus
 from ..instrument import Window
 from ..rollback.rollback import Rollback
-from ..rollback.trusted import TRUSTED
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
 from ..run.healer import Healer
-from ..run.news import NEWS
 from ..signals import StepSignals
 from .climb import RollbackClimb
 from .corrupted_state import CorruptedStateHealer
@@ -24,24 +22,14 @@ from .memory_while_healing import MemoryWhileHealing
 from .nonfinite import NonfiniteHealer
 from .observer import StepObserver
 from .red_flags import RedFlagHealer
-from .replicas import HOW_OFTEN, SAME, ReplicaHealer
+from .replicas import ReplicaHealer
 from .spikes import SpikeHealer
 from .state import NumericsState
 from .untrained_run import UntrainedRunHealer
 
 
 class StepJudge(Healer):
-    """
-    Judges the steps of a run, with gradients computed and nothing applied yet, and hands each to who heals it.
-
-    Args:
-        run ([`RunContext`]):
-            The run.
-        numerics ([`NumericsState`]):
-            What it has learned about its numbers.
-        rollback ([`Rollback`]):
-            States it can go back to.
-    """
+    """Judges the steps of a run, with gradients computed and nothing applied yet, and hands each to who heals it."""
 
     def __init__(self, run: RunContext, numerics: NumericsState, rollback: Rollback) -> None:
         self.run = run
@@ -68,9 +56,7 @@ class StepJudge(Healer):
         self.memory.contain(lambda: self._judge(window), window)
 
     def _judge(self, window: Window) -> None:
-        failsafe = self.run.instrument.failsafe
-        with failsafe.alike("weights are to be compared"):
-            compares = self.replicas.due(window.step)
+        compares = self.replicas.due(window.step)
         signals = self._signals(window, self.replicas.digest if compares else None)
         if window.has_news:
             self._exchange_news()
@@ -78,44 +64,31 @@ class StepJudge(Healer):
             # What was to be judged was computed with weights that were not the same on all ranks.
             self._take(window, self._signals(window), undisturbed=False)
             return
-        if not signals.finite or window.stop_wanted or window.rollback_wanted:
-            with failsafe.together("a step is healed"):
-                undisturbed = self._look(window, signals)
-                if not signals.finite:
-                    # Rows that were left out may be drawn again by any rank, right after the last step of an epoch.
-                    self._exchange_news()
-                self._take(window, signals, undisturbed)
-            return
         undisturbed = True
-        # What the detectors see is the same on all ranks; one that fails here takes the step for what it is to most:
-        # nothing to meet for.
-        with failsafe.noted():
+        if signals.finite and not window.stop_wanted and not window.rollback_wanted:
+            # What the detectors see is the same on all ranks: nothing to meet for.
+            with self.run.instrument.failsafe.noted():
+                undisturbed = self._look(window, signals)
+        else:
             undisturbed = self._look(window, signals)
+        if not signals.finite:
+            # Rows that were left out may be drawn again by any rank, right after the last step of an epoch.
+            self._exchange_news()
         self._take(window, signals, undisturbed)
 
     def _exchange_news(self) -> None:
-        with self.run.instrument.failsafe.together(NEWS, ends_with=NEWS):
-            self.run.news.exchange(self.run.instrument.view.device)
+        self.run.news.exchange(self.run.instrument.view.device)
 
     def _heal_replicas(self, window: Window, compared: bool, suspicious: bool) -> bool:
         """Heals weights that are not the same on all ranks any more; returns whether there were any."""
-        failsafe, apart = self.run.instrument.failsafe, window.apart
+        apart = window.apart
         if not compared:
-            with failsafe.alike("weights are to be compared at once"):
-                compared = suspicious and self.replicas.known
-            if not compared:
+            if not (suspicious and self.replicas.known):
                 return False
-            with failsafe.together("weights are compared", ends_with=SAME):
-                apart = self.replicas.apart()
-        with failsafe.alike("how often weights are compared is to be chosen"):
-            chooses = self.replicas.note(window.step, apart)
-        if chooses:
-            with failsafe.together("how often weights are compared is chosen", ends_with=HOW_OFTEN):
-                self.replicas.choose_interval()
-        if not apart:
-            return False
-        with failsafe.together("weights that differ are healed"):
-            return self.replicas.heal(window)
+            apart = self.replicas.apart()
+        if self.replicas.note(window.step, apart):
+            self.replicas.choose_interval()
+        return apart and self.replicas.heal(window)
 
     def _look(self, window: Window, signals: StepSignals) -> bool:
         """Looks at a step, and heals it; returns whether it was left as it is."""
@@ -141,23 +114,15 @@ class StepJudge(Healer):
 
     def _take(self, window: Window, signals: StepSignals, undisturbed: bool) -> None:
         """Takes in a step that is about to be applied."""
-        states, failsafe, tensors = self.rollback.states, self.run.instrument.failsafe, list[str]()
-        control = None
-        with failsafe.noted():
-            control = states.keep_batch(window, signals.loss)
-        with failsafe.alike("a snapshot is to be trusted"):
-            due = states.step_taken(
-                window.step, undisturbed and self.numerics.calm, control, self.replicas.compared_since
-            )
-        if due:
-            with failsafe.together("a snapshot is trusted", ends_with=TRUSTED):
-                tensors = states.promote(window.step)
-        with failsafe.noted():
-            states.verify_checkpoints(window.step)
-            self.damaged_checkpoint.end_trial()
+        states = self.rollback.states
+        control = states.keep_batch(window, signals.loss)
+        calm = undisturbed and self.numerics.calm
+        due = states.step_taken(window.step, calm, control, self.replicas.compared_since)
+        tensors = states.promote(window.step) if due else []
+        states.verify_checkpoints(window.step)
+        self.damaged_checkpoint.end_trial()
         if tensors:
-            with failsafe.together("the state is looked at"):
-                self.corrupted_state.heal_silent(window, tensors)
+            self.corrupted_state.heal_silent(window, tensors)
 
     def _signals(self, window: Window, digest: Callable[[], torch.Tensor] | None = None) -> StepSignals:
         return window.signals(
@@ -171,16 +136,13 @@ class StepJudge(Healer):
     def _judge_finite(self, window: Window, signals: StepSignals) -> None:
         symptom = self.observer.panel.alarming(signals)
         if symptom is not None and self.spikes.heals:
-            with self.run.instrument.failsafe.together("a spike is healed"):
+            with self.run.instrument.failsafe.together():
                 self.spikes.heal(window, symptom)
             return
         self.observer.remember_spike(signals)
         if symptom is not None:
             self.spikes.report(symptom)
         self.observer.take_in(window, signals)
-
-    def state_displaced(self) -> bool:
-        return self.rollback.in_place.displaced
 
     def rate_scale(self, step: int) -> float:
         return self.numerics.learning_rate.scale(step)

@@ -72,7 +72,7 @@ class MemoryWhileHealing(NumericsHealer):
     def _memory_ran_out(self, error: Exception) -> Exception | None:
         """The out-of-memory error in which healing has ended; `None` for any other, and where somebody heals it."""
         if consensus.world_size() > 1:
-            # The others go on, and are told of it.
+            # The others wait for this one.
             return None
         if isinstance(error, TrainingFault):
             # Handed to the wrapper, which enters `train()` again.

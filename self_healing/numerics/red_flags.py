@@ -83,7 +83,7 @@ class RedFlagHealer(NumericsHealer):
         """
         told = consensus.from_first_rank_with(
             "what was seen",
-            lambda: None if own is None else (self.run.journal.rank, own.to_dict()),
+            None if own is None else (self.run.journal.rank, own.to_dict()),
             self.instrument.view.device,
         )
         if own is not None:

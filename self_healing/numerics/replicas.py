@@ -61,13 +61,7 @@ class ReplicaHealer(NumericsHealer):
     # ---- comparing: what is known here is the same on all ranks ----
 
     def due(self, step: int) -> bool:
-        """
-        Whether weights are to be compared in this step.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished.
-        """
+        """Whether weights are to be compared in this step."""
         if self._off or consensus.world_size() == 1 or self.config.on_nonfinite != "heal" or not self.acts:
             return False
         if self._replicas is None:
@@ -88,10 +82,6 @@ class ReplicaHealer(NumericsHealer):
         """
         Whether a state of the run can be trusted: a bit that had flipped in weights or moments by then would have been
         seen. Always, where nothing is compared.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished in that state.
         """
         # Moments show in weights after the next update.
         return self._off or self._replicas is None or (self._same_at is not None and self._same_at > step)
@@ -108,22 +98,11 @@ class ReplicaHealer(NumericsHealer):
 
     def apart(self) -> bool:
         """Compares them at once. Collective."""
-        found = consensus.sum_over_ranks(SAME, self.digest, self.instrument.view.device)
+        found = consensus.sum_over_ranks(SAME, self.digest(), self.instrument.view.device)
         return are_apart(found[:DIGEST_PARTS])
 
     def note(self, step: int, apart: bool) -> bool:
-        """
-        Notes what a comparison has found.
-
-        Args:
-            step (`int`):
-                Optimizer steps finished.
-            apart (`bool`):
-                Whether they differ.
-
-        Returns:
-            `bool`: Whether it is time to choose how often they are compared.
-        """
+        """Notes what a comparison has found."""
         self._next = step + (1 if apart else self._interval)
         if apart:
             return False
@@ -141,16 +120,7 @@ class ReplicaHealer(NumericsHealer):
     # ---- healing: all ranks have to come ----
 
     def heal(self, window: Window) -> bool:
-        """
-        Heals weights that were found to differ. Collective.
-
-        Args:
-            window ([`Window`]):
-                The step that is judged.
-
-        Returns:
-            `bool`: Whether they had come apart, and something was done about it.
-        """
+        """Heals weights that were found to differ. Collective."""
         assert self._replicas is not None
         of_ranks = self._sums_of_ranks("sums of the weights")
         apart = unlike(of_ranks)
@@ -160,8 +130,8 @@ class ReplicaHealer(NumericsHealer):
             self._replicas.leave_out(names)
             logger.info("%d weights are not the same on all ranks from the start, and not compared.", len(names))
             return False
-        found = self.instrument.view.nonfinite_tensors
-        if consensus.any_rank("weights are not finite", lambda: bool(found()), self.instrument.view.device):
+        found = self.instrument.view.nonfinite_tensors()
+        if consensus.any_rank("weights are not finite", bool(found), self.instrument.view.device):
             # That is seen where the step is judged, and has a name of its own.
             return False
         if not apart:
@@ -233,18 +203,7 @@ class ReplicaHealer(NumericsHealer):
 
 
 def steps_between(share: float, fewest: int = _FEWEST_STEPS) -> int:
-    """
-    Chooses how many steps lie between two comparisons.
-
-    Args:
-        share (`float`):
-            What one takes, in steps, of the rank where it takes longest.
-        fewest (`int`, *optional*, defaults to 10):
-            How many there are at least.
-
-    Returns:
-        `int`: As many as keep it below a thousandth of the time.
-    """
+    """Chooses how many steps lie between two comparisons."""
     return min(max(math.ceil(share / _SHARE), fewest), _MOST_STEPS)
 
 
@@ -255,18 +214,7 @@ def _seconds_of(read: Callable[[], torch.Tensor]) -> float:
 
 
 def odd_by_majority(of_ranks: Sequence[SumsOfGroups], apart: Mapping[Group, Sequence[str]]) -> list[int] | None:
-    """
-    Finds the ranks whose weights are not those of most that keep the same.
-
-    Args:
-        of_ranks (`Sequence[SumsOfGroups]`):
-            Sums of the weights of each rank.
-        apart (`Mapping[Group, Sequence[str]]`):
-            What is not the same, by who keeps it.
-
-    Returns:
-        `list[int]`: `None` where more than half of a group have no common opinion, as with two replicas.
-    """
+    """Finds the ranks whose weights are not those of most that keep the same."""
     odd: set[int] = set()
     for group, names in apart.items():
         most, count = Counter(_of_group(of_ranks, group, names)).most_common(1)[0]
@@ -282,20 +230,7 @@ def told_apart(
     distances: Sequence[float],
     apart: Mapping[Group, Sequence[str]],
 ) -> list[int] | None:
-    """
-    Tells ranks that were hit from the others by the weights as they should have been.
-
-    Args:
-        of_ranks (`Sequence[SumsOfGroups]`), after (`Sequence[SumsOfGroups]`):
-            Sums of the weights of each rank as they were, and as they should have been.
-        distances (`Sequence[float]`):
-            How far those of each rank were from that.
-        apart (`Mapping[Group, Sequence[str]]`):
-            What was not the same, by who keeps it.
-
-    Returns:
-        `list[int]`: `None` where that cannot be told.
-    """
+    """Tells ranks that were hit from the others by the weights as they should have been."""
     odd: set[int] = set()
     for group, names in apart.items():
         pairs = zip(group, _of_group(of_ranks, group, names), _of_group(after, group, names), strict=True)

@@ -37,6 +37,7 @@ _FILES = {
 }
 # Events that are worth a word though nothing had to be done, by their kind.
 _NOTICED = {
+    "healing_off": "healing is off",
     "snapshots_off": "there is no host memory for snapshots",
     "snapshot_refused": "a snapshot was not trusted",
     "checkpoint_passed_over": "a checkpoint was passed over",

@@ -118,7 +118,7 @@ class MemoryStart:
                     unusable.append(error)
                 return not unusable
 
-            if not consensus.all_ranks("the state in shared memory fits", fits, trainer.args.device):
+            if not consensus.all_ranks("the state in shared memory fits", fits(), trainer.args.device):
                 raise unusable[0] if unusable else StateUnusable("it does not fit on another rank")
             state.put(live)
             on_success(state)
@@ -164,7 +164,7 @@ def open_in_memory(output_dir: str, step: SharedStep, rank: int, device: torch.d
             return False
         return True
 
-    if not consensus.all_ranks("the state in shared memory can be read", can_be_read, device):
+    if not consensus.all_ranks("the state in shared memory can be read", can_be_read(), device):
         return None
     return opened[0]
 

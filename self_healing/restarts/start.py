@@ -189,7 +189,7 @@ def _find_start(search: _Search) -> Start:
     start = _found_by_first_rank(search)
     # Where each rank is on that disk, or its own has the same. The weights are read by all of them.
     alone = consensus.world_size() == 1 or start.checkpoint is None
-    if alone or consensus.all_ranks("the checkpoint can be read", lambda: _can_be_read(start), args.device):
+    if alone or consensus.all_ranks("the checkpoint can be read", _can_be_read(start), args.device):
         return start
     refused = _refused_by_ranks(start, str(args.output_dir), args.device)
     return _found_by_first_rank(replace(search, readers=replace(search.readers, refused=refused)))

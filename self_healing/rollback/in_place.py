@@ -124,7 +124,7 @@ class StateInPlace:
         Returns:
             Whether it was loaded and is finite, on all ranks. All of them have to come.
         """
-        if not consensus.all_ranks("the checkpoint is here", Path(checkpoint).is_dir, self.device):
+        if not consensus.all_ranks("the checkpoint is here", Path(checkpoint).is_dir(), self.device):
             logger.warning("%s is not there on all ranks, and is not loaded.", checkpoint)
             return False
         failed = False
@@ -150,7 +150,7 @@ class StateInPlace:
         """
         return consensus.all_ranks(
             "the state put in place is sound",
-            lambda: not failed and not self.instrument.view.nonfinite_tensors(),
+            not failed and not self.instrument.view.nonfinite_tensors(),
             self.device,
         )
 

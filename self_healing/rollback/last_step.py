@@ -89,7 +89,7 @@ class LastStep:
         # With shards, applying it may be a collective, and the weights are not to be compared.
         finishes = leaves and instrument.owes_update and view.steps_alone
         # What all have raised, all have left, and what their callbacks were to do to the gradients is owed as well.
-        if finishes and consensus.all_fail_alike("a step that was found fit is not applied", _TELLING):
+        if finishes and consensus.all_reach("a step that was found fit is not applied", _TELLING):
             finishes = False
         if finishes:
             instrument.finish_step()

@@ -272,7 +272,7 @@ class TrustedStates:
             return False
         live, device = self._in_place.live, self._in_place.device
         # Waited for: the forward passes of an experiment are not those of training, and may write to it.
-        if consensus.any_rank(SET_ASIDE, lambda: self._lacks_memory(live, step, {}, wait=True), device):
+        if consensus.any_rank(SET_ASIDE, self._lacks_memory(live, step, {}, wait=True), device):
             self._ring.discard()
             logger.warning("Step %d: there is no memory to set the state aside for an experiment.", step)
             return False
@@ -281,7 +281,7 @@ class TrustedStates:
     def _make_room(self) -> bool:
         """Gives up older states until a copy of the one there is now fits on all ranks. All of them have to come."""
         live = self._in_place.live
-        while not consensus.all_ranks("a snapshot fits", lambda: self._ring.fits(live), self._in_place.device):
+        while not consensus.all_ranks("a snapshot fits", self._ring.fits(live), self._in_place.device):
             if not self._ring.shrink():
                 self._rely_on_disk(size_of(live))
                 return False
@@ -321,7 +321,7 @@ class TrustedStates:
 
         while True:
             # One vote, where it fits. Ranks that have taken it take it again, once all of them have made room.
-            too_large, lacking, *_ = consensus.sum_over_ranks(TAKEN, take, device)
+            too_large, lacking, *_ = consensus.sum_over_ranks(TAKEN, take(), device)
             if not too_large and not lacking:
                 return
             if not (too_large and self._ring.shrink()):
@@ -365,7 +365,7 @@ class TrustedStates:
             bad.extend(self._search(candidate))
             return 0.0, float(bool(bad)), 0.0 if bad else self.interval.share_of_step(candidate)
 
-        torn, unsound, share = consensus.largest(TRUSTED, look, self._in_place.device)
+        torn, unsound, share = consensus.largest(TRUSTED, look(), self._in_place.device)
         if torn:
             self._begin_to_wait(candidate, step)
             return []

@@ -186,9 +186,6 @@ class Healers(Hooks):
         for each in self._with["before_save"]:
             each.before_save(step)
 
-    def state_displaced(self) -> bool:
-        return any(each.state_displaced() for each in self._with["state_displaced"])
-
     def left_by(self, error: BaseException) -> None:
         for each in self._with["left_by"]:
             each.left_by(error)
@@ -197,6 +194,10 @@ class Healers(Hooks):
         for each in self._with["device_lost"]:
             each.device_lost(error)
 
-    def broken(self) -> None:
+    def broken(self, error: Exception) -> None:
         for each in self._with["broken"]:
-            each.broken()
+            each.broken(error)
+
+    def ends_the_job(self, error: BaseException) -> None:
+        for each in self._with["ends_the_job"]:
+            each.ends_the_job(error)

@@ -37,41 +37,16 @@ class News:
         return bool(self._untold)
 
     def tell(self, subject: str, record: Callable[[], Record]) -> None:
-        """
-        Tells the other ranks, when all of them meet the next time. Does nothing in a job of one process.
-
-        Args:
-            subject (`str`):
-                What it is about.
-            record (`Callable[[], Mapping]`):
-                Gives what is told, as JSON, as it is by then.
-        """
+        """Tells the other ranks, when all of them meet the next time. Does nothing in a job of one process."""
         if consensus.world_size() > 1:
             self._untold.append((subject, record))
 
     def on(self, subject: str, take: Callable[[int, Record], None]) -> None:
-        """
-        Has what other ranks tell taken in.
-
-        Args:
-            subject (`str`):
-                What it is about.
-            take (`Callable[[int, Mapping], None]`):
-                Given the rank, and what it has told.
-        """
+        """Has what other ranks tell taken in."""
         self._takers[subject] = take
 
     def exchange(self, device: torch.device) -> None:
-        """
-        Tells, and takes in what the others tell; every rank has to come.
-
-        Args:
-            device (`torch.device`):
-                Where the run trains.
-
-        Raises:
-            AgreedFailure: On all ranks, if one has failed.
-        """
+        """Tells, and takes in what the others tell; every rank has to come."""
         if consensus.world_size() == 1:
             return
         # Told from other threads as well.

@@ -5,30 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from self_healing import consensus
-from self_healing.consensus import RanksDisagree, Stranded
-from self_healing.instrument.failsafe import Failsafe
-from self_healing.instrument.hooks import Hooks
-from self_healing.instrument.replacing import Replacements
-
-
-def run_script(directory: Path, part: str, seconds: float) -> dict[str, Any]:
-    script = Path(__file__).parents[1] / "failing_ranks.py"
-    subprocess.run([sys.executable, str(script), str(directory), part], check=True, timeout=seconds)
-    outcomes: dict[str, Any] = json.loads((directory / "outcomes.json").read_text())
-    return outcomes
+from self_healing.report.reading import read_run
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_script(tmp_path_factory.mktemp("failing"), "findings", 3600)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("failing")
+
+
+@pytest.fixture(scope="module")
+def outcomes(directory: Path) -> dict[str, Any]:
+    script = Path(__file__).parents[1] / "failing_ranks.py"
+    subprocess.run([sys.executable, str(script), str(directory)], check=True, timeout=3600)
+    outcomes: dict[str, Any] = json.loads((directory / "outcomes.json").read_text())
+    return outcomes
 
 
 def both(outcomes: dict[str, Any], scenario: str) -> list[dict[str, Any]]:
@@ -54,53 +49,37 @@ def test_all_ranks_are_given_the_same_answers(outcomes: dict[str, Any]) -> None:
 
 def test_a_vote_raises_on_all_ranks_or_on_none(outcomes: dict[str, Any]) -> None:
     for rank in both(outcomes, "votes"):
-        assert (rank["fails"], rank["raises"], rank["apart"]) == ("RankFailed", "RankRaised", "RanksDisagree")
+        assert (rank["raises"], rank["apart"]) == ("RankRaised", "RanksDisagree")
         assert rank["still"] == 2.0
 
 
-def test_ranks_that_do_different_things_are_no_bug_of_this_library(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=5))
-    failsafe = Failsafe(trainer, Hooks(), Replacements(), lambda: None)
-    failsafe.switch_off(RanksDisagree("news at the end: other ranks are in another vote"))
-    (record,) = caplog.records
-    assert "step 5 (news at the end: other ranks are in another vote): look for code that decides" in caplog.text
-    assert (record.exc_info, "report" in caplog.text) == (None, False)
+@pytest.mark.parametrize("where", ["between_steps", "before_the_vote", "after_the_vote"])
+def test_a_failure_of_our_own_in_a_healthy_step_takes_the_library_off_all_ranks(
+    outcomes: dict[str, Any], where: str
+) -> None:
+    ranks, (plain, _) = both(outcomes, where), both(outcomes, "plain")
+    assert [(rank["broken"], rank["failures"]) for rank in ranks] == [(True, [])] * 2
+    assert trained_alike(ranks)
+    assert (ranks[0]["weights"], ranks[0]["losses"]) == (plain["weights"], plain["losses"])
 
 
-def test_nor_are_those_that_do_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def apart(*_: Any) -> list[float]:
-        raise RanksDisagree("what is left of the step: other ranks are in another vote")
-
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=5), accelerator=SimpleNamespace(device=None))
-    failsafe = Failsafe(trainer, Hooks(), Replacements(), lambda: None)
-    monkeypatch.setattr(consensus, "sum_over_ranks", apart)
-    with pytest.raises(Stranded, match=r"the ranks do different things \(the step: other ranks are in another vote\)"):
-        failsafe.give_up_together(RanksDisagree("the step: other ranks are in another vote"))
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        "between_steps",
-        "before_the_vote",
-        "after_the_vote",
-        "at_the_end",
-        "search_before_generation",
-        "search_in_an_experiment",
-    ],
-)
-def test_a_failure_of_our_own_on_one_rank_switches_healing_off_on_both(outcomes: dict[str, Any], where: str) -> None:
-    ranks = both(outcomes, where)
+@pytest.mark.parametrize("way", ["wrapper", "callback"])
+def test_elsewhere_it_ends_the_job_and_the_next_start_trains_without_healing(
+    outcomes: dict[str, Any], directory: Path, way: str
+) -> None:
+    first, ranks, (plain, _) = outcomes[f"{way}_first"], both(outcomes, f"{way}_second"), both(outcomes, "plain")
+    assert not first["hung"]
+    assert "error" in first["ranks"][0]
+    assert first["ranks"][1]["error"].startswith("HealingFailed: self_healing failed on rank 1 at step")
+    assert [rank["began"] for rank in ranks] == [7, 7]
     assert [rank["broken"] for rank in ranks] == [True, True]
     assert trained_alike(ranks)
-
-
-def test_weights_of_one_rank_that_an_evaluation_could_not_generate_with_are_healed_first(
-    outcomes: dict[str, Any],
-) -> None:
-    ranks = both(outcomes, "evaluated_policy")
-    assert [rank["failures"] for rank in ranks] == [["corrupted_state"]] * 2
-    assert trained_alike(ranks)
+    assert ranks[0]["weights"] == plain["weights"]
+    said = [line for line in (directory / f"{way}_second.txt").read_text().splitlines() if "[self_healing]" in line]
+    assert said[0].startswith("[self_healing] Healing is off: self_healing failed on rank 1 at step")
+    assert said[0].endswith(f"to heal again, please remove {directory / way / 'healing_off.json'}.")
+    (notice,) = [each for each in read_run(directory / way).notices if each.name == "healing_off"]
+    assert notice.text.startswith("healing is off (self_healing failed on rank 1")
 
 
 def test_snapshots_that_one_rank_has_no_memory_for_are_off_on_both(outcomes: dict[str, Any]) -> None:
@@ -137,25 +116,6 @@ def test_a_checkpoint_that_one_rank_does_not_have_is_loaded_on_neither(outcomes:
         assert rank["ended"] == "UnrecoverableTrainingError"
 
 
-def test_an_incident_that_a_thread_opens_does_not_make_a_step_unhealthy(outcomes: dict[str, Any]) -> None:
-    ranks = both(outcomes, "incident_of_a_thread")
-    assert len(ranks[1]["failures"]) > len(ranks[0]["failures"])
-    assert trained_alike(ranks)
-
-
-def test_a_callback_that_one_rank_alone_calls_again_costs_nothing(outcomes: dict[str, Any]) -> None:
-    ranks = both(outcomes, "callback_raises")
-    assert [(rank["calls"], rank["failures"]) for rank in ranks] == [(1, []), (2, ["network"])]
-    assert trained_alike(ranks)
-
-
-def test_a_callback_that_has_met_the_other_rank_is_not_called_again_alone(outcomes: dict[str, Any]) -> None:
-    outcome = outcomes["callback_raises_past_a_collective"]
-    assert not outcome["hung"]
-    assert outcome["ranks"][1]["error"].startswith("ConnectionError: the storage went away")
-    assert "error" in outcome["ranks"][0]
-
-
 def test_an_exception_that_says_nan_is_healed_where_all_ranks_raise_it(outcomes: dict[str, Any]) -> None:
     ranks = both(outcomes, "draws_from_nan")
     assert [rank["failures"] for rank in ranks] == [["nonfinite_transient"]] * 2
@@ -167,28 +127,3 @@ def test_an_exception_that_says_nan_on_one_rank_ends_both(outcomes: dict[str, An
     assert not outcome["hung"]
     assert outcome["ranks"][1]["error"].startswith("RuntimeError: probability tensor contains")
     assert "error" in outcome["ranks"][0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "wrapper", "fsdp2", "told"])
-def test_any_call_of_ours_that_fails_on_one_rank_leaves_none_behind(tmp_path: Path, strategy: str) -> None:
-    # Each pair has a limit of its own, by what the first one has taken on this machine.
-    fuzzed = run_script(tmp_path, f"{strategy}:0-20", 2 * 3600)
-    recorded = fuzzed.pop("recorded")
-    assert trained_alike(both({"": recorded}, "")), recorded
-    assert len(fuzzed) == 20
-    wrong = [why for outcome in fuzzed.values() for why in wrong_with(outcome)]
-    assert not wrong, "\n".join(wrong)
-
-
-def wrong_with(outcome: dict[str, Any]) -> Iterator[str]:
-    """Says what must not be after one call has failed, with the seed."""
-    failed, errors = outcome["failed"], [rank.get("error") for rank in outcome["ranks"]]
-    if outcome["hung"]:
-        yield f"{failed}: ranks {outcome['hung']} wait for ever. {' | '.join(outcome['last'])}"
-    elif any(errors) and outcome["beside"]:
-        yield f"{failed}: it has failed beside the training, which has ended for it: {errors}"
-    elif any(errors) and not all(errors):
-        yield f"{failed}: one rank has ended, and the other one has not: {errors}"
-    elif not any(errors) and outcome["ranks"][0]["weights"] != outcome["ranks"][1]["weights"]:
-        yield f"{failed}: weights differ"
