@@ -24,8 +24,7 @@ from .hangs.healer import HangWatch
 from .instrument import Instrument, save_generated
 from .instrument.sections import Heartbeat
 from .journal.journal import Journal
-from .memory.remedies import MemoryRemedies, MemoryState
-from .memory.splitting import KnownSizes
+from .memory.sizes import KnownSizes, MemoryRemedies, MemoryState
 from .numerics.remedies import NumericsRemedies
 from .numerics.state import NumericsState
 from .ranks import OtherRanks

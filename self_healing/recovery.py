@@ -18,7 +18,7 @@ from .failures import FAILURE_RECIPES, Action, FailureType
 from .instrument import can_be_entered_again
 from .instrument.loader_workers import end_workers_that_failed
 from .journal.incident import Incident
-from .memory.outside_of_model import MemoryOutsideOfModel
+from .memory.healer import MemoryOutsideOfModel
 from .restarts.lost_device import leave_lost_device, write_down_lost_device
 from .run.claims import Claim, claim_by_recipe
 from .run.dispatch import HealingContext

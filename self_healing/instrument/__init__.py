@@ -36,6 +36,7 @@ from .origin import Origin
 from .out_of_memory import OutOfMemory, is_out_of_memory, let_go, with_room
 from .own_checkpoints import emergency_path, write_beside, write_checkpoint
 from .preservation import preserved
+from .replacing import Replacements
 from .replicas import Replicas
 from .reporting import ReportingGuard
 from .resume_point import Leave, Pending, ResumePoint
@@ -67,6 +68,7 @@ __all__ = [
     "OutOfMemory",
     "Pending",
     "Recording",
+    "Replacements",
     "Replicas",
     "ReportingGuard",
     "ResumePoint",

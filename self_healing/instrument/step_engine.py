@@ -30,20 +30,16 @@ Call = tuple[Any, Any, tuple[Any, ...], dict[str, Any]]
 class StepPasses(Protocol):
     """Computes a training step in several passes over its rows."""
 
-    @property
-    def last(self) -> bool:
-        """Whether no pass follows the one that is being computed."""
+    def run(self, compute: Callable[[], torch.Tensor], model: Any, items: Any) -> torch.Tensor:
+        """
+        Computes the step.
 
-    def look_at(self, loss: Any) -> None:
-        """Looks at the loss of a pass, before its backward; raises where the step cannot be computed in passes."""
-
-    def run(
-        self,
-        first: Callable[[], torch.Tensor],
-        again: Callable[[], torch.Tensor],
-        plain: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        """Computes the step."""
+        Args:
+            compute (`Callable`):
+                Calls the trainer's own `training_step`.
+            model (`Any`), items (`Any`):
+                What that is given: the model, and the number of items in all micro-batches of the step.
+        """
 
 
 class StepEngine(ABC):

@@ -11,13 +11,11 @@ import torch
 
 from .. import consensus
 from ..classify import is_nonfinite_exception
-from .bookkeeping import Bookkeeper, Bookkeeping
 from .generating import NotGenerated
 from .hooks import Hooks
-from .preparing import preparing
 from .replacing import Replacements
 from .sections import Heartbeat
-from .step_engine import Call, StepPasses
+from .step_engine import Call
 
 
 # How long the ranks may be apart when they raise the same: a forward of a large model. The job ends that much later
@@ -35,8 +33,6 @@ class TrainingCall:
             The trainer.
         replaced ([`Replacements`]):
             Its methods that are wrapped.
-        ledger ([`Bookkeeper`]):
-            Its bookkeeping, which counts one pass only.
         hooks ([`Hooks`]):
             Asked for the passes.
         heartbeat ([`Heartbeat`]):
@@ -49,14 +45,12 @@ class TrainingCall:
         self,
         trainer: Any,
         replaced: Replacements,
-        ledger: Bookkeeper,
         hooks: Hooks,
         heartbeat: Heartbeat,
         heals_exceptions: bool,
     ) -> None:
         self._trainer = trainer
         self._replaced = replaced
-        self._ledger = ledger
         self._hooks = hooks
         self._heartbeat = heartbeat
         self._heals_exceptions = heals_exceptions
@@ -91,7 +85,8 @@ class TrainingCall:
             if passes is None:
                 loss: torch.Tensor = original(model, inputs, *args, **kwargs)
             else:
-                loss = self._in_passes(passes, lambda: original(model, copy.copy(inputs), *args, **kwargs))
+                items = args[0] if args else kwargs.get("num_items_in_batch")
+                loss = passes.run(lambda: original(model, copy.copy(inputs), *args, **kwargs), model, items)
             # A CUDA graph (torch.compile with mode="reduce-overhead") writes the next one into the same memory.
             return loss.detach().clone()
         except BaseException as error:
@@ -111,49 +106,6 @@ class TrainingCall:
         if consensus.world_size() == 1 or isinstance(error, NotGenerated):
             return True
         return consensus.all_reach(f"an exception in training step {self._calls}", _ALIKE_SECONDS)
-
-    def _in_passes(self, passes: StepPasses, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Computes a training step in passes: rows are prepared in the first alone, and only the last is counted."""
-        trainer, ledger = self._trainer, self._ledger
-        state, noted = trainer.state, list[tuple[Any, Bookkeeping, int]]()
-        looked_at = Replacements()
-
-        def look(backward: Callable[..., None], loss: Any, **kwargs: Any) -> None:
-            passes.look_at(loss)
-            # DeepSpeed steps in the last backward, which is that of the last pass.
-            accumulation = trainer.accelerator.gradient_state
-            synchronise = accumulation.sync_gradients
-            accumulation._set_sync_gradients(synchronise and passes.last)
-            try:
-                backward(loss, **kwargs)
-            finally:
-                accumulation._set_sync_gradients(synchronise)
-
-        def note(batch: Any) -> Any:
-            # A copy: `compute_loss` may pop keys from the batch it is given.
-            noted.append((copy.copy(batch), ledger.capture(), state.num_input_tokens_seen))
-            return batch
-
-        def first() -> torch.Tensor:
-            with preparing(trainer, note):
-                return compute()
-
-        def again() -> torch.Tensor:
-            batch, before, tokens = noted[0]
-            ledger.rewind_counts(before)
-            state.num_input_tokens_seen = tokens
-            with preparing(trainer, lambda batch: batch, prepared=batch):
-                return compute()
-
-        def plain() -> torch.Tensor:
-            noted[0][1].rng.restore()
-            return again()
-
-        looked_at.wrap(trainer.accelerator, "backward", look)
-        try:
-            return passes.run(first, again, plain)
-        finally:
-            looked_at.give_back()
 
 
 def _doubt_about(step: Any) -> str:

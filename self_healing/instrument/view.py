@@ -141,8 +141,7 @@ class TrainerView:
     @property
     def why_not_split(self) -> str:
         """
-        Says why the calls of a model are made whole, whatever they do; empty if they can be split. Those of a sharded
-        one only in passes, each of which is a forward and a backward that all ranks make.
+        Says why the calls of a model are made whole, whatever they do; empty if they can be split.
         """
         trainer = self._trainer
         if trainer.args.n_gpu > 1:
@@ -152,33 +151,18 @@ class TrainerView:
                 "FSDP1 has the weights in flat parameters, which change with each forward (calls are split with "
                 '"fsdp_version": 2 in fsdp_config)'
             )
-        if not self.sharded or self.may_repeat_the_loss:
-            return ""
-        if self._has_own_loss:
-            return "all processes call a sharded model together, and a loss of one's own cannot be computed in parts"
-        return (
-            "all processes call a sharded model together, and whether the loss of "
-            f"{type(trainer).__name__} can be computed in parts is not known"
-        )
+        return ""
 
     @property
-    def uses_only_the_loss(self) -> bool:
-        """Whether of what the model gives for a batch with labels the trainer uses the loss and nothing else."""
-        trainer = self._trainer
-        own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-        # Replaced on this one trainer.
-        own = own or "compute_loss" in vars(trainer)
-        return self.objective.name == "generic" and not own
-
-    @property
-    def may_repeat_the_loss(self) -> bool:
+    def may_compute_in_passes(self) -> bool:
         """
-        Whether the loss of a training step can be computed several times for one backward pass over all rows: it is a
-        loss of the libraries, which treats rows (pairs) one by one, and if other processes take part in it, they
-        compute it as often.
+        Whether a training step may be computed in passes over its rows: no other process takes part in it, and its
+        loss is one of the libraries that compare no rows (DPO's `aot` sorts the batch).
         """
         known = self.objective.name in ("generic", "sft", "dpo", "reward", "grpo", "rloo")
-        return known and not self._has_own_loss and (self.world_size == 1 or self.sharded)
+        sorts = any(str(kind).startswith("aot") for kind in getattr(self._trainer, "loss_types", None) or [])
+        alone = self.world_size == 1 and not self.under_deepspeed
+        return known and alone and not sorts and not self._has_own_loss
 
     @property
     def _has_own_loss(self) -> bool:

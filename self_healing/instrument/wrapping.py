@@ -92,7 +92,7 @@ class Instrument:
         self.retry = MemoryRetry(self.view, hooks, self.failsafe, self.heartbeat, lambda: self.window)
         self.one_rank = OneRankRetry(trainer, self.view, self.ledger, self._replaced)
         self._rates = rates = Rates(trainer, self.view, hooks)
-        self.call = TrainingCall(trainer, self._replaced, self.ledger, hooks, self.heartbeat, heals_exceptions)
+        self.call = TrainingCall(trainer, self._replaced, hooks, self.heartbeat, heals_exceptions)
         self.engine: StepEngine = self._kind_of_engine(
             trainer,
             self.view,

@@ -8,22 +8,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import consensus
+from ..call_shape import CallShape
 from ..classify import classify_exception, text_of
 from ..failures import Action, FailureType
 from ..files import of_rank
 from ..instrument import (
     CannotReduce,
     Instrument,
+    Interception,
     OutOfMemory,
+    TrainerView,
     Window,
     alloc_retries,
     free_memory,
+    is_out_of_memory,
+    is_sharded,
     record_memory_history,
     room_of,
     smaller_batch,
+    with_room,
     write_memory_snapshot,
 )
 from ..journal.incident import Incident
+from ..rollback.ring import SnapshotRing
 from ..run.claims import Claim, claim_by_recipe
 from ..run.context import RunContext
 from ..run.dispatch import HealingContext
@@ -38,11 +45,9 @@ from .advice import (
     figures_in_words,
     size_in_words,
 )
-from .optimizer_backup import OptimizerBackup
-from .remedies import MemoryState
-from .sizes_file import SizesFile
-from .split_models import SplitModels
-from .splitting import CallShape, ComputedOtherwise, Passes
+from .calls import ModelCalls
+from .microbatches import Microbatches
+from .sizes import KnownSizes, MemoryState, SizesFile
 
 
 logger = logging.getLogger("self_healing")
@@ -56,23 +61,9 @@ class MemoryHealer(Healer):
     Heals the out-of-memory errors of one `train()` call.
 
     The first time something does not fit, memory is freed and the same is tried once more: another process may have
-    held it, or fragmentation. The second time the size counts as one that does not fit, and the model runs over fewer
-    rows at a time ([`SplitCalls`]); sizes are remembered ([`KnownSizes`]), in the run directory as well, so later
-    batches are split before they fail.
-
-    Large, because one incident goes through all of it: forward, generation and `optimizer.step()` climb one ladder.
-
-    Args:
-        run ([`RunContext`]):
-            The run.
-        state ([`MemoryState`]):
-            What is known to fit.
-        free_batches (`Callable[[bool], int]`):
-            Makes room of batches that are kept, by whether it is the host's memory that ran out; gives the bytes.
-        note_recomputed (`Callable[[Incident], None]`):
-            Told of an incident that was healed by computing a step again.
-        go_back (`Callable[[HealingContext], None]`):
-            Back to a trusted state, after an `optimizer.step()` that was left half-way.
+    held it, or fragmentation. The second time the size counts as one that does not fit, and fewer rows run at a time
+    ([`Microbatches`], [`ModelCalls`]); sizes are remembered ([`KnownSizes`]), so later batches are split before they
+    fail. Forward, generation and `optimizer.step()` climb one ladder.
     """
 
     def __init__(
@@ -90,7 +81,7 @@ class MemoryHealer(Healer):
         self._free_batches = free_batches
         self._note_recomputed = note_recomputed
         self._go_back = go_back
-        self._models = SplitModels(run, state.sizes)
+        self._models = _SplitModels(run, state.sizes)
         self._file = SizesFile(run, state)
         # What is being dealt with, over several attempts, and what actions need to know of it.
         self._opened: OpenIncident | None = None
@@ -101,7 +92,7 @@ class MemoryHealer(Healer):
         self._failed: set[CallShape] = set()
         self._passed: deque[int] = deque(maxlen=_OFTEN)
         # The state right before the step that is being taken.
-        self._backup: OptimizerBackup | None = None
+        self._backup: _OptimizerBackup | None = None
         self._snapshot_written = False
         # Until the exception has left train(): a smaller batch needs another entry.
         self._claim: Claim | None = None
@@ -128,7 +119,7 @@ class MemoryHealer(Healer):
         if self._has_limits():
             self._models.watch()
         if self.config.optimizer_step_backup:
-            self._backup = OptimizerBackup()
+            self._backup = _OptimizerBackup()
         if self.config.oom_memory_snapshot:
             record_memory_history(instrument.view.device)
 
@@ -180,7 +171,7 @@ class MemoryHealer(Healer):
         return self.config.on_oom == "heal"
 
     @property
-    def passes(self) -> Passes | None:
+    def passes(self) -> Microbatches | None:
         """Those that training steps are computed in, where their calls are split; `None` where they are not."""
         return self._models.passes
 
@@ -203,9 +194,6 @@ class MemoryHealer(Healer):
             sizes.forget_attempt()
             self._models.watch()
             return True
-        if isinstance(ran_out.error, ComputedOtherwise):
-            # No size failed. What one attempt saw need not be so; the next one tells.
-            return not self._models.given_up or self._climb(ran_out, context, shape)
         if shape is not None and shape not in self._failed and shape.rows > 1:
             self._failed.add(shape)
             context.shape = shape
@@ -534,3 +522,141 @@ class MemoryHealer(Healer):
     @property
     def _args(self) -> Any:
         return self._instrument.trainer.args
+
+
+class _SplitModels:
+    """Has every call of a trainer's models go over as few rows as it has to, until it is released."""
+
+    def __init__(self, run: RunContext, sizes: KnownSizes) -> None:
+        self._run = run
+        self._sizes = sizes
+        self._splits: list[ModelCalls] = []
+        self._interceptions: list[Interception] = []
+        self._passes: Microbatches | None = None
+
+    def watch(self) -> None:
+        """Begins to split calls that are known not to fit, where they can be split."""
+        instrument, sizes = self._run.instrument, self._sizes
+        view = instrument.view
+        if self._splits or not view.can_split_calls:
+            return
+        sizes.made_together |= bool(instrument.one_rank.meets_in_forward)
+        self._passes = Microbatches(instrument, sizes) if view.may_compute_in_passes else None
+        for model in view.models():
+            calls = ModelCalls(model, sizes, view.device, is_sharded(model), self._in_passes)
+            self._interceptions.append(instrument.intercept_calls(model, calls.call))
+            if hasattr(model, "generate"):
+                self._interceptions.append(instrument.intercept(model, "generate", calls.generate))
+            self._splits.append(calls)
+
+    def _in_passes(self) -> bool:
+        return self._passes is not None and self._passes.running
+
+    def leave_alone(self) -> None:
+        """Gives the models their own calls back."""
+        self._run.instrument.release_calls(self._interceptions)
+        self._splits, self._interceptions, self._passes = [], [], None
+
+    @property
+    def passes(self) -> Microbatches | None:
+        """Those that training steps are computed in, where their calls are split; `None` where they are not."""
+        return self._passes
+
+    @property
+    def pieces(self) -> int:
+        """Most pieces a call was split into."""
+        return max((each.pieces for each in self._all), default=1)
+
+    @property
+    def _all(self) -> list[ModelCalls | Microbatches]:
+        return [*self._splits, *([] if self._passes is None else [self._passes])]
+
+    def count_from_here(self) -> None:
+        """Forgets how many pieces calls were split into so far."""
+        for each in self._all:
+            each.pieces = 1
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why calls could not be split, oldest first."""
+        return [calls.refused for calls in self._splits if calls.refused]
+
+    def forget_refusals(self) -> None:
+        """Begins with another incident."""
+        for calls in self._splits:
+            calls.refused = ""
+
+    def on_success(self) -> None:
+        """Takes in that what was split has been computed."""
+        if self._splits:
+            self._sizes.on_success()
+
+
+class _OptimizerBackup:
+    """Copies weights and optimizer state to host memory before each step, and puts them back."""
+
+    def __init__(self) -> None:
+        self._ring = SnapshotRing(generations=1)
+
+    def take(self, view: TrainerView) -> bool:
+        """Copies the state before a step. Gives `False` where there is no host memory for it."""
+        try:
+            self._ring.take(view.live_state(), view.step, {}).wait()
+        except Exception as error:
+            if classify_exception(error) is not FailureType.OUT_OF_MEMORY:
+                raise
+            logger.warning(
+                "Step %d: there is no host memory for the copy that optimizer_step_backup=True makes before each "
+                "step (%s). Training goes on without it.",
+                view.step,
+                error,
+            )
+            return False
+        return True
+
+    def restore(self, view: TrainerView) -> bool:
+        """Puts back what was copied before the step. Gives `False` where that is not possible."""
+        before = self._ring.candidate
+        if before is None:
+            return False
+        try:
+            with_room(lambda: self._ring.restore(before, view.live_state()), view.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("Step %d: the copy made before the step could not be put back.", view.step)
+            return False
+        return True
+
+
+class MemoryOutsideOfModel:
+    """
+    Handles out-of-memory errors of one run that left `train()` and come from no call of the model (a callback, the
+    data): the step is done once more with the memory freed; soon again, with a smaller batch, which leaves more
+    memory to everything else.
+    """
+
+    def __init__(self, run: RunContext, trainer: Any) -> None:
+        self._config = run.config
+        self._run = run
+        self._trainer = trainer
+        self._ran_out_at: int | None = None
+
+    def claim(self, error: BaseException, incident: Incident) -> Claim | None:
+        """Claims an exception that no healer does; `None` if it is none of memory, or they are not to be healed."""
+        if classify_exception(error) is not FailureType.OUT_OF_MEMORY or self._config.on_oom != "heal":
+            return None
+        step = int(self._trainer.state.global_step)
+        last, self._ran_out_at = self._ran_out_at, step
+        if last is None or step - last > _LATELY:
+            return Claim(incident, Action.FREE_MEMORY)
+        instrument = self._run.attachment.instrument
+        if self._config.oom_reduce_batch and instrument is not None:
+            try:
+                plan = smaller_batch(self._trainer, instrument.objective.name)
+            except CannotReduce as refusal:
+                incident.evidence["not_reduced"] = str(refusal)
+                logger.warning("Step %d: the batch cannot be made smaller: %s.", step, refusal)
+            else:
+                return Claim(incident, Action.REDUCE_BATCH_SIZE, batch=plan)
+        return Claim(incident, Action.FREE_MEMORY if step > last else Action.STOP)

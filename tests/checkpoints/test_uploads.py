@@ -18,7 +18,7 @@ from self_healing.data.quarantine import QUARANTINE_FILE
 from self_healing.hangs.exits import HANGS_FILE
 from self_healing.instrument import leave_out_of_uploads
 from self_healing.instrument.generated import GENERATED_FILE
-from self_healing.memory.sizes_file import SIZES_FILE
+from self_healing.memory.sizes import SIZES_FILE
 from self_healing.own_files import (
     EMERGENCY_DIR,
     EVENTS_FILE,

@@ -14,9 +14,9 @@ from test_memory import TooManyRows, out_of_memory
 from trl.generation.vllm_generation import VLLMGeneration
 
 from self_healing import SelfHealingCallback, SelfHealingTrainer, UnrecoverableTrainingError
+from self_healing.call_shape import CallShape
 from self_healing.instrument.out_of_memory import caught
-from self_healing.memory.sizes_file import SIZES_FILE
-from self_healing.memory.splitting import CallShape, KnownSizes
+from self_healing.memory.sizes import SIZES_FILE, KnownSizes
 
 
 class Engine:

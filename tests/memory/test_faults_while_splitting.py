@@ -26,7 +26,6 @@ from test_poison import poisoned_texts
 from trl import SFTTrainer
 
 from self_healing import HealingConfig, SelfHealingTrainer
-from self_healing.memory.splitting.recomputing import recomputed
 
 
 class StrikingCalls:
@@ -53,10 +52,6 @@ def nan(output: torch.Tensor) -> torch.Tensor:
     return output * math.nan
 
 
-def flipped(output: torch.Tensor) -> torch.Tensor:
-    return output * 2
-
-
 class OwnLoss(SFTTrainer):
     """With a loss that nobody knows: parts of its batches are computed again in the backward pass."""
 
@@ -72,8 +67,6 @@ class TestFaultsInASplitBatch:
         [
             pytest.param("SFTTrainer", 1, nan, id="SFT, NaN in a piece"),
             pytest.param("DPOTrainer", 4, nan, id="DPO, NaN in the last piece"),
-            pytest.param("own loss", 1, flipped, id="computed again, another number the first time"),
-            pytest.param("own loss", 3, flipped, id="computed again, another number the second time"),
             pytest.param("own loss", 3, nan, id="computed again, NaN the second time"),
             pytest.param("own loss", 1, nan, id="computed again, NaN the first time", marks=pytest.mark.slow),
             pytest.param("SFTTrainer", 2, nan, id="SFT, NaN in the last piece", marks=pytest.mark.slow),
@@ -101,19 +94,6 @@ class TestFaultsInASplitBatch:
 
 
 class TestNumbersThatAreNotFinite:
-    @pytest.mark.parametrize(
-        "factors",
-        [(math.nan, math.nan), (math.inf, math.nan), (math.nan, 1.0), (1.0, math.nan)],
-        ids=["both times", "another one the second time", "the first time", "the second time"],
-    )
-    def test_do_not_say_that_a_part_is_computed_otherwise(self, factors: tuple[float, float]) -> None:
-        weight, given = torch.ones(3, requires_grad=True), iter(factors)
-        told: list[bool] = []
-        output = recomputed(lambda: weight * next(given), torch.device("cpu"), [weight], lambda: told.append(True))
-        output.sum().backward()
-        assert weight.grad is not None
-        assert not told
-
     def test_are_left_to_the_search_for_poison_rows(self, tmp_path: Path, tokenizer: Any) -> None:
         def strike(trainer: Any) -> None:
             TooManyRows(trainer.model, 2, unless=lambda: not torch.is_grad_enabled())

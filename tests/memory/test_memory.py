@@ -44,7 +44,7 @@ from self_healing import (
     SelfHealingTrainer,
     UnrecoverableTrainingError,
 )
-from self_healing.memory.sizes_file import SIZES_FILE
+from self_healing.memory.sizes import SIZES_FILE
 
 
 def out_of_memory(rows: int) -> torch.OutOfMemoryError:

@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 from self_healing import HealingConfig, SelfHealingCallback, SelfHealingTrainer
 from self_healing.instrument.live_state import live_state_of
-from self_healing.memory.sizes_file import SIZES_FILE
+from self_healing.memory.sizes import SIZES_FILE
 from self_healing.random_state import RandomState
 from self_healing.rollback.copied_state import size_of
 from self_healing.rollback.host_copies import DeviceCopies, SideStream, Transfer, copies_of

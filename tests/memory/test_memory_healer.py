@@ -13,11 +13,10 @@ import torch
 from made_up_run import MadeUpRun, MadeUpWindow
 
 from self_healing import Action, FailureType, UnrecoverableTrainingError
+from self_healing.call_shape import CallShape
 from self_healing.instrument import OutOfMemory
 from self_healing.memory.healer import MemoryHealer
-from self_healing.memory.remedies import MemoryRemedies, MemoryState
-from self_healing.memory.sizes_file import SIZES_FILE, SizesFile
-from self_healing.memory.splitting import CallShape, KnownSizes
+from self_healing.memory.sizes import SIZES_FILE, KnownSizes, MemoryRemedies, MemoryState, SizesFile
 
 
 FIGURES = {"host_used": 10**9, "host_available": 10**9}
@@ -43,7 +42,7 @@ class Memory:
     def __init__(self, directory: Path, first: bool = True, **settings: Any) -> None:
         self.run = run = MadeUpRun(directory, **settings)
         view = run.instrument.view
-        view.models, view.can_split_calls, view.may_repeat_the_loss = list, True, False
+        view.models, view.can_split_calls, view.may_compute_in_passes = list, True, False
         view.sharded, view.why_not_split = False, ""
         view.fingerprint = lambda: "the same model"
         self.can_checkpoint = True
@@ -269,7 +268,7 @@ def test_other_ranks_are_told_of_a_size_that_was_tried_in_vain(memory: Memory) -
 
 
 @pytest.mark.parametrize("meets", [False, True])
-def test_what_another_rank_tells_is_split_here_and_has_failed_there(tmp_path: Path, meets: bool) -> None:
+def test_what_another_rank_tells_is_split_here(tmp_path: Path, meets: bool) -> None:
     here, there = Memory(tmp_path), Memory(tmp_path)
     takers: dict[str, Any] = {}
     here.run.news.on = takers.__setitem__  # type: ignore[method-assign]
@@ -278,7 +277,6 @@ def test_what_another_rank_tells_is_split_here_and_has_failed_there(tmp_path: Pa
     there.state.sizes.failed(CallShape("train", 8, 16))
     takers["sizes"](1, SizesFile(there.healer.run, there.state).content())
     assert here.state.sizes.known_rows(CallShape("train", 8, 16)) == 4
-    assert here.state.sizes.state_dict()["train"]["elsewhere"] == [(8, 16)]
     # A forward that was seen to be a meeting of ranks is not split.
     assert here.state.sizes.made_together == meets
     assert json.loads((tmp_path / SIZES_FILE).read_text())["sizes"]["train"]["fails"] == [[8, 16]]

@@ -44,7 +44,7 @@ from self_healing.instrument import (
     view,
 )
 from self_healing.instrument.accelerate_engine import AccelerateEngine
-from self_healing.memory.splitting import additivity
+from self_healing.memory.microbatches import Microbatches
 from self_healing.numerics.judge import StepJudge
 from self_healing.numerics.nonfinite import NonfiniteHealer
 from self_healing.rollback import in_place
@@ -297,7 +297,7 @@ PLACES = {
         half_updated, SnapshotRing, "restore", "stopped", True, {"optimizer_step_backup": True, "snapshots": False}
     ),
     "splitting: what a step begins from": Place(too_large, Window, "compute_again_so_far", "stopped"),
-    "splitting: trying two rows": Place(too_large, additivity, "without_caches", "stopped"),
+    "splitting: finding out what rows count for": Place(too_large, Microbatches, "_computed", "stopped"),
     "where it begins": Place(wrong_from_the_start, StepExperiments, "_origin_in", "stopped"),
     "a snapshot: taking it": Place(healthy, SnapshotRing, "take", "ended"),
     "a snapshot: searching it": Place(healthy, Snapshot, "nonfinite", "ended"),

@@ -12,7 +12,7 @@ import pytest
 from self_healing import HealingConfig, Incident
 from self_healing.assembly import assemble
 from self_healing.failures import Action, FailureType
-from self_healing.memory.outside_of_model import MemoryOutsideOfModel
+from self_healing.memory.healer import MemoryOutsideOfModel
 from self_healing.run.claims import Claim, claim_by_recipe, claim_for
 from self_healing.run.healer import Healer, Healers
 from self_healing.services.calls import ServiceCalls

@@ -1,12 +1,30 @@
-"""Remembers which sizes of model calls fitted, and which did not."""
+"""Which sizes of model calls fitted: remembered, written down, and what is done about those that did not."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from ...call_shape import CallShape, Kind
+from transformers import TrainingArguments
+
+from ..call_shape import CallShape, Kind
+from ..failures import Action
+from ..files import of_rank, replace_file
+from ..instrument import change_batch, free_memory
+from ..run.context import RunContext
+from ..run.dispatch import CarryOut, HealingContext
+
+
+logger = logging.getLogger("self_healing")
+
+SIZES_FILE = "healing_sizes.json"
+_VERSION = 1
+# Larger than any size: it says that something did fail, and so that only what is known to fit is safe.
+_BEYOND_ALL = 1 << 30
 
 
 class Room(Protocol):
@@ -19,40 +37,20 @@ class Room(Protocol):
         """Bytes that could be taken beyond them."""
 
 
-# Where a failure ends the job, how often the memory that rows were seen to hold has to be there: what backward needs
-# beyond it is open. More for what is known to have failed, or is nearly as large.
-_MARGIN, _WIDE_MARGIN = 1.25, 2.0
-# Larger than any size: it says that something did fail, and so that only what is known to fit is safe.
-_BEYOND_ALL = 1 << 30
-
-
 @dataclass(slots=True)
 class _Frontier:
-    """
-    The sizes of one kind of call that are known to fit, or not to.
+    """The sizes (rows, length) of one kind of call that are known to fit, or not to."""
 
-    Args:
-        wait (`int`):
-            Optimizer steps from a failure to the next try of a size that has failed.
-        next_retry (`int`), next_try (`int`):
-            The first step at which a size that has failed is tried again, and at which one that has not been tried is.
-        try_wait (`int`):
-            Optimizer steps from the failure of a size that had not been tried to the next one.
-        fits (`list[tuple[int, int]]`), fails (`list[tuple[int, int]]`):
-            The largest sizes that did fit, the smallest that did not: rows and length.
-        elsewhere (`set[tuple[int, int]]`):
-            Those that did not fit on another rank, and have not failed here.
-        bytes_per_token (`float`):
-            The most that a call was seen to hold.
-    """
-
+    # Steps from a failure to the next try of a size that has failed, and of one that had not been tried; and which
+    # steps these are.
     wait: int
     next_retry: int = 0
     next_try: int = 0
     try_wait: int = 1
+    # The largest that did fit, and the smallest that did not.
     fits: list[tuple[int, int]] = field(default_factory=list)
     fails: list[tuple[int, int]] = field(default_factory=list)
-    elsewhere: set[tuple[int, int]] = field(default_factory=set)
+    # The most that a call was seen to hold.
     bytes_per_token: float = 0.0
 
     def fit(self, rows: int, length: int) -> bool:
@@ -84,17 +82,7 @@ class _Frontier:
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """
-    A size that is tried without being known to fit.
-
-    Args:
-        kind (`Kind`):
-            The kind of call.
-        known (`int`), rows (`int`):
-            Rows that were known to fit, and that are tried.
-        failed_before (`bool`):
-            Whether it is known to have failed.
-    """
+    """A number of rows that is tried beyond those `known` to fit; `failed_before`, if it is known to have failed."""
 
     kind: Kind
     known: int
@@ -110,19 +98,10 @@ class KnownSizes:
     faster than that with the other, so their product alone says too little.
 
     Before anything has failed, everything is allowed. After that only what is known to fit is, and where nothing is,
-    half of what failed: 8, 4, 2, 1. A failure costs at most the pass it ends, a size below what fits costs passes in
-    every step to come. From what fits, sizes that were not tried yet follow at once, one a step: up to twice as many
-    rows, and half-way to what failed. A size that failed is tried again after `probe_steps` optimizer steps, later
-    after twice as many whenever that failed. Each kind of call waits by itself.
-
-    Where a failure ends the job, what may fail is not tried: up to half of what failed is, and beyond it what the
-    device has room for with a wide margin.
-
-    Args:
-        probe_steps (`int`):
-            Optimizer steps until a size that failed is tried again.
-        room ([`Room`], *optional*):
-            The memory of the device, where it can be asked: sizes that need more than is left are not tried.
+    half of what failed: 8, 4, 2, 1. From what fits, sizes that were not tried yet follow at once, one a step: up to
+    twice as many rows, and half-way to what failed. A size that failed is tried again after `probe_steps` optimizer
+    steps, later after twice as many whenever that failed. Each kind of call waits by itself. Where a failure ends the
+    job, no more than half of what failed is tried.
     """
 
     def __init__(self, probe_steps: int, room: Room | None = None) -> None:
@@ -132,11 +111,12 @@ class KnownSizes:
             "forward": _Frontier(probe_steps),
             "generate": _Frontier(probe_steps),
         }
-        self._step = 0
+        self.step = 0
         self._restored = False
         self._seen: list[CallShape] = []
         self._trying: _Try | None = None
         self._held_before = 0
+        # The memory of the device, where it can be asked.
         self.room = room
         # Where a failure ends the job (several processes): one row where nothing is known, unless one more failure can
         # most likely be healed.
@@ -152,18 +132,15 @@ class KnownSizes:
         """Whether anything has ever failed."""
         return any(frontier.fails for frontier in self._frontiers.values())
 
-    @property
-    def step(self) -> int:
-        """The optimizer step that is being computed."""
-        return self._step
-
     def begin_step(self, step: int) -> None:
         """An optimizer step begins."""
-        self._step = step
+        self.step = step
         if self._restored:
             self._restored = False
             for frontier in self._frontiers.values():
                 frontier.next_retry, frontier.next_try = step + frontier.wait, step + frontier.try_wait
+
+    # ---- how many rows ----
 
     def rows_for(self, shape: CallShape) -> int:
         """Gives how many rows of a call of this size may run at a time, at least 1; notes a size that is tried."""
@@ -221,12 +198,13 @@ class KnownSizes:
             default=shape.rows + 1,
         )
         if self.failure_is_fatal:
-            larger = [rows for rows in larger if self._will_fit(shape, rows)]
+            halves = [each.half_of_what_failed(shape.length) for each in self._frontiers_for(shape.kind)]
+            larger = [rows for rows in larger if all(half is None or rows <= half for half in halves)]
         untried, others = [rows for rows in larger if rows < failed], [rows for rows in larger if rows >= failed]
-        if untried and self._step >= (frontier.next_retry if self.failure_is_fatal else frontier.next_try):
+        if untried and self.step >= (frontier.next_retry if self.failure_is_fatal else frontier.next_try):
             # Half-way to what failed.
             rows = untried[-1] if failed > 2 * known else untried[len(untried) // 2]
-        elif others and self._step >= frontier.next_retry:
+        elif others and self.step >= frontier.next_retry:
             rows = others[0]
         else:
             return None
@@ -237,14 +215,7 @@ class KnownSizes:
         needed = self._frontiers[shape.kind].bytes_per_token * rows * shape.length
         return self.room is None or needed == 0 or needed <= self.room.left()
 
-    def _will_fit(self, shape: CallShape, rows: int) -> bool:
-        """Whether it is as good as known that so many rows fit: a failure ends the job, and is paid by all of it."""
-        needed = self._frontiers[shape.kind].bytes_per_token * rows * shape.length
-        halves = [frontier.half_of_what_failed(shape.length) for frontier in self._frontiers_for(shape.kind)]
-        small = all(half is None or rows <= half for half in halves)
-        if self.room is None or needed == 0:
-            return small
-        return needed * (_MARGIN if small else _WIDE_MARGIN) <= self.room.left()
+    # ---- what ran ----
 
     def begins(self, shape: CallShape) -> None:
         """A call of this size begins; if it does not fit, this is the one."""
@@ -262,11 +233,9 @@ class KnownSizes:
 
     def on_success(self) -> None:
         """Notes that everything which ran since the last failure fitted, backward included."""
-        self._forget_begun()
-        if not self._seen:
-            return
-        seen, self._seen = self._seen, []
-        if not self.limits:
+        seen = self._seen
+        self.forget_attempt()
+        if not seen or not self.limits:
             return
         for shape in seen:
             self.changed |= self._frontiers[shape.kind].fit(shape.rows, shape.length)
@@ -277,28 +246,19 @@ class KnownSizes:
         took_place = any(shape.kind == tried.kind and shape.rows > tried.known for shape in seen)
         if took_place:
             # Growing as long as it goes well.
-            frontier.next_try, frontier.try_wait = self._step + 1, 1
+            frontier.next_try, frontier.try_wait = self.step + 1, 1
         else:
             # A call that is not split, sequences or pairs that do not fill a chunk: the next step is for other tries.
-            frontier.next_try = self._step + 2
+            frontier.next_try = self.step + 2
         if tried.failed_before or (self.failure_is_fatal and tried.known):
-            frontier.next_retry = self._step + 1
+            frontier.next_retry = self.step + 1
             if took_place:
                 frontier.wait = self._base_wait
 
     def failed(self, shape: CallShape, with_gradients: bool = True) -> None:
-        """
-        A call of this size did not fit.
-
-        Args:
-            shape ([`CallShape`]):
-                The size.
-            with_gradients (`bool`, *optional*, defaults to `True`):
-                Whether that says something about calls with gradients: not where it was an evaluation that failed.
-        """
+        """A call of this size did not fit; in an evaluation that says nothing about calls `with_gradients`."""
         self.forget_attempt()
         self._frontiers[shape.kind].fail(shape.rows, shape.length)
-        self._frontiers[shape.kind].elsewhere.discard((shape.rows, shape.length))
         waiting = {shape.kind}
         if with_gradients and shape.kind == "forward" and self._frontiers["train"].most(shape.length) < shape.rows:
             # With gradients it needs more; unless it did fit, and another model is the larger one.
@@ -309,11 +269,11 @@ class KnownSizes:
             waiting.add(tried.kind)
             self._wait_longer(tried)
         for kind in waiting:
-            self._frontiers[kind].next_retry = self._step + self._frontiers[kind].wait
+            self._frontiers[kind].next_retry = self.step + self._frontiers[kind].wait
         if shape.kind == "train":
             # Calls without gradients go by what failed with them.
             forward = self._frontiers["forward"]
-            forward.next_retry = max(forward.next_retry, self._step + forward.wait)
+            forward.next_retry = max(forward.next_retry, self.step + forward.wait)
         self.changed = True
 
     def _wait_longer(self, tried: _Try) -> None:
@@ -322,7 +282,7 @@ class KnownSizes:
             frontier.wait *= 2
         elif tried.known:
             frontier.try_wait *= 2
-            frontier.next_try = self._step + frontier.try_wait
+            frontier.next_try = self.step + frontier.try_wait
 
     def is_tried(self, shape: CallShape) -> bool:
         """Whether a call of this size runs because it was to be tried, and not because it could not be split."""
@@ -330,11 +290,7 @@ class KnownSizes:
 
     def forget_attempt(self) -> None:
         """Forgets the calls since the last failure: they run again."""
-        self._seen.clear()
-        self._forget_begun()
-
-    def _forget_begun(self) -> None:
-        """Forgets which calls have begun: what does not fit from here on is none of them."""
+        self._seen = []
         self.begun.clear()
         self.last_begun = None
 
@@ -345,10 +301,12 @@ class KnownSizes:
             if frontier.fails:
                 frontier.fails = [(_BEYOND_ALL, _BEYOND_ALL)]
             frontier.bytes_per_token = 0.0
-            frontier.wait, frontier.next_retry = self._base_wait, self._step + 1
-            frontier.try_wait, frontier.next_try = 1, self._step + 1
+            frontier.wait, frontier.next_retry = self._base_wait, self.step + 1
+            frontier.try_wait, frontier.next_try = 1, self.step + 1
         self._trying = None
         self.changed = True
+
+    # ---- for other processes ----
 
     def state_dict(self) -> dict[str, Any]:
         """Gives what is known, as JSON."""
@@ -356,7 +314,6 @@ class KnownSizes:
             kind: {
                 "fits": frontier.fits,
                 "fails": frontier.fails,
-                "elsewhere": [each for each in frontier.fails if each in frontier.elsewhere],
                 "wait": frontier.wait,
                 "try_wait": frontier.try_wait,
             }
@@ -366,34 +323,132 @@ class KnownSizes:
 
     def load_state_dict(self, state: Mapping[str, Any], own: bool = True) -> None:
         """
-        Takes over what another process knew, beside what is known here.
-
-        Args:
-            state (`Mapping`):
-                As [`state_dict`] gives it.
-            own (`bool`, *optional*, defaults to `True`):
-                Whether it was an earlier start of this rank. What failed on another rank counts here as well. What
-                fitted there may not fit here, if less memory is left: beside what has failed on that rank itself, up
-                to half of what failed counts.
+        Takes over what another process knew, beside what is known here: an earlier start of this rank (`own`), or
+        another rank, which may have more memory. Of what fitted there up to half of what failed counts.
         """
         self.made_together |= bool(state.get("made_together"))
         for kind, frontier in self._frontiers.items():
             known = state.get(kind, {})
-            fits, fails, elsewhere = (
-                [(int(r), int(n)) for r, n in known.get(name, [])] for name in ("fits", "fails", "elsewhere")
-            )
-            failed_there = set(fails) - set(elsewhere)
-            frontier.elsewhere.update(elsewhere if own else set(fails) - set(frontier.fails))
+            fits, fails = ([(int(r), int(n)) for r, n in known.get(name, [])] for name in ("fits", "fails"))
             for rows, length in fails:
                 frontier.fail(rows, length)
             if not own:
-                others = min((r * n for r, n in frontier.fails if (r, n) not in failed_there), default=None)
-                fits = [(r if others is None else min(r, others // 2 // n), n) for r, n in fits]
+                halves = [frontier.half_of_what_failed(n) for _, n in fits]
+                fits = [(r if half is None else min(r, half), n) for (r, n), half in zip(fits, halves, strict=True)]
             fits, frontier.fits = [*frontier.fits, *fits], []
             for rows, length in fits:
                 if rows > 0 and not any(rows >= r and length >= n for r, n in frontier.fails):
                     frontier.fit(rows, length)
-            # Written by an earlier version, it holds neither.
             frontier.wait = max(frontier.wait, int(known.get("wait", 0)))
             frontier.try_wait = max(frontier.try_wait, int(known.get("try_wait", 0)))
         self._restored = True
+
+
+@dataclass(slots=True)
+class MemoryState:
+    """Sizes, and whether activation checkpointing is on, that a run is known to fit into memory with."""
+
+    sizes: KnownSizes
+    checkpointing_activations: bool = False
+
+
+class SizesFile:
+    """`healing_sizes.json`: keeps what is known to fit in the run directory; each rank has a file of its own."""
+
+    def __init__(self, run: RunContext, state: MemoryState) -> None:
+        self._run = run
+        self._state = state
+
+    @property
+    def path(self) -> Path:
+        """The file of this rank."""
+        return of_rank(self._run.directory / SIZES_FILE, self._run.journal.rank)
+
+    def write(self) -> None:
+        """Writes down what is known to fit this model on this device."""
+        try:
+            replace_file(self.path, json.dumps(self.content(), indent=1) + "\n")
+        except OSError as error:
+            logger.warning("%s could not be written (%s): the next start has to learn it again.", self.path, error)
+
+    def content(self) -> dict[str, Any]:
+        """Gives what is known to fit this model on this device."""
+        return {
+            "version": _VERSION,
+            "for": self._run.instrument.view.fingerprint(),
+            "checkpointing_activations": self._state.checkpointing_activations,
+            "sizes": self._state.sizes.state_dict(),
+        }
+
+    def take_over(self, content: Mapping[str, Any], own: bool) -> bool:
+        """Takes over what another process knows; `False` if it is about another model or device."""
+        if content["version"] != _VERSION or content["for"] != self._run.instrument.view.fingerprint():
+            return False
+        self._state.sizes.load_state_dict(content["sizes"], own)
+        return True
+
+    def read(self) -> None:
+        """Takes over what did not fit in an earlier process, on any rank, if it was the same model and device."""
+        paths = sorted(self._run.directory.glob("healing_sizes*.json"))
+        # Its own first: what fitted on another rank is weighed against what failed here.
+        for path in sorted(paths, key=lambda path: path != self.path):
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                if not self.take_over(content, own=path == self.path):
+                    continue
+                self._state.checkpointing_activations |= bool(content["checkpointing_activations"])
+            except Exception as error:
+                logger.warning("%s cannot be read and is not used: %s", path, error)
+                continue
+            if self._state.sizes.limits:
+                logger.info("%s: batches that did not fit in an earlier start are split from the beginning.", path)
+
+
+class MemoryRemedies:
+    """Makes a step need less memory: frees it, splits calls, keeps fewer activations, makes batches smaller."""
+
+    def __init__(self, state: MemoryState) -> None:
+        self.state = state
+
+    def table(self) -> dict[Action, CarryOut]:
+        """The actions, and what does each."""
+        return {
+            Action.FREE_MEMORY: self._free_memory,
+            Action.SPLIT_BATCH: self._split_batch,
+            Action.CHECKPOINT_ACTIVATIONS: self._checkpoint_activations,
+            Action.REDUCE_BATCH_SIZE: self._reduce_batch_size,
+        }
+
+    def _free_memory(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        free_memory(context.running.trainer.accelerator.device)
+        return {}
+
+    def _split_batch(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        shape, sizes = context.shape, self.state.sizes
+        if shape is None:
+            raise ValueError("split_batch needs the size of the call that did not fit")
+        sizes.failed(shape, with_gradients=context.window is not None)
+        at_a_time = sizes.known_rows(shape)
+        return {"call": shape.kind, "did_not_fit": [shape.rows, shape.length], "at_a_time": at_a_time}
+
+    def _checkpoint_activations(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        done = context.running.activation_checkpointing.switch_on()
+        if not done:
+            return {"checkpointing": False, "happened": False, "why": "it is on already, or the model cannot do it"}
+        self.state.checkpointing_activations = True
+        self.state.sizes.more_room()
+        context.incident.figures.append("activation checkpointing is on from here on")
+        return {"checkpointing": True}
+
+    def _reduce_batch_size(self, context: HealingContext, _: TrainingArguments) -> dict[str, Any]:
+        plan = context.batch
+        if plan is None:
+            raise ValueError("reduce_batch_size needs the sizes to go on with")
+        change_batch(context.running.trainer, plan)
+        context.incident.figures.append(
+            f"per_device_train_batch_size from {plan.rows_before} to {plan.rows}, gradient_accumulation_steps from "
+            f"{plan.accumulation_before} to {plan.accumulation}"
+        )
+        if context.running.objective.name not in ("sft", "dpo", "reward", "generic"):
+            context.incident.figures.append("a loss that looks at the whole micro-batch sees fewer rows from here on")
+        return plan.to_dict()

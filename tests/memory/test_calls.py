@@ -1,0 +1,255 @@
+"""A call of a model that is split gives the outputs, losses and gradients of the whole call, or is made whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from conftest import TEXTS, tiny_config, tiny_model
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DynamicCache,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    set_seed,
+)
+
+from self_healing.memory.calls import ModelCalls
+from self_healing.memory.sizes import KnownSizes
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def only(rows: int, kinds: tuple[str, ...] = ("train", "forward", "generate")) -> KnownSizes:
+    """A memory of sizes that allows so many rows of whatever length."""
+    sizes = KnownSizes(probe_steps=10**6)
+    sizes.load_state_dict({kind: {"fits": [(rows, 1 << 29)], "fails": [(rows + 1, 1)]} for kind in kinds})
+    sizes.begin_step(1)
+    return sizes
+
+
+@contextmanager
+def split(module: Any, rows: int) -> Iterator[ModelCalls]:
+    """Splits the calls of a module, and its generation."""
+    calls = ModelCalls(module, only(rows), torch.device("cpu"), together=False, whole=lambda: False)
+    call, generate = module._call_impl, getattr(module, "generate", None)
+    module._call_impl = lambda *args, **kwargs: calls.call(call, *args, **kwargs)
+    if generate is not None:
+        module.generate = lambda *args, **kwargs: calls.generate(generate, *args, **kwargs)
+    yield calls
+    del module._call_impl
+    if generate is not None:
+        del module.generate
+
+
+def batch_of(tokenizer: Any, rows: int = 5) -> dict[str, torch.Tensor]:
+    batch = tokenizer(TEXTS[:rows], padding=True, return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels}
+
+
+def flattened(tokenizer: Any) -> dict[str, Any]:
+    ids = [tokenizer(text)["input_ids"] for text in TEXTS[:5]]
+    tokens = torch.cat([torch.tensor(each) for each in ids])[None]
+    positions = torch.cat([torch.arange(len(each)) for each in ids])[None]
+    labels = tokens.masked_fill(positions == 0, -100)
+    return {"input_ids": tokens, "position_ids": positions, "labels": labels, "use_cache": False}
+
+
+def computed(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    output = model(**batch)
+    (output.loss if output.loss is not None else output.logits.square().mean()).backward()
+    return output, {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_split_alike(model: torch.nn.Module, batch: dict[str, Any], rows: int) -> None:
+    expected, of_all = computed(model, batch)
+    with split(model, rows) as calls:
+        found, gradients = computed(model, batch)
+    assert calls.pieces > 1, calls.refused
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert gradients.keys() == of_all.keys()
+    for name, value in of_all.items():
+        torch.testing.assert_close(gradients[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("items", [None, torch.tensor(50)], ids=["a mean", "a sum over the items of the step"])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_causal_model_with_its_own_loss(tokenizer: Any, rows: int, items: Any) -> None:
+    batch = batch_of(tokenizer) | ({} if items is None else {"num_items_in_batch": items})
+    assert_split_alike(tiny_model(tokenizer, dropout=0.0), batch, rows)
+
+
+@pytest.mark.parametrize("model", ["encoder", "encoder and decoder", "classifier", "without a loss"])
+def test_other_models(tokenizer: Any, model: str) -> None:
+    set_seed(0)
+    vocabulary, batch = len(tokenizer), batch_of(tokenizer)
+    made: Any
+    if model == "encoder":
+        made = BertForMaskedLM(BertConfig(vocab_size=vocabulary, **SMALL))
+    elif model == "encoder and decoder":
+        made = T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=vocabulary,
+                d_model=32,
+                d_kv=16,
+                d_ff=48,
+                num_layers=2,
+                num_heads=2,
+                decoder_start_token_id=0,
+            )
+        )
+    elif model == "classifier":
+        made = LlamaForSequenceClassification(tiny_config(tokenizer, 0.0, num_labels=3))
+        batch["labels"] = torch.tensor([0, 2, 1, 1, 0])
+    else:
+        made = tiny_model(tokenizer, dropout=0.0)
+        del batch["labels"]
+    assert_split_alike(made.eval(), batch, 2)
+
+
+@pytest.mark.parametrize("tokens", [25, 35])
+def test_a_flattened_batch_is_cut_between_its_sequences(tokenizer: Any, tokens: int) -> None:
+    assert_split_alike(tiny_model(tokenizer, dropout=0.0), flattened(tokenizer), tokens)
+
+
+def test_random_states_are_those_of_the_first_time(tokenizer: Any) -> None:
+    """With dropout, the gradients are those of the outputs that the loss has seen."""
+    model = tiny_model(tokenizer, dropout=0.5)
+    with split(model, 2) as calls:
+        set_seed(1)
+        output = model(**batch_of(tokenizer))
+        # In between, something else is drawn.
+        torch.rand(3)
+        output.loss.backward()
+        found = model.lm_head.weight.grad.clone()
+        set_seed(1)
+        with torch.no_grad():
+            again = model(**batch_of(tokenizer))
+    assert calls.pieces == 3
+    assert again.loss == output.loss
+    assert found.isfinite().all()
+
+
+def test_without_gradients_nothing_is_computed_twice(tokenizer: Any) -> None:
+    model, rows = tiny_model(tokenizer, dropout=0.0), list[int]()
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    with split(model, 2), torch.no_grad():
+        model(**batch_of(tokenizer))
+    assert rows == [1, 2, 2]
+
+
+class NotByRows(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor, past_key_values: Any = None, use_cache: bool = False) -> torch.Tensor:
+        output: torch.Tensor = self.linear(inputs)
+        return output
+
+
+class BatchNorm(NotByRows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+
+
+class OneNumber(NotByRows):
+    def forward(self, inputs: torch.Tensor, **_: Any) -> torch.Tensor:
+        return super().forward(inputs).square().mean()
+
+
+class Growing(NotByRows):
+    def forward(self, inputs: torch.Tensor, **_: Any) -> torch.Tensor:
+        return super().forward(inputs) @ inputs.T
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "why"),
+    [
+        (BatchNorm, {}, "batch normalisation"),
+        (OneNumber, {}, "one value for all rows"),
+        (Growing, {}, "sizes that depend on the rows"),
+        (NotByRows, {"past_key_values": DynamicCache()}, "cached keys and values"),
+        (NotByRows, {"use_cache": True}, "use_cache=True"),
+        (NotByRows, {"patches": torch.ones(7, 2)}, "7 entries for 5 rows"),
+    ],
+)
+def test_what_cannot_be_split_is_made_whole_and_says_why(model: Any, arguments: dict[str, Any], why: str) -> None:
+    set_seed(0)
+    module, inputs = model(), torch.randn(5, 4)
+    original = module.forward
+    module.forward = lambda inputs, patches=None, **named: original(inputs, **named)
+    expected = module(inputs, **arguments)
+    with split(module, 2) as calls:
+        assert torch.equal(module(inputs, **arguments), expected)
+    assert why in calls.refused
+    assert calls.pieces == 1
+
+
+def test_a_mixture_of_experts_that_balances_the_batch_is_made_whole(tokenizer: Any) -> None:
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), num_local_experts=2, num_key_value_heads=2, output_router_logits=True, **SMALL
+    )
+    model = MixtralForCausalLM(config)
+    with split(model, 2) as calls:
+        assert model(**batch_of(tokenizer)).loss.isfinite()
+    assert calls.refused
+
+
+def test_sequences_that_predict_the_first_token_of_the_next_one_stay_together(tokenizer: Any) -> None:
+    batch = flattened(tokenizer)
+    batch["labels"] = batch["input_ids"]
+    with split(tiny_model(tokenizer), 30) as calls:
+        calls._module(**batch)
+    assert "first token of the next one" in calls.refused
+
+
+def test_a_model_keeps_its_own_loss_function(tokenizer: Any) -> None:
+    model = tiny_model(tokenizer, dropout=0.0)
+    before = model.loss_function
+    with split(model, 2):
+        model(**batch_of(tokenizer)).loss.backward()
+    assert model.loss_function is before
+    assert "_loss_function" not in vars(model)
+
+
+def test_generation_is_the_same_row_by_row(tokenizer: Any) -> None:
+    batch = tokenizer([TEXTS[0], TEXTS[1]] * 2, padding=True, padding_side="left", return_tensors="pt")
+    model = tiny_model(tokenizer).eval()
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **options)
+    with split(model, 1) as calls:
+        found = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **options)
+    assert torch.equal(found, expected)
+    assert calls.pieces == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"return_dict_in_generate": True}, "more than the tokens"),
+        ({"logits_processor": [lambda ids, scores: scores]}, "may look"),
+    ],
+)
+def test_generation_that_may_look_at_the_batch_is_made_whole(
+    tokenizer: Any, options: dict[str, Any], why: str
+) -> None:
+    batch, model = tokenizer([TEXTS[0]] * 3, return_tensors="pt"), tiny_model(tokenizer)
+    with split(model, 1) as calls:
+        model.generate(**{"input_ids": batch["input_ids"], "max_new_tokens": 2, **options})
+    assert why in calls.refused
