@@ -13,7 +13,7 @@ OLDEST_TESTS := tests/numerics/test_nonfinite.py tests/test_healthy.py tests/ins
 # The newest of what trains, whatever constraints.txt pins, and of what only comes with it.
 NEWEST := transformers trl accelerate datasets peft
 NEWEST_FREE := $(NEWEST) huggingface_hub tokenizers safetensors
-NEWEST_TESTS := $(OLDEST_TESTS) tests/memory/test_splitting.py tests/memory/test_slicing.py tests/memory/test_passes.py
+NEWEST_TESTS := $(OLDEST_TESTS) tests/memory/test_calls.py tests/memory/test_microbatches.py
 
 # On a machine with a GPU, whose own Python has torch for it; `make gpu-needs` says what else it lacks.
 GPU_PYTHON ?= python3

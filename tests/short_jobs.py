@@ -5,7 +5,6 @@ place.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from conftest import TEXTS, build_tokenizer, grpo_trainer, losses, sft_trainer, tiny_model
@@ -31,7 +29,6 @@ from two_sharded_processes import sharded_on_the_cpu, whole
 
 from self_healing import HealingConfig, SelfHealingTrainer
 from self_healing.instrument.models import fingerprint
-from self_healing.memory import healer as memory_healer
 
 
 STEPS, SAVE_STEPS = 6, 2
@@ -158,8 +155,6 @@ class Kind:
             Of the trainer, and of what heals it.
         starts (`int`, *optional*, defaults to 2):
             How often it is started.
-        roomy (`bool`, *optional*, defaults to `False`):
-            Whether the device says that it has memory left.
     """
 
     strike: Callable[[Any, int, Path], Any]
@@ -168,20 +163,6 @@ class Kind:
     arguments: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=lambda: {"oom_probe_steps": 3})
     starts: int = 2
-    roomy: bool = False
-
-
-class Plenty:
-    """What a device has left, by what it says."""
-
-    taken = 0
-
-    def held(self) -> int:
-        self.taken += 1_000
-        return self.taken
-
-    def left(self) -> int:
-        return 1 << 40
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 4}
@@ -217,8 +198,6 @@ LONG_KINDS = {
     "long_fsdp2_full": Kind(**LONG, strategy="fsdp2_full"),
     "long_fsdp2_sharded": Kind(**LONG, strategy="fsdp2_sharded"),
     # Where a larger size is tried in vain.
-    "long_roomy_ddp": Kind(**LONG, roomy=True),
-    "long_roomy_fsdp2": Kind(**LONG, strategy="fsdp2_sharded", roomy=True, starts=6),
 }
 
 
@@ -247,9 +226,7 @@ def job(directory: Path, rank: int, name: str) -> dict[str, Any]:
     model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[0]), with_kwargs=True
     )
-    room = patch.object(memory_healer, "room_of", lambda device: Plenty()) if kind.roomy else contextlib.nullcontext()
-    with room:
-        SelfHealingTrainer(trainer, HealingConfig(**kind.settings)).train()
+    SelfHealingTrainer(trainer, HealingConfig(**kind.settings)).train()
     weights = {each: whole(value) for each, value in trainer.model.state_dict().items()}
     return {
         "weights": digest_of(weights),

@@ -25,7 +25,7 @@ from .discovery import find_resume_path, find_trainer, is_training
 from .earlier_steps import EarlierSteps
 from .experiments import StepExperiments
 from .generated import load_generated, save_generated
-from .gradients import hooks_on_gradients, is_of_deepspeed, is_sharded
+from .gradients import is_sharded
 from .hooks import Hooks
 from .interception import Interception
 from .kept_step import Control, Recording, on_host
@@ -89,8 +89,6 @@ __all__ = [
     "find_resume_path",
     "find_trainer",
     "free_memory",
-    "hooks_on_gradients",
-    "is_of_deepspeed",
     "is_out_of_memory",
     "is_sharded",
     "is_training",

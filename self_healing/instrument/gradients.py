@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,22 +83,6 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
     # What ZeRO-3 spreads has a number of DeepSpeed's.
     return any(isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
-def hooks_on_gradients(model: torch.nn.Module) -> list[Callable[..., Any]]:
-    """Finds what is called with a gradient of a weight that is trained, as soon as it is there."""
-    return [
-        hook
-        for parameter in model.parameters()
-        if parameter.requires_grad
-        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-        for hook in (hooks or {}).values()
-    ]
-
-
-def is_of_deepspeed(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one of ZeRO's, which reduces gradients in portions as it does between micro-batches."""
-    return (getattr(hook, "__module__", None) or "").partition(".")[0] == "deepspeed"
 
 
 def is_fsdp2(model: torch.nn.Module) -> bool:

@@ -78,7 +78,7 @@ def assert_split_alike(model: torch.nn.Module, batch: dict[str, Any], rows: int)
     assert calls.pieces > 1, calls.refused
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
     assert gradients.keys() == of_all.keys()
     for name, value in of_all.items():
         torch.testing.assert_close(gradients[name], value, rtol=1e-4, atol=1e-6, msg=name)

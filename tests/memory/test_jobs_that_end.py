@@ -5,7 +5,6 @@ the job goes on with smaller pieces, or says why it cannot.
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -118,14 +117,3 @@ def test_what_never_fits_fails_once_in_a_long_run(
     assert starts[-1]["struck_at"] == struck_at
     if restarts:
         assert max(rank["most_rows"] for rank in ranks) <= ROWS_THAT_FIT
-
-
-@pytest.mark.parametrize("name", ["roomy_ddp", "roomy_fsdp2"])
-def test_a_size_that_is_tried_in_vain_is_tried_ever_more_rarely(long_jobs: dict[str, Starts], name: str) -> None:
-    """Whether or not the job has to be started again for it."""
-    starts = long_jobs[f"long_{name}"]
-    comes_to_its_end(starts[-1], LONG_STEPS)
-    first, *tried = sorted(set(starts[-1]["struck_at"]))
-    assert first == 1
-    assert 1 <= len(tried) <= 2
-    assert all(later - earlier >= 2 * 50 for earlier, later in itertools.pairwise(tried))

@@ -44,7 +44,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Microbatches]:
 
 def healed_as_plain(build: Callable[..., Any], directory: Path, tokenizer: Any, rows: int, **settings: Any) -> Any:
     """A run that has memory for so many rows, and logs and learns what one with enough of it does."""
-    settings = {"dropout": 0.0, "max_steps": 3, **settings}
+    # Adam makes much of what rounding leaves of a gradient that is nearly zero.
+    settings = {"dropout": 0.0, "max_steps": 3, "optim": "sgd", "learning_rate": 0.1, **settings}
     plain = build(directory / "plain", tokenizer, **settings)
     plain.train()
     healed, memory = run(
