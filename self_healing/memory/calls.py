@@ -89,9 +89,10 @@ class ModelCalls:
         self._together = together
         self._whole = whole
         self._inside = False
-        # Why calls were made whole: lately, and for good.
-        self.refused = self._given_up = ""
-        self._adds_up_by: str | None = None
+        # Why calls were made whole: lately, and those of a kind for good.
+        self.refused = ""
+        self._given_up: dict[Kind, str] = {}
+        self._adds_up_by = ""
         self.pieces = 1
 
     def call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +107,7 @@ class ModelCalls:
             try:
                 return self._in_chunks(original, shape, groups, segments, args, kwargs)
             except CannotSplit as refusal:
-                self.refused = self._given_up = str(refusal)
+                self.refused = self._given_up[shape.kind] = str(refusal)
         return self._run(original, shape, args, kwargs)
 
     def generate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +151,9 @@ class ModelCalls:
         allowed = self._sizes.rows_for(shape)
         wanted, groups, refusal = -(-shape.rows // allowed), list[Sequence[int]](), ""
         if wanted > 1 or self._together:
-            refusal = self._why_generated_whole(args, kwargs) if shape.kind == "generate" else ""
+            refusal = self._given_up.get(shape.kind, "")
+            if shape.kind == "generate":
+                refusal = self._why_generated_whole(args, kwargs)
             refusal = refusal or self._why_whole(segments, args, kwargs)
             if shape.kind != "generate" and kwargs.get("use_cache"):
                 refusal = "the call asks for cached keys and values (use_cache=True)"
@@ -172,8 +175,6 @@ class ModelCalls:
 
     def _why_whole(self, segments: Layout | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Says why the rows of a call are not computed one after the other; empty if they can be."""
-        if self._given_up:
-            return self._given_up
         if self._sizes.made_together and not self._together:
             return "other ranks take part in a forward of the model, as often as this one makes it"
         modules = list(self._module.modules())
@@ -227,7 +228,9 @@ class ModelCalls:
             of_all[id(outputs[0].loss)] = -sum(each.log_probs.sum() for each in outputs) / count
         elif isinstance(loss := getattr(outputs[0], "loss", None), torch.Tensor) and loss.dim() == 0:
             weights = self._weights(original, shape, groups, segments, args, kwargs)
-            of_all[id(loss)] = sum(each.loss * weight for each, weight in zip(outputs, weights, strict=True))
+            # The mean over no labels at all is NaN, and counts nothing.
+            counting = [each.loss * weight for each, weight in zip(outputs, weights, strict=True) if weight]
+            of_all[id(loss)] = sum(counting) if counting else loss
         result = _joined(outputs, shapes, flat, of_all)
         self.pieces = max(self.pieces, len(groups))
         return result
@@ -264,12 +267,14 @@ class ModelCalls:
         or over rows, whichever gives the loss of two rows.
         """
         labels = kwargs.get("labels")
-        if self._together or segments is not None or not isinstance(labels, torch.Tensor):
+        by_row = isinstance(labels, torch.Tensor) and labels.dim() > 0 and labels.size(0) == shape.rows
+        if self._together or segments is not None or labels is None or not by_row:
             raise CannotSplit("the model gives one value for all rows (a loss past its `loss_function`)")
         counted = labels.flatten(1) != IGNORED_LABEL if labels.dim() > 1 else torch.ones_like(labels)[:, None]
         counts: list[int] = counted.sum(1).tolist()
         ways = {"labels": counts, "rows": [1] * shape.rows}
-        if self._adds_up_by is None:
+        way = self._adds_up_by
+        if not way:
             low, high = counts.index(min(counts)), counts.index(max(counts))
             pair = [low, high if low != high else (low + 1) % shape.rows]
 
@@ -279,15 +284,17 @@ class ModelCalls:
                     return float(original(*part, **named).loss)
 
             both, of_each = loss(pair), [loss([row]) for row in pair]
-            for way, amounts in ways.items():
-                due = [amounts[row] for row in pair]
-                mean = sum(each * amount for each, amount in zip(of_each, due, strict=True)) / max(sum(due), 1)
-                if abs(mean - both) <= 1e-3 * abs(both):
-                    self._adds_up_by = way
-                    break
-            else:
+
+            def mean(amounts: list[int]) -> float:
+                weighed = sum(each * amounts[row] for each, row in zip(of_each, pair, strict=True))
+                return weighed / max(sum(amounts[row] for row in pair), 1)
+
+            way = next((each for each in ways if abs(mean(ways[each]) - both) <= 1e-3 * abs(both)), "")
+            if not way:
                 raise CannotSplit("the model gives one value for all rows, which is no mean over rows or labels")
-        amounts = ways[self._adds_up_by]
+            if labels.dim() == 1 or counts[pair[0]] != counts[pair[1]]:
+                self._adds_up_by = way
+        amounts = ways[way]
         return [sum(amounts[row] for row in group) / max(sum(amounts), 1) for group in groups]
 
     def _generated_in_chunks(

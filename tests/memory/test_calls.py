@@ -253,3 +253,18 @@ def test_generation_that_may_look_at_the_batch_is_made_whole(
     with split(model, 1) as calls:
         model.generate(**{"input_ids": batch["input_ids"], "max_new_tokens": 2, **options})
     assert why in calls.refused
+
+
+def test_a_mean_over_labels_is_told_from_one_over_rows(tokenizer: Any) -> None:
+    """Also where the first batch does not tell: all of its rows have as many labels."""
+    set_seed(0)
+    model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **SMALL)).eval()
+    alike = {name: value[[0, 0, 0]] for name, value in batch_of(tokenizer).items()}
+    batch = batch_of(tokenizer)
+    batch["labels"][0] = -100
+    batch["labels"][0, 1] = 7
+    expected = [float(model(**each).loss) for each in (alike, batch)]
+    with split(model, 2) as calls, torch.no_grad():
+        found = [float(model(**each).loss) for each in (alike, batch)]
+    assert calls.refused == ""
+    assert found == pytest.approx(expected, rel=1e-5)
