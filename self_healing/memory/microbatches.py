@@ -92,10 +92,12 @@ class Microbatches:
 
         def begin(batch: Any) -> Any:
             passes.extend(self._plan(model, batch, items))
+            if not passes:
+                return batch
             before.extend((instrument.ledger.capture(), state.num_input_tokens_seen))
-            self.running = bool(passes)
+            self.running = True
             # A copy: `compute_loss` may pop keys from the batch it is given.
-            return copy.copy(passes[0].batch) if passes else batch
+            return copy.copy(passes[0].batch)
 
         try:
             with self._weighing(passes):
